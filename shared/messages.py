@@ -1,0 +1,172 @@
+"""What coordinator and clients say to each other in JSON; tensors travel beside it (``shared.tensors``)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
+
+PROTOCOL_VERSION = 1
+PROBLEM_BASE = "https://promptfed.invalid/problems/"
+
+FederationState = Literal["enrolling", "running", "paused", "finished", "failed", "cancelled"]
+Role = Literal["trainer", "evaluator"]
+TaskKind = Literal["train", "evaluate"]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+
+
+class Message(BaseModel):
+    """Base of all messages: unknown keys and non-finite numbers are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Domain(Message):
+    """Where a client's images come from; ``description`` has ``{}`` for the class name, as in "a sketch of a {}"."""
+
+    name: Name
+    description: Annotated[str, Field(max_length=500)]
+
+    @field_validator("description")
+    @classmethod
+    def _description_has_one_slot(cls, text: str) -> str:
+        if text.count("{}") != 1:
+            raise ValueError("must hold '{}' exactly once, where the class name goes")
+        return text
+
+
+class EnrolRequest(Message):
+    """``POST /v1/federations/{id}/clients``. ``secret`` (256 bits, hex) is the client's bearer token from then on."""
+
+    name: Name
+    secret: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    role: Role = "trainer"
+    num_samples: Annotated[int, Field(ge=0, le=1 << 40)]
+    class_names: Annotated[list[ClassName], Field(max_length=100_000)]
+    domain: Domain | None = None
+    backbone_fingerprint: Digest
+    backbone_shape: BackboneShape
+    device: Annotated[str, Field(max_length=200)] = "cpu"
+    protocol_version: int = PROTOCOL_VERSION
+
+    @field_validator("class_names")
+    @classmethod
+    def _class_names_are_distinct(cls, names: list[str]) -> list[str]:
+        return check_class_names(names)
+
+
+class EnrolResponse(Message):
+    """201 (new) or 200 (the same name and secret again)."""
+
+    client_id: str
+    federation_id: str
+    name: str
+
+
+class EnrolmentInfo(Message):
+    """``GET /v1/federations/{id}/enrolment`` (enrolment token): what a client must know before it can enrol."""
+
+    federation_id: str
+    name: str
+    method: dict[str, Any]
+    backbone: BackboneSpec
+    class_names: list[str] | None
+    template: str
+    state: FederationState
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class Peer(Message):
+    """What every client is told of every other: name, role and domain, nothing about its data."""
+
+    name: str
+    role: Role
+    domain: Domain | None = None
+
+
+class TaskConfig(Message):
+    """All that a client needs to carry out a task, besides the payload's tensors and its own data."""
+
+    method: dict[str, Any]
+    training: dict[str, Any]
+    backbone: BackboneSpec
+    class_names: list[str] | None
+    template: str
+    rounds: int
+    seed: int
+    peers: list[Peer]
+
+
+class PayloadRef(Message):
+    """Where a task's tensors are: ``url`` is a path on the coordinator's own origin."""
+
+    url: str
+    bytes: int
+    sha256: Digest
+
+
+class Task(Message):
+    """``GET /v1/federations/{id}/task``: one client's part of a phase."""
+
+    task_id: str
+    kind: TaskKind
+    round: int
+    phase: str
+    deadline: datetime
+    seconds_left: float
+    payload: PayloadRef
+    config: TaskConfig
+
+
+class UpdateMetadata(Message):
+    """Canonical JSON under the safetensors metadata key ``promptfed`` of an update."""
+
+    task_id: Annotated[str, Field(max_length=100)]
+    payload_sha256: Digest
+    metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
+
+
+class SplitResult(Message):
+    """Accuracy as a fraction of ``num_samples`` test images."""
+
+    accuracy: Fraction
+    num_samples: Annotated[int, Field(ge=1)]
+
+
+SplitResults = Annotated[dict[Annotated[str, Field(min_length=1, max_length=100)], SplitResult], Field(max_length=1000)]
+
+
+class EvaluationRequest(Message):
+    """``PUT .../tasks/{task_id}/evaluation``. ``zero_shot`` has the template's accuracy on the same splits."""
+
+    splits: SplitResults
+    zero_shot: SplitResults = {}
+    metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
+
+
+class FailureRequest(Message):
+    """``POST .../tasks/{task_id}/failure``: the coordinator no longer waits for this task."""
+
+    type: Annotated[str, Field(min_length=1, max_length=100)]
+    detail: Annotated[str, Field(max_length=2000)]
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem details. ``type`` ends in the kind of refusal, such as ``already-answered``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The last part of ``type``."""
+        return self.type.rsplit("/", 1)[-1]

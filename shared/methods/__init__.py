@@ -1,0 +1,106 @@
+"""The methods by name, and the resolved form of a spec. Adding a method is adding its file and a line here."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.methods.base import Method, MethodError
+from shared.methods.coop import CoOp
+from shared.methods.promptfl import PromptFL
+from shared.methods.promptfl_prox import PromptFLProx
+from shared.methods.zero_shot import ZeroShot
+from shared.spec import FederationSpec, SpecError, parse_spec
+from shared.tensors import TensorSpec
+
+METHODS: dict[str, type[Method]] = {kind.name: kind for kind in (ZeroShot, CoOp, PromptFL, PromptFLProx)}
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a method. Raises SpecError for a name that is not in ``METHODS``."""
+    if name not in METHODS:
+        near = get_close_matches(name, METHODS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        detail = f"there is no method {name!r}{hint} Known: {', '.join(sorted(METHODS))}"
+        raise SpecError([{"path": "method.name", "detail": detail}])
+    return METHODS[name]
+
+
+def make_method(settings: dict[str, Any]) -> Method:
+    """The method of ``{"name": ..., hyperparameter: value, ...}``.
+
+    Raises:
+        SpecError: unknown method or hyperparameter, or a value out of range, with its path.
+    """
+    kind = method_class(settings["name"])
+    given = {key: value for key, value in settings.items() if key != "name"}
+    try:
+        return kind(kind.Hyper.model_validate(given))
+    except ValidationError as error:
+        raise SpecError.from_validation(error, prefix="method") from None
+
+
+def method_for(spec: FederationSpec) -> Method:
+    """The method that ``spec`` names, with its hyperparameters."""
+    return make_method(spec.method)
+
+
+def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
+    """A spec with nothing left open: what is omitted takes the method's defaults.
+
+    Raises:
+        SpecError: with a dotted path for every offence.
+    """
+    named = raw.get("method")
+    known = isinstance(named, dict) and isinstance(named.get("name"), str)
+    defaults = method_class(named["name"]).defaults if known and named is not None else {}
+    spec = parse_spec(raw, defaults)
+    method = method_for(spec)
+    resolved = spec.model_copy(update={"method": {"name": method.name, **method.hyper.model_dump()}})
+    try:
+        method.check(resolved)
+    except MethodError as error:
+        raise SpecError([{"path": "method", "detail": str(error)}]) from None
+    return resolved
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What ``GET /v1/methods/{name}`` answers: summary, paper, phases with their tensors, hyperparameters, needs."""
+    kind = method_class(name)
+    method = kind(kind.Hyper())
+    phases = {phase.name: phase for round in (1, 2) for phase in method.phases(round, rounds=2)}
+    return {
+        "name": kind.name,
+        "summary": kind.summary,
+        "paper": kind.paper,
+        "phases": [
+            {
+                "name": phase.name,
+                "ask": phase.ask,
+                "down": [_describe_tensor(spec) for spec in phase.down],
+                "up": [_describe_tensor(spec) for spec in phase.up],
+            }
+            for phase in phases.values()
+        ],
+        "state": [_describe_tensor(spec) for spec in method.state_tensors()],
+        "hyperparameters": kind.Hyper.model_json_schema(),
+        "defaults": kind.defaults,
+        "needs": {
+            "text_tower": kind.needs.text_tower,
+            "vision_transformer": kind.needs.vision_transformer,
+            "domain_descriptions": kind.needs.domain_descriptions,
+            "late_join": kind.needs.late_join,
+        },
+        "cached_features": kind.needs.cached_features,
+    }
+
+
+def _describe_tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "dtype": spec.dtype,
+        "shared_with_clients": spec.shared_with_clients,
+    }

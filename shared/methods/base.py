@@ -1,0 +1,230 @@
+"""The interface behind which every federated prompt learning method stands.
+
+A method is one file with two halves. The server half turns states and updates into states; the client half turns a
+payload, private data and private state into an update. Both are functions of plain tensors, configuration and a
+generator, and do no I/O: the services around them know no method by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+from torch import Generator, Tensor
+
+from shared.messages import Domain
+from shared.spec import BackboneShape, FederationSpec, TrainingSpec
+from shared.tensors import Shape, Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from shared.clip import Backbone
+
+
+class MethodError(ValueError):
+    """A method cannot run in these circumstances; the text says what is wrong and what to do."""
+
+
+class NeedsBackbone(MethodError):
+    """The initial state needs a backbone (a context made of words): the command makes it and PUTs it."""
+
+
+class Hyperparameters(BaseModel):
+    """Base of every method's hyperparameters: documented, bounded, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method needs, and what it allows."""
+
+    text_tower: bool = True
+    vision_transformer: bool = False
+    domain_descriptions: bool = False
+    late_join: bool = True
+    cached_features: bool = True
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One exchange of a round: tensors ``down`` to clients, tensors ``up`` to the coordinator.
+
+    ``ask``: whom a later phase asks: those whose answer to the first phase was counted, or all active trainers.
+    The first phase of a round always asks the sampled clients.
+    """
+
+    name: str
+    down: tuple[TensorSpec, ...]
+    up: tuple[TensorSpec, ...]
+    ask: Literal["answered", "all"] = "answered"
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """An enrolled client as the server half sees it."""
+
+    name: str
+    role: Literal["trainer", "evaluator"]
+    num_samples: int
+    class_names: tuple[str, ...]
+    domain: Domain | None = None
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What the server half may look at besides the state: the roster is in client-name order."""
+
+    training: TrainingSpec
+    shape: BackboneShape
+    class_names: tuple[str, ...] | None
+    clients: tuple[ClientInfo, ...]
+    seed: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """One counted update; ``weight`` is the client's share of the mean (all of a phase's weights sum to 1)."""
+
+    client: str
+    weight: float
+    tensors: Mapping[str, Tensor]
+
+
+Combine = Callable[[Iterable[ClientUpdate]], Tensors]
+
+
+class Split(Protocol):
+    """Labelled images of one client: features come from its cache, images from its disk."""
+
+    @property
+    def labels(self) -> Tensor:
+        """``(N,)`` int64, indices in the label space of the task."""
+
+    def __len__(self) -> int: ...
+
+    def features(self) -> Tensor:
+        """``(N, d_e)`` float32, L2-normalised, from the frozen image tower, on the backbone's device."""
+
+    def images(self, indices: Tensor) -> Tensor:
+        """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
+
+
+@dataclass(frozen=True)
+class ClientContext:
+    """What the client half is handed for one task."""
+
+    backbone: Backbone
+    class_names: tuple[str, ...]
+    template: str
+    training: TrainingSpec
+    client: str
+    domain: Domain | None
+    peers: tuple[ClientInfo, ...]
+    round: int
+    rounds: int
+    phase: str
+    seed: int
+    train: Split
+    cancelled: Callable[[], bool] = field(default=lambda: False)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """``update`` goes to the coordinator, ``private`` stays on the client's disk, ``metrics`` go into the report."""
+
+    update: Tensors
+    private: Tensors = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Classifier(Protocol):
+    """Scores images against class names."""
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits, already divided by the temperature, of the images at ``indices (B,)``."""
+
+
+class Method(ABC):
+    """One federated method with its hyperparameters ``hyper``. Subclasses are listed in ``shared.methods``."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    Hyper: ClassVar[type[Hyperparameters]]
+    needs: ClassVar[Needs] = Needs()
+    defaults: ClassVar[dict[str, Any]] = {}  # laid under the spec: rounds, training, aggregation, participation
+
+    def __init__(self, hyper: Hyperparameters):
+        self.hyper = hyper
+
+    # Server half
+
+    def check(self, spec: FederationSpec) -> None:  # noqa: B027 (most methods run with any spec)
+        """Raise MethodError where the method cannot run with this spec."""
+
+    @abstractmethod
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The tensors of the global state, with symbolic shapes."""
+
+    @abstractmethod
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """The phases of ``round`` (from 1); none for a method that trains nothing."""
+
+    @abstractmethod
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """Numbers for the symbols in tensor shapes. Raises MethodError where the backbone lacks one."""
+
+    @abstractmethod
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """The global state of round 0.
+
+        Raises:
+            NeedsBackbone: where it can only be made with a backbone (``initial_state_with``).
+        """
+
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+        """The global state of round 0, made where a backbone is at hand."""
+        return self.initial_state(context, generator)
+
+    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """The state after ``client`` joined a federation that has started."""
+        return state
+
+    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+        """What ``client`` downloads in ``phase``, or for an evaluation (``phase`` is None): all that is shared."""
+        shared = {spec.name for spec in self.state_tensors() if spec.shared_with_clients}
+        return {name: tensor for name, tensor in state.items() if name in shared}
+
+    def expected_update(self, phase: Phase, client: ClientInfo, context: ServerContext) -> dict[str, tuple[Shape, str]]:
+        """Shape and dtype of each tensor that ``client`` must send up in ``phase``."""
+        dims = self.dims(context)
+        return {spec.name: (spec.resolve(dims), spec.dtype) for spec in phase.up}
+
+    @abstractmethod
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The state after ``phase``. ``updates`` come one by one in client-name order; ``combine`` is the rule
+        (weighted mean by default) for methods whose phase is a mean."""
+
+    # Client half
+
+    def label_space(self, federation: tuple[str, ...] | None, client: tuple[str, ...]) -> tuple[str, ...]:
+        """Class names over which training and local accuracy take their softmax: the federation's where named."""
+        return federation if federation is not None else client
+
+    def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
+        """Private state before training: made once, and again when the peers change."""
+        return private
+
+    @abstractmethod
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """Carry out one training task. Starts from committed ``private`` state only."""
+
+    @abstractmethod
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """The classifier over ``context.class_names`` that this client is entitled to."""

@@ -1,0 +1,155 @@
+"""What the CoOp family shares: a context of m vectors before the class name, its start, and its classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from shared.methods.base import (
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Hyperparameters,
+    Method,
+    MethodError,
+    NeedsBackbone,
+    Phase,
+    ServerContext,
+    Split,
+)
+from shared.methods.training import train
+from shared.spec import FederationSpec
+from shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from shared.clip import Backbone, ClassPrompts
+
+INIT_STD = 0.02
+CONTEXT = TensorSpec("context", ("m", "d_t"))
+
+
+class ContextHyper(Hyperparameters):
+    """Hyperparameters of a learned context (CoOp, Zhou et al. 2022, section 3.2)."""
+
+    m: Annotated[int, Field(ge=1, le=64, description="number of context vectors")] = 16
+    context_init: Annotated[
+        str | None,
+        Field(max_length=200, description="words whose token embeddings start the context; default: N(0, 0.02²)"),
+    ] = None
+
+
+def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor) -> Tensor:
+    """``(B, C)`` logits τ⁻¹·I(x)·T(y) of normalised ``features (N, d_e)`` at ``indices (B,)`` and ``text (C, d_e)``."""
+    logits: Tensor = scale * features[indices.to(features.device)] @ text.T
+    return logits
+
+
+class TextPromptClassifier:
+    """Cosine logits of image features against the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
+
+    def __init__(self, backbone: Backbone, context: Tensor, prompts: ClassPrompts):
+        with torch.no_grad():
+            self._text = backbone.encode_prompts(context.to(backbone.device), prompts)
+        self._scale = backbone.logit_scale
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return cosine_logits(self._scale, split.features(), indices, self._text)
+
+
+class ContextMethod(Method):
+    """Base of the methods that learn one context ``(m, d_t)`` which stands before every class name."""
+
+    Hyper = ContextHyper
+    hyper: ContextHyper
+
+    def check(self, spec: FederationSpec) -> None:
+        """Words that start the context must be there."""
+        if self.hyper.context_init is not None and not self.hyper.context_init.strip():
+            raise MethodError("context_init is empty: give words, or leave it out for a random start")
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``m`` and the text tower's width ``d_t``."""
+        if context.shape.d_t is None:
+            raise MethodError(f"{self.name} needs a text tower that prompts can enter; this backbone has none")
+        return {"m": self.hyper.m, "d_t": context.shape.d_t}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """A context drawn from N(0, 0.02²); NeedsBackbone where it is to be made of words."""
+        if self.hyper.context_init is not None:
+            raise NeedsBackbone(
+                f"the context starts from the words {self.hyper.context_init!r}, which takes a backbone: create the "
+                "federation with `promptfed federation create`, or PUT the tensors to its initial-state"
+            )
+        dims = self.dims(context)
+        return {"context": torch.randn(dims["m"], dims["d_t"], generator=generator) * INIT_STD}
+
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+        """The start made where a backbone is at hand."""
+        return {"context": self.start(backbone, generator)}
+
+    def start(self, backbone: Backbone, generator: Generator) -> Tensor:
+        """A context ``(m, d_t)``: its last vectors are the given words' embeddings, those before them are random."""
+        words = torch.empty(0, backbone.d_t)
+        if self.hyper.context_init is not None:
+            words = backbone.embed_words(self.hyper.context_init).detach().float().cpu()
+        m = self.hyper.m
+        if len(words) > m:
+            raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
+        return torch.cat([torch.randn(m - len(words), words.shape[1], generator=generator) * INIT_STD, words])
+
+
+class SharedContextMethod(ContextMethod):
+    """A context that clients train in turn and the coordinator averages."""
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The context."""
+        return (CONTEXT,)
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """One exchange a round: the context down, the trained context up."""
+        return (Phase("train", down=(CONTEXT,), up=(CONTEXT,)),)
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The weighted mean of the clients' contexts."""
+        return combine(updates)
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+        """Classifies with the global context."""
+        return TextPromptClassifier(context.backbone, payload["context"], class_prompts(context, self.hyper.m))
+
+
+def class_prompts(context: ClientContext, m: int) -> ClassPrompts:
+    """The tokenised names of the task's label space behind ``m`` context vectors."""
+    return context.backbone.class_prompts(context.class_names, m)
+
+
+def train_context(
+    context: ClientContext, start: Tensor, penalty: Callable[[Tensor, Tensor], Tensor | None] | None = None
+) -> tuple[Tensor, float]:
+    """Train a context from ``start (m, d_t)`` on CE(τ⁻¹·I(x)·T(ctx, y)) + penalty(ctx, start).
+
+    Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
+    """
+    backbone = context.backbone
+    start = start.to(backbone.device)
+    learned = start.clone().requires_grad_()
+    prompts = class_prompts(context, len(start))
+    features, labels = context.train.features(), context.train.labels.to(backbone.device)
+
+    def loss(indices: Tensor) -> Tensor:
+        text = backbone.encode_prompts(learned, prompts)
+        logits = cosine_logits(backbone.logit_scale, features, indices, text)
+        value = F.cross_entropy(logits, labels[indices.to(labels.device)])
+        extra = penalty(learned, start) if penalty else None
+        return value if extra is None else value + extra
+
+    final = train(context, [learned], loss)
+    return learned.detach().cpu(), final

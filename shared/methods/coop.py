@@ -1,0 +1,54 @@
+"""CoOp: a context that each client trains for itself, from a common start, and never shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Generator, Tensor
+
+from shared.methods.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
+from shared.methods.context import ContextMethod, TextPromptClassifier, class_prompts, train_context
+from shared.seeds import initial_draws
+from shared.tensors import Tensors, TensorSpec
+
+
+class CoOp(ContextMethod):
+    """The local baseline: cross-entropy of cosine logits over a private context, nothing sent either way."""
+
+    name = "coop"
+    summary = "Each client trains a context of its own and never shares it."
+    paper = "Zhou et al., Learning to Prompt for Vision-Language Models (CoOp), 2022"
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """None: the coordinator holds nothing."""
+        return ()
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """One phase in which clients train; no tensor travels."""
+        return (Phase("train", down=(), up=()),)
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """The empty state: clients draw the common start themselves."""
+        return {}
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """Nothing to aggregate."""
+        return state
+
+    def current(self, context: ClientContext, private: Tensors) -> Tensor:
+        """The client's context ``(m, d_t)``: what it has trained, or the start that all have in common."""
+        if "context" in private:
+            return private["context"]
+        return self.start(context.backbone, initial_draws(context.seed))
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs from the client's own context; sends no tensor."""
+        learned, loss = train_context(context, self.current(context, private))
+        return TrainResult(update={}, private={"context": learned}, metrics={"loss": loss})
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+        """Classifies with the client's own context; an evaluator, which trains none, has the start."""
+        prompts = class_prompts(context, self.hyper.m)
+        return TextPromptClassifier(context.backbone, self.current(context, private), prompts)

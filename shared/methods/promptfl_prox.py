@@ -1,0 +1,33 @@
+"""PromptFL with FedProx's proximal term: the trained context is held near the global one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from shared.methods.context import ContextHyper
+from shared.methods.promptfl import PromptFL
+
+
+class PromptFLProxHyper(ContextHyper):
+    """PromptFL's hyperparameters and the weight of the proximal term."""
+
+    mu: Annotated[
+        float, Field(ge=0, le=1e6, description="weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1")
+    ] = 1.0
+
+
+class PromptFLProx(PromptFL):
+    """CE + (μ/2)·‖ctx − global‖² (Li et al., "Federated Optimization in Heterogeneous Networks", 2020, Eq. 2)."""
+
+    name = "promptfl_prox"
+    summary = "PromptFL with a proximal term that holds each client's context near the global one."
+    paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020; PromptFL as above"
+    Hyper = PromptFLProxHyper
+    hyper: PromptFLProxHyper
+
+    def penalty(self, learned: Tensor, start: Tensor) -> Tensor:
+        """(μ/2)·‖ctx − global‖² of contexts ``(m, d_t)``."""
+        return self.hyper.mu / 2 * (learned - start).square().sum()

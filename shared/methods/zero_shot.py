@@ -1,0 +1,80 @@
+"""Zero-shot CLIP: the template only, nothing trained. The row that every table starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from torch import Generator, Tensor
+
+from shared.methods.base import (
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Hyperparameters,
+    Method,
+    MethodError,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
+from shared.methods.context import cosine_logits
+from shared.tensors import Tensors, TensorSpec
+
+
+class ZeroShotHyper(Hyperparameters):
+    """Zero-shot has none: its template is the spec's."""
+
+
+class TemplateClassifier:
+    """Cosine logits of image features against the template's text features, τ⁻¹·I(x)·T(template(y))."""
+
+    def __init__(self, context: ClientContext):
+        texts = [context.template.replace("{}", name.replace("_", " ")) for name in context.class_names]
+        self._text = context.backbone.encode_text(texts)
+        self._scale = context.backbone.logit_scale
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return cosine_logits(self._scale, split.features(), indices, self._text)
+
+
+class ZeroShot(Method):
+    """No tensor, no phase: a federation of it only evaluates (Radford et al., CLIP, 2021, section 3.1)."""
+
+    name = "zero_shot"
+    summary = "The template's text features; nothing is trained and nothing travels."
+    paper = "Radford et al., Learning Transferable Visual Models From Natural Language Supervision (CLIP), 2021"
+    Hyper = ZeroShotHyper
+    defaults: ClassVar[dict[str, Any]] = {"rounds": 1}
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """None."""
+        return ()
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """None: rounds pass without an exchange."""
+        return ()
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """None."""
+        return {}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """The empty state."""
+        return {}
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """Never asked for: there is no phase to close."""
+        raise MethodError("zero_shot has no phase to aggregate")
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """Never asked for: there is nothing to train."""
+        raise MethodError("zero_shot has nothing to train")
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TemplateClassifier:
+        """Classifies with the template."""
+        return TemplateClassifier(context)

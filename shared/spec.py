@@ -1,0 +1,181 @@
+"""The federation spec: what an operator sends to ``POST /v1/federations`` and reads back resolved.
+
+Control commands import this module, so it stays free of torch. Method hyperparameters are validated by the method
+itself (``shared.methods.resolve_spec``), which also fills in the defaults that its paper gives.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+RESERVED = {"privacy": "'privacy' is reserved for a later release: leave it out"}
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+ClassName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class SpecError(ValueError):
+    """A spec that cannot be run. ``errors`` lists ``{"path": "training.epochs", "detail": "..."}``."""
+
+    def __init__(self, errors: list[dict[str, str]]):
+        super().__init__("; ".join(f"{error['path']}: {error['detail']}" for error in errors))
+        self.errors = errors
+
+    @classmethod
+    def from_validation(cls, error: ValidationError, prefix: str = "") -> SpecError:
+        """Turn pydantic's errors into dotted paths; ``prefix`` is put before each path."""
+        found = []
+        for item in error.errors(include_url=False, include_context=False):
+            parts = [prefix, *(str(part) for part in item["loc"])]
+            path = ".".join(part for part in parts if part)
+            detail = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+            found.append({"path": path or "(spec)", "detail": detail})
+        return cls(found)
+
+
+class Section(BaseModel):
+    """Base of all spec sections: unknown keys and non-finite numbers are refused, values are not coerced."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class BackboneShape(Section):
+    """Sizes that a coordinator without a backbone needs to make prompts: the towers' widths and the joint space's."""
+
+    d_t: Annotated[int, Field(ge=1, description="width of the text tower, where prompts can enter it")] | None = None
+    d_v: Annotated[int, Field(ge=1, description="width of the vision tower, where prompts can enter it")] | None = None
+    d_e: Annotated[int, Field(ge=1, description="dimension of the joint embedding")]
+    text_layers: Annotated[int, Field(ge=1)] | None = None
+    vision_layers: Annotated[int, Field(ge=1)] | None = None
+    context_length: Annotated[int, Field(ge=1)] | None = None
+
+
+class BackboneSpec(Section):
+    """The frozen model that every client loads for itself."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200)] = "promptfed-tiny"
+    pretrained: Annotated[str, Field(min_length=1, max_length=200)] | None = "embedded"
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    fingerprint: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
+    shape: BackboneShape | None = None
+
+
+class TrainingSpec(Section):
+    """Local training of one task. The optimizer is fresh for every client and task."""
+
+    epochs: Annotated[int, Field(ge=1, le=10_000)] = 1
+    batch_size: Annotated[int, Field(ge=1, le=100_000)] = 32
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    learning_rate: Annotated[float, Field(gt=0, le=1000)] = 0.002
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
+    schedule: Literal["constant", "cosine"] = "constant"
+    threads: Annotated[int, Field(ge=1, le=256)] = 1
+    deterministic: bool = False
+
+
+class ParticipationSpec(Section):
+    """Who is asked, how many must answer, and how long they have."""
+
+    min_clients: Annotated[int, Field(ge=1, le=100_000)] = 1
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    quorum: Annotated[float, Field(gt=0, le=1)] = 1.0
+    deadline_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 600.0
+    on_missed_quorum: Literal["pause", "fail"] = "pause"
+
+
+class AggregationSpec(Section):
+    """How updates become one. ``max_weight_share`` caps what one client can weigh (1 = no cap)."""
+
+    weighting: Literal["samples", "uniform"] = "samples"
+    rule: Literal["mean"] = "mean"
+    max_weight_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class EvaluationSpec(Section):
+    """``every``: rounds between evaluations, besides the one before round 1 and the one after the last round."""
+
+    every: Annotated[int, Field(ge=1, le=100_000)] = 1
+
+
+class AdmissionSpec(Section):
+    """Limits on a client's update: bytes of its body, L2 norm over all its tensors (none = unlimited)."""
+
+    max_bytes: Annotated[int, Field(ge=1024, le=1 << 31)] = 64 << 20
+    max_update_norm: Annotated[float, Field(gt=0)] | None = None
+
+
+class FederationSpec(Section):
+    """One run, resolved: a method with its hyperparameters, a backbone, rounds, participation rules, a seed."""
+
+    name: Name
+    method: dict[str, Any]
+    backbone: BackboneSpec = BackboneSpec()
+    class_names: list[ClassName] | None = None
+    template: Annotated[str, Field(max_length=500)] = "a photo of a {}."
+    rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
+    training: TrainingSpec = TrainingSpec()
+    participation: ParticipationSpec = ParticipationSpec()
+    aggregation: AggregationSpec = AggregationSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    admission: AdmissionSpec = AdmissionSpec()
+    retention: Literal["all", "last_round"] = "all"
+    start: Literal["manual", "when_ready"] = "manual"
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+
+    @field_validator("method")
+    @classmethod
+    def _method_is_named(cls, method: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(method.get("name"), str):
+            raise ValueError('needs a \'name\', such as {"name": "promptfl"}')
+        return method
+
+    @field_validator("class_names")
+    @classmethod
+    def _class_names_are_distinct(cls, names: list[str] | None) -> list[str] | None:
+        return check_class_names(names) if names is not None else None
+
+    @field_validator("template")
+    @classmethod
+    def _template_has_one_slot(cls, template: str) -> str:
+        if template.count("{}") != 1:
+            raise ValueError("must hold '{}' exactly once, where the class name goes")
+        return template
+
+
+def check_class_names(names: list[str]) -> list[str]:
+    """Return ``names`` if there is at least one and none occurs twice; ValueError otherwise."""
+    if not names:
+        raise ValueError("is empty: name at least one class")
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"lists a class twice: {', '.join(twice[:5])}")
+    return names
+
+
+def merged(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """``given`` laid over ``defaults``, sections merged key by key."""
+    result = dict(defaults)
+    for key, value in given.items():
+        under = result.get(key)
+        result[key] = merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return result
+
+
+def parse_spec(raw: dict[str, Any], defaults: dict[str, Any] | None = None) -> FederationSpec:
+    """Validate ``raw`` over a method's ``defaults``. Hyperparameters inside ``method`` are not looked at here.
+
+    Raises:
+        SpecError: with a dotted path for every offence.
+    """
+    reserved = [{"path": key, "detail": text} for key, text in RESERVED.items() if key in raw]
+    if reserved:
+        raise SpecError(reserved)
+    try:
+        # Strict JSON-mode validation: a float field takes 1, but an int field does not take "1" or 1.5.
+        return FederationSpec.model_validate(merged(defaults or {}, raw))
+    except ValidationError as error:
+        raise SpecError.from_validation(error) from None

@@ -1,0 +1,139 @@
+"""Tensors on the wire and on disk: safetensors, float32, never pickle; and the hash that names a state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Shape = tuple[int, ...]
+
+METADATA_KEY = "promptfed"
+MAX_HEADER_BYTES = 1_000_000
+DTYPES = {"float32": torch.float32, "int64": torch.int64}
+
+
+class TensorError(ValueError):
+    """Tensors that are not what was asked for. ``kind`` names the refusal (the last part of the problem type)."""
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(detail)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a state or message: name, symbolic shape such as ``("m", "d_t")``, dtype.
+
+    ``shared_with_clients`` says whether clients may see this tensor of the global state.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    dtype: str = "float32"
+    shared_with_clients: bool = True
+
+    def resolve(self, dims: Mapping[str, int]) -> Shape:
+        """The shape in numbers, with symbols looked up in ``dims``. Raises KeyError for an unknown symbol."""
+        return tuple(dims[size] if isinstance(size, str) else size for size in self.shape)
+
+
+def state_hash(tensors: Mapping[str, Tensor]) -> str:
+    """``sha256:<hex>`` over name, dtype, shape and little-endian bytes of each tensor in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        header = f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{','.join(map(str, tensor.shape))}|"
+        digest.update(header.encode())
+        array = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+        if sys.byteorder == "big" and tensor.numel():
+            array = array.reshape(-1, tensor.element_size()).flip(1).contiguous()
+        digest.update(array.numpy().tobytes())
+    return "sha256:" + digest.hexdigest()
+
+
+def canonical_json(value: object) -> str:
+    """JSON with sorted keys and no spaces: one text for one value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def encode(tensors: Mapping[str, Tensor], metadata: object | None = None) -> bytes:
+    """Safetensors bytes; ``metadata`` becomes canonical JSON under the one key ``promptfed``."""
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    return safetensors.torch.save(ready, {METADATA_KEY: canonical_json(metadata)} if metadata is not None else None)
+
+
+def decode(body: bytes) -> tuple[Tensors, object | None]:
+    """Tensors and metadata of safetensors bytes.
+
+    Raises:
+        TensorError: ``not-safetensors`` for anything that is not a whole, well-formed safetensors file,
+            ``header-too-large`` for a header over 1 MB, ``bad-metadata`` where the metadata is not JSON.
+    """
+    metadata = _metadata(body)
+    try:
+        return safetensors.torch.load(body), metadata
+    except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise TensorError("not-safetensors", f"the body is not a safetensors file: {error}") from None
+
+
+def _metadata(body: bytes) -> object | None:
+    if len(body) < 8:
+        raise TensorError("not-safetensors", "the body is not a safetensors file: shorter than its length field")
+    length = int.from_bytes(body[:8], "little")
+    if length > len(body) - 8:
+        raise TensorError("not-safetensors", "the body is not a safetensors file: its header is cut off")
+    if length > MAX_HEADER_BYTES:
+        raise TensorError("header-too-large", f"the header has {length} bytes; {MAX_HEADER_BYTES} are allowed")
+    try:
+        header = json.loads(body[8 : 8 + length])
+        found = header.get("__metadata__") if isinstance(header, dict) else None
+    except (ValueError, RecursionError) as error:
+        raise TensorError("not-safetensors", f"the body is not a safetensors file: {error}") from None
+    if found is None:
+        return None
+    if not isinstance(found, dict) or set(found) != {METADATA_KEY} or not isinstance(found[METADATA_KEY], str):
+        raise TensorError("bad-metadata", f"the metadata must have the one key {METADATA_KEY!r}, holding JSON")
+    try:
+        value: object = json.loads(found[METADATA_KEY])
+    except (ValueError, RecursionError) as error:
+        raise TensorError("bad-metadata", f"the metadata under {METADATA_KEY!r} is not JSON: {error}") from None
+    return value
+
+
+def check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str]]) -> None:
+    """Refuse tensors that differ from ``expected`` (name -> shape, dtype) or hold NaN or infinity.
+
+    Raises:
+        TensorError: ``unknown-tensor``, ``missing-tensor``, ``wrong-shape``, ``wrong-dtype`` or ``not-finite``.
+    """
+    _refuse("unknown-tensor", "was not asked for", sorted(set(tensors) - set(expected)), expected)
+    _refuse("missing-tensor", "is missing", sorted(set(expected) - set(tensors)), expected)
+    for name, (shape, dtype) in sorted(expected.items()):
+        tensor = tensors[name]
+        if tensor.dtype != DTYPES[dtype]:
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise TensorError("wrong-dtype", f"tensor {name!r} is {found}; {dtype} was asked for")
+        if tuple(tensor.shape) != shape:
+            raise TensorError("wrong-shape", f"tensor {name!r} has shape {tuple(tensor.shape)}; expected {shape}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise TensorError("not-finite", f"tensor {name!r} holds NaN or infinity")
+
+
+def _refuse(kind: str, what: str, names: Iterable[str], expected: Mapping[str, object]) -> None:
+    for name in names:
+        wanted = ", ".join(sorted(expected)) or "none"
+        raise TensorError(kind, f"tensor {name[:100]!r} {what}; expected tensors: {wanted}")
+
+
+def norm(tensors: Mapping[str, Tensor]) -> float:
+    """L2 norm over all entries of all tensors, in float64."""
+    return float(sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5)
