@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh clone: `make demo` and `make test`. Both set up .venv first if it is not there.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: demo test test-all lint setup bench backbone clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "promptfed needs Python 3.11 or later: make PYTHON=/path/to/python")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/promptfed demo $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy shared coordinator client_service promptfed
+
+test: lint
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.step $(ARGS)
+	$(BIN)/python -m benchmarks.round_overhead
+
+backbone: $(READY)
+	$(BIN)/python -m shared.clip.tiny.pretrain $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
