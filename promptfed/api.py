@@ -1,0 +1,108 @@
+"""A coordinator's API as the command sees it: one client, errors in one line that says what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from promptfed.exits import Exit
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+URL_VARIABLE = "PROMPTFED_COORDINATOR"
+TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
+
+
+class CommandError(Exception):
+    """Ends the command: ``text`` goes to stderr in one line, ``exit`` is the exit code."""
+
+    def __init__(self, text: str, exit: Exit):
+        super().__init__(text)
+        self.exit = exit
+
+
+@dataclass
+class Answer:
+    """A successful answer: status, headers and body."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    json: Any
+
+
+class Coordinator:
+    """Calls one coordinator with an operator token."""
+
+    def __init__(self, url: str, token: str, timeout: float = 60.0):
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=timeout)
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def call(self, verb: str, path: str, **request: Any) -> Answer:
+        """Send one request.
+
+        Raises:
+            CommandError: the coordinator cannot be reached, or it refused; the problem's detail and path are told.
+        """
+        try:
+            response = self._http.request(verb, path, **request)
+        except httpx.TransportError as error:
+            text = f"cannot reach the coordinator at {self.url} ({error}): is it running? See --coordinator"
+            raise CommandError(text, Exit.UNREACHABLE) from None
+        is_json = "json" in response.headers.get("content-type", "")
+        if response.is_success:
+            body = response.json() if is_json and response.content else None
+            return Answer(response.status_code, response.headers, response.content, body)
+        raise CommandError(*_refusal(response, response.json() if is_json else {}))
+
+    def get(self, path: str, **query: Any) -> Any:
+        """The JSON that ``path`` answers."""
+        return self.call("GET", path, params=query).json
+
+    def post(self, path: str, body: Any = None, **request: Any) -> Any:
+        """The JSON that ``path`` answers to ``body``."""
+        return self.call("POST", path, json=body, **request).json
+
+
+def _refusal(response: httpx.Response, problem: dict[str, Any]) -> tuple[str, Exit]:
+    detail = problem.get("detail") or problem.get("title") or response.reason_phrase
+    places = "; ".join(f"{item['path']}: {item['detail']}" for item in problem.get("errors", []) if "path" in item)
+    text = f"{detail}{f' ({places})' if places and places not in str(detail) else ''}"
+    if response.status_code in (401, 403):
+        return f"{text}: give the operator token with --token-file or {TOKEN_VARIABLE}", Exit.NOT_ALLOWED
+    return text, Exit.REFUSED if response.status_code < 500 else Exit.FAILED
+
+
+def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:
+    """The coordinator of the options, or of the environment.
+
+    Raises:
+        CommandError: no operator token, or a file that cannot be read.
+    """
+    address = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    if token_file is not None:
+        try:
+            token = token_file.read_text().strip()
+        except OSError as error:
+            raise CommandError(f"cannot read the token file {token_file}: {error.strerror}", Exit.BAD_INPUT) from None
+    else:
+        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not token:
+        text = (
+            f"no operator token: give --token-file (it lies in the coordinator's data folder) or set {TOKEN_VARIABLE}"
+        )
+        raise CommandError(text, Exit.NOT_ALLOWED)
+    return Coordinator(address, token)

@@ -1,0 +1,19 @@
+"""Exit codes of the command; `promptfed client` has those of `client_service.exits`."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """What a code means to the program that started the command."""
+
+    OK = 0
+    FAILED = 1  # something broke on our side or the coordinator's (5xx)
+    USAGE = 2  # the command line is wrong
+    BAD_INPUT = 3  # a file, spec or data source is wrong
+    UNREACHABLE = 4  # no coordinator answers there
+    NOT_ALLOWED = 5  # no token, a wrong one, or one of another role
+    REFUSED = 6  # the coordinator says why
+    FEDERATION_ENDED_BADLY = 7  # the federation failed, paused by itself or was cancelled
+    INTERRUPTED = 130  # Ctrl-C

@@ -1,0 +1,61 @@
+"""The methods' equations written out slowly: one class at a time, all positions, no cache, no shared prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import open_clip
+import torch
+from torch import Tensor
+
+from shared.clip import Backbone
+
+
+def text_feature(backbone: Backbone, context: Tensor, name: str) -> Tensor:
+    """``(d_e,)`` normalised feature of ``[SOS] ctx×m name . [EOT]`` over the tower's full length."""
+    model = backbone.model
+    length, m = model.context_length, len(context)
+    tokenizer = open_clip.get_tokenizer(backbone.model_name)
+    words = tokenizer.encode(name.replace("_", " ") + ".")
+    ids = torch.zeros(length, dtype=torch.long)
+    ids[0] = tokenizer.sot_token_id
+    ids[1 + m : 1 + m + len(words)] = torch.tensor(words)
+    end = 1 + m + len(words)
+    ids[end] = tokenizer.eot_token_id
+    rows = model.token_embedding(ids)
+    rows = torch.cat([rows[:1], context, rows[1 + m :]]) + model.positional_embedding
+    rows = model.transformer(rows.unsqueeze(0), attn_mask=model.attn_mask)[0]
+    feature = model.ln_final(rows)[end] @ model.text_projection
+    return feature / feature.norm()
+
+
+def cross_entropy(logits: Tensor, label: int) -> Tensor:
+    """−log of the softmax probability of ``label`` among ``logits (C,)``."""
+    return torch.logsumexp(logits, 0) - logits[label]
+
+
+def context_loss(backbone: Backbone, context: Tensor, names: list[str], features: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the images of CE(τ⁻¹·⟨I(x), T(ctx, y)⟩), one image and one class at a time."""
+    texts = [text_feature(backbone, context, name) for name in names]
+    losses = []
+    for feature, label in zip(features, labels, strict=True):
+        logits = torch.stack([backbone.logit_scale * torch.dot(feature, text) for text in texts])
+        losses.append(cross_entropy(logits, int(label)))
+    return torch.stack(losses).mean()
+
+
+def sgd(
+    start: Tensor,
+    gradients: Callable[[Tensor, int], Tensor],
+    steps: int,
+    rate: float,
+    momentum: float,
+    weight_decay: float,
+) -> Tensor:
+    """SGD written out: v ← μ·v + (g + λ·w), w ← w − η·v."""
+    weight, velocity = start.clone(), torch.zeros_like(start)
+    for step in range(steps):
+        gradient = gradients(weight, step) + weight_decay * weight
+        velocity = momentum * velocity + gradient
+        weight = weight - rate * velocity
+    return weight

@@ -1,0 +1,92 @@
+"""Specs: defaults of the method, dotted paths in refusals, nothing coerced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared.methods import METHODS, describe, resolve_spec
+from shared.spec import SpecError, merged
+
+GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
+
+
+def test_what_is_omitted_takes_the_defaults() -> None:
+    spec = resolve_spec(GOOD)
+    assert spec.method == {"name": "promptfl", "m": 16, "context_init": None}
+    assert spec.training.optimizer == "sgd"
+    assert (spec.training.momentum, spec.training.weight_decay) == (0.9, 5e-4)
+    assert resolve_spec({"name": "z", "method": {"name": "zero_shot"}}).rounds == 1
+    assert resolve_spec({"name": "z", "method": {"name": "zero_shot"}, "rounds": 2}).rounds == 2
+
+
+def test_a_resolved_spec_resolves_to_itself() -> None:
+    spec = resolve_spec(GOOD | {"training": {"epochs": 3}, "class_names": ["a", "b"]})
+    assert resolve_spec(spec.model_dump()) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "says"),
+    [
+        ({"colour": 1}, "colour", "unknown key"),
+        ({"rounds": 0}, "rounds", "greater than or equal to 1"),
+        ({"rounds": "3"}, "rounds", "integer"),
+        ({"rounds": 2.5}, "rounds", "integer"),
+        ({"rounds": True}, "rounds", "integer"),
+        ({"training": {"epochs": 0}}, "training.epochs", "greater than or equal to 1"),
+        ({"training": {"lr": 1.0}}, "training.lr", "unknown key"),
+        ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
+        ({"training": 3}, "training", "dictionary"),
+        ({"participation": {"quorum": 1.5}}, "participation.quorum", "less than or equal to 1"),
+        ({"method": {"name": "promptfk"}}, "method.name", "did you mean 'promptfl'"),
+        ({"method": {"name": "promptfl", "m": 0}}, "method.m", "greater than or equal to 1"),
+        ({"method": {"name": "promptfl", "mu": 1.0}}, "method.mu", "unknown key"),
+        ({"method": {"name": "promptfl", "context_init": "  "}}, "method", "context_init"),
+        ({"method": {}}, "method", "needs a 'name'"),
+        ({"method": "promptfl"}, "method", "dictionary"),
+        ({"name": "a b"}, "name", "pattern"),
+        ({"template": "a photo"}, "template", "exactly once"),
+        ({"class_names": []}, "class_names", "at least one"),
+        ({"class_names": ["a", "b", "a"]}, "class_names", "twice: a"),
+        ({"privacy": {"epsilon": 1}}, "privacy", "reserved"),
+        ({"aggregation": {"rule": "krum"}}, "aggregation.rule", "mean"),
+        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"backbone": {"fingerprint": "sha256:12"}}, "backbone.fingerprint", "pattern"),
+    ],
+)
+def test_refusals_name_the_path(change: dict[str, Any], path: str, says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_spec(GOOD | change)
+    assert path in {error["path"] for error in caught.value.errors}
+    assert says in str(caught.value)
+
+
+def test_every_offence_is_listed_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_spec(GOOD | {"rounds": 0, "colour": 1, "training": {"epochs": 0}})
+    assert {error["path"] for error in caught.value.errors} == {"rounds", "colour", "training.epochs"}
+
+
+def test_missing_method_is_named() -> None:
+    with pytest.raises(SpecError, match="method"):
+        resolve_spec({"name": "a"})
+
+
+def test_merged_goes_section_by_section() -> None:
+    assert merged({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "c": 4}) == {"a": {"x": 1, "y": 3}, "b": 1, "c": 4}
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_describes_itself(name: str) -> None:
+    found = describe(name)
+    assert found["name"] == name
+    assert found["summary"].endswith(".")
+    assert found["paper"]
+    for key, schema in found["hyperparameters"]["properties"].items():
+        assert "default" in schema, f"{key} has no default"
+        assert schema.get("description"), f"{key} is not described"
+    state = {tensor["name"] for tensor in found["state"]}
+    if name in ("promptfl", "promptfl_prox"):
+        assert state == {"context"}
+        assert found["phases"][0]["up"][0]["shape"] == ["m", "d_t"]
