@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
@@ -106,11 +107,9 @@ def test_decode_refuses_what_is_not_safetensors(body: bytes, kind: str) -> None:
 def test_decode_never_breaks_on_mutations(noise: bytes, position: int) -> None:
     body = encode(GOOD, {"task_id": "t"})
     for attempt in (noise, body[:position] + noise + body[position + len(noise) :]):
-        try:
+        with contextlib.suppress(TensorError):  # any other exception fails the test
             tensors, _ = decode(attempt)
             check(tensors, EXPECTED)
-        except TensorError as error:
-            assert error.kind
 
 
 def test_specs_resolve_symbols_and_norm_is_over_all() -> None:
