@@ -1,0 +1,274 @@
+"""The frozen backbone: an open_clip model with a fingerprint, prompted encoders and its preprocessing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared.clip import vision
+from shared.clip.errors import BackboneError
+from shared.clip.fingerprint import config_digest, weights_fingerprint
+from shared.clip.prefix import PrefixEncoder
+from shared.clip.text import TextTower
+from shared.clip.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
+
+TEXT_CHUNK = 256  # texts per pass where no gradient is kept
+
+
+@dataclass(frozen=True)
+class Supports:
+    """What a backbone can do with prompts. Each text path implies the ones above it."""
+
+    text_prompts: bool  # at all, if only by the plain computation
+    text_short: bool  # without the positions after the pooled one
+    text_prefix: bool  # with the prefix `[SOS] ctx` computed once for all classes
+    visual_prompts: bool
+
+
+class Backbone:
+    """A frozen open_clip model. Made by `load_backbone`; d_t, d_v and d_e are text, vision and joint widths.
+
+    No method gives a gradient to a weight. Features are float32 whatever the precision (float64 for a float64 model),
+    and L2-normalised unless `normalize=False`.
+    """
+
+    def __init__(
+        self, model: Any, *, model_name: str, pretrained: str | None, precision: str, config: Mapping[str, Any]
+    ) -> None:
+        """config: the model's configuration as open_clip states it (`embed_dim`, `vision_cfg`, `text_cfg`, ...)."""
+        self.model = model.eval().requires_grad_(False)
+        self.model_name = model_name
+        self.pretrained = pretrained
+        self.precision = precision
+        self._config = dict(config)
+        self._text = TextTower(model)
+        self._prefix = PrefixEncoder(self._text)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.logit_scale.device
+        return device
+
+    def to(self, device: str | torch.device) -> Self:
+        """Moves the weights, in place."""
+        self.model.to(device)
+        return self
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`sha256:<hex>` over weights, architecture, preprocessing and tokenizer; the device does not matter."""
+        config = {"model": self._config, "preprocess": self._preprocess_config}
+        return weights_fingerprint(self.model.state_dict(), config)
+
+    @cached_property
+    def transform_id(self) -> str:
+        """`sha256:<hex>` of the preprocessing's configuration."""
+        return config_digest(self._preprocess_config)
+
+    @cached_property
+    def supports(self) -> Supports:
+        flags = self._text.flags
+        return Supports(flags.refusal is None, flags.short, flags.prefix, vision.refusal_of(self.model.visual) is None)
+
+    @property
+    def d_t(self) -> int:
+        return self._text.width
+
+    @property
+    def d_v(self) -> int:
+        return vision.vision_width(self.model.visual)
+
+    @property
+    def d_e(self) -> int:
+        return int(self._config["embed_dim"])
+
+    @property
+    def text_layers(self) -> int:
+        """Blocks of the text tower; 0 where it takes no prompts."""
+        return len(self._text.blocks) if self.supports.text_prompts else 0
+
+    @property
+    def vision_layers(self) -> int:
+        """Blocks of the image tower; 0 where it takes no prompts."""
+        return len(self.model.visual.transformer.resblocks) if self.supports.visual_prompts else 0
+
+    @property
+    def context_length(self) -> int:
+        """Positions of the text tower, special tokens included."""
+        return int(self.model.context_length)
+
+    @cached_property
+    def logit_scale(self) -> float:
+        """exp of the model's logit scale: 1/τ."""
+        return float(self.model.logit_scale.detach().float().exp())
+
+    # Images
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of a preprocessed image, in pixels."""
+        size = self._preprocess_config["size"]
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        return int(height), int(width)
+
+    def preprocess(self, image: Any) -> Tensor:
+        """PIL image -> `(3, H, W)` on the CPU, as open_clip evaluates."""
+        tensor: Tensor = self._transform(image)
+        return tensor
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, *, normalize: bool = True) -> Tensor:
+        """`(B, d_e)` for images `(B, 3, H, W)`, by any image tower."""
+        return _finish(self.model.encode_image(self._image_input(images), normalize=False), normalize)
+
+    def encode_images_prompted(
+        self, images: Tensor, prompts: Tensor, *, pooled: bool = False, normalize: bool = True
+    ) -> Tensor:
+        """`(B, d_e)` for images `(B, 3, H, W)` and visual prompts `(depth, n, d_v)`; gradients flow to the prompts.
+
+        prompts[0] enters beside [cls] and the patches, prompts[i] replaces its slots before block i. With `pooled` the
+        `(B, d_v)` feature before the projection. BackboneError where the tower is no vision transformer of open_clip.
+        """
+        features = vision.encode_prompted(
+            self.model.visual, self._image_input(images), prompts.to(self.device), pooled=pooled
+        )
+        return _finish(features, normalize)
+
+    # Texts
+
+    @torch.no_grad()
+    def encode_text(self, texts: Sequence[str], *, normalize: bool = True) -> Tensor:
+        """`(N, d_e)` of whole texts, by open_clip's own computation."""
+        if isinstance(texts, str):
+            raise BackboneError("encode_text takes a list of texts, not one text.")
+        ids = self._tokenizer.texts(texts).to(self.device)
+        parts = [self.model.encode_text(part, normalize=False) for part in torch.split(ids, TEXT_CHUNK) if len(part)]
+        features = torch.cat(parts) if parts else torch.zeros(0, self.d_e, device=self.device)
+        return _finish(features, normalize)
+
+    @torch.no_grad()
+    def embed_words(self, words: str) -> Tensor:
+        """`(k, d_t)` token embeddings of words, without special tokens and positions."""
+        return _wide(self._text.embed(self._tokenizer.words(words)))
+
+    def class_prompts(self, class_names: Sequence[str], context_length: int, *, suffix: str = ".") -> ClassPrompts:
+        """Tokenised `[SOS] ctx×m name . [EOT]`; "_" in a name is a space, `suffix` follows the name directly.
+
+        BackboneError names the class whose name is empty or does not fit.
+        """
+        self._text.require()
+        return make_class_prompts(
+            self._tokenizer, class_names, context_length, suffix, pooled_position=self._text.pooled_position
+        )
+
+    def encode_prompts(
+        self,
+        context: Tensor,
+        prompts: ClassPrompts,
+        *,
+        deep: Tensor | None = None,
+        path: Literal["auto", "prefix", "short", "plain"] = "auto",
+        per_class: bool = False,
+        normalize: bool = True,
+    ) -> Tensor:
+        """`(..., C, d_e)` text features of all classes under a context `(..., m, d_t)`; leading dims are a batch.
+
+        deep `(..., depth, m, d_t)`: deep[i] replaces the context's rows at the input of block i + 1 (counted from 0),
+        so depth is at most `text_layers` - 1; its leading dims are those of the context or absent. With `per_class`
+        the context is `(..., C, m, d_t)`, one per class, and the prefix is not shared. Gradients flow to context and
+        deep.
+
+        path: `plain` computes every position of every class as open_clip does; `short` stops at the end token; `prefix`
+        computes `[SOS] ctx` once for all classes. They are equal; `auto` takes the fastest that is possible.
+        BackboneError for a path that this backbone's flags do not allow.
+        """
+        self._text.require()
+        lead = self._check_context(context, prompts, per_class)
+        kind = self._choose_path(path, per_class)
+        dtype, device = self._text.dtype, self.device
+        flat = context.to(device, dtype).flatten(0, len(lead) - 1) if lead else context.to(device, dtype).unsqueeze(0)
+        if deep is not None:
+            deep = self._flat_deep(deep, prompts, lead).to(device, dtype)
+        if kind == "prefix":
+            features = self._prefix.encode(flat, deep, prompts)
+        else:
+            encode = self._text.encode_short if kind == "short" else self._text.encode_plain
+            features = encode(flat if per_class else flat.unsqueeze(1), deep, prompts)
+        return _finish(torch.unflatten(features, 0, lead) if lead else features[0], normalize)
+
+    def _choose_path(self, path: str, per_class: bool) -> str:
+        possible = {
+            "plain": True,
+            "short": self.supports.text_short,
+            "prefix": self.supports.text_prefix and not per_class,
+        }
+        if path == "auto":
+            return next(kind for kind in ("prefix", "short", "plain") if possible[kind])
+        if path not in possible:
+            raise BackboneError(f"Unknown text path {path!r}: use auto, prefix, short or plain.")
+        if not possible[path]:
+            reason = (
+                "a context per class has no shared prefix" if per_class else f"not with the flags of {self.model_name}"
+            )
+            raise BackboneError(f"The text path {path!r} is not possible ({reason}): use path='auto'.")
+        return path
+
+    def _check_context(self, context: Tensor, prompts: ClassPrompts, per_class: bool) -> tuple[int, ...]:
+        """The context's leading dims. BackboneError for a shape that does not fit."""
+        wanted = ((len(prompts),) if per_class else ()) + (prompts.context_length, self.d_t)
+        if context.ndim < len(wanted) or tuple(context.shape[-len(wanted) :]) != wanted:
+            raise BackboneError(f"A context of shape {tuple(context.shape)} does not fit: (..., *{wanted}) is needed.")
+        return tuple(context.shape[: context.ndim - len(wanted)])
+
+    def _flat_deep(self, deep: Tensor, prompts: ClassPrompts, lead: tuple[int, ...]) -> Tensor:
+        """`(N, depth, m, d_t)`."""
+        wanted = (prompts.context_length, self.d_t)
+        fits = deep.ndim >= 3 and tuple(deep.shape[-2:]) == wanted and 1 <= deep.shape[-3] < self.text_layers
+        if not fits or tuple(deep.shape[:-3]) not in ((), lead):
+            raise BackboneError(
+                f"Deep prompts of shape {tuple(deep.shape)} do not fit: (depth, {wanted[0]}, {wanted[1]}) with a depth "
+                f"of 1 to {self.text_layers - 1} is needed, behind no leading dims or those of the context, {lead}."
+            )
+        return deep.expand(*lead, *deep.shape[-3:]).reshape(-1, *deep.shape[-3:])
+
+    def _image_input(self, images: Tensor) -> Tensor:
+        return images.to(self.device, self._image_dtype)
+
+    @cached_property
+    def _image_dtype(self) -> torch.dtype:
+        """The dtype of the image tower's first weights (mixed precision keeps norms in float32)."""
+        weights: list[Tensor] = list(self.model.visual.parameters())
+        return next(weight.dtype for weight in weights if weight.ndim == 4)
+
+    @cached_property
+    def _preprocess_config(self) -> dict[str, Any]:
+        return dict(self.model.visual.preprocess_cfg)
+
+    @cached_property
+    def _transform(self) -> Any:
+        from open_clip.transform import PreprocessCfg, image_transform_v2
+
+        return image_transform_v2(PreprocessCfg(**self._preprocess_config), is_train=False)
+
+    @cached_property
+    def _tokenizer(self) -> PromptTokenizer:
+        import open_clip
+
+        try:
+            tokenizer = open_clip.get_tokenizer(self.model_name)
+        except Exception as error:
+            raise BackboneError(f"The tokenizer of {self.model_name!r} cannot be loaded: {error}") from error
+        return PromptTokenizer(tokenizer, self.context_length)
+
+
+def _wide(features: Tensor) -> Tensor:
+    return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
+
+
+def _finish(features: Tensor, normalize: bool) -> Tensor:
+    features = _wide(features)
+    return F.normalize(features, dim=-1) if normalize else features

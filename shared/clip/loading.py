@@ -1,0 +1,172 @@
+"""Loading a backbone by name: what may be named freely, what needs the data owner's consent, and clear refusals."""
+
+import difflib
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shared.clip.backbone import Backbone
+from shared.clip.errors import BackboneError
+
+TINY_MODEL = "promptfed-tiny"
+TINY_PRETRAINED = "embedded"
+PRECISIONS = ("fp32", "fp16", "bf16")
+CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+RANDOM_SEED = 20_240_229
+
+# Random weights are drawn inside open_clip from the global generator, which is put back afterwards.
+_global_generator = threading.Lock()
+
+
+def load_backbone(
+    model: str,
+    pretrained: str | None,
+    *,
+    precision: str = "fp32",
+    device: str = "cpu",
+    allow_unregistered: bool = False,
+) -> Backbone:
+    """The frozen backbone `model` of open_clip with the weights `pretrained`.
+
+    model: a name of open_clip's registry or `promptfed-tiny`; with `allow_unregistered` also `hf-hub:owner/name` or
+    `local-dir:path`, which bring their own weights. pretrained: a tag of that model, `embedded` for the tiny one, None
+    or "random" for random weights (the same ones every time); with `allow_unregistered` also a checkpoint file.
+    precision: fp32, fp16 or bf16. Checkpoints are read as safetensors or with `weights_only`. BackboneError says what
+    is wrong.
+    """
+    import open_clip
+
+    if precision not in PRECISIONS:
+        raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
+    _check_device(device)
+    random = pretrained in (None, "random")
+    if model == TINY_MODEL:
+        weights = _tiny_weights(pretrained, random)
+        options: dict[str, Any] = {}
+    else:
+        model = model if ":" in model else model.replace("/", "-")
+        weights, options = _resolve(model, pretrained, random, allow_unregistered)
+    config = _config(model)
+    try:
+        built = _create(open_clip, model, weights, random, precision, device, options)
+    except Exception as error:
+        name = model if pretrained is None else f"{model} ({pretrained})"
+        raise BackboneError(f"The backbone {name} cannot be loaded: {_one_line(error)}") from error
+    config.update({key: value for key, value in options.items() if key == "force_quick_gelu"})
+    return Backbone(
+        built, model_name=model, pretrained=None if random else pretrained, precision=precision, config=config
+    )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise BackboneError(f"The device {device!r} cannot be used: {_one_line(error)}") from error
+
+
+def _tiny_weights(pretrained: str | None, random: bool) -> str | None:
+    from shared.clip import tiny
+
+    tiny.register()
+    if random:
+        return None
+    if pretrained != TINY_PRETRAINED:
+        raise BackboneError(f"Unknown weights {pretrained!r} of {TINY_MODEL}: use {TINY_PRETRAINED!r}.")
+    return str(tiny.weights_path())
+
+
+def _resolve(
+    model: str, pretrained: str | None, random: bool, allow_unregistered: bool
+) -> tuple[str | None, dict[str, Any]]:
+    """What open_clip is given as `pretrained`, and further options."""
+    from open_clip import get_pretrained_cfg, is_pretrained_cfg, list_models, list_pretrained_tags_by_model
+
+    if model.startswith(("hf-hub:", "local-dir:")):
+        if not allow_unregistered:
+            raise BackboneError(
+                f"The backbone {model!r} is outside open_clip's registry: the data owner must permit it by "
+                "--allow-backbone."
+            )
+        if not random:
+            raise BackboneError(f"The backbone {model!r} brings its own weights: leave `pretrained` out.")
+        return None, {"require_pretrained": True}
+    if model not in list_models():
+        near = _near(model, [*list_models(), TINY_MODEL])
+        raise BackboneError(f"open_clip has no model {model!r}{near}.")
+    if random:
+        return None, {}
+    assert pretrained is not None
+    if is_pretrained_cfg(model, pretrained):
+        # Weights trained with QuickGELU give other features under GELU, and open_clip only warns.
+        quick = bool(get_pretrained_cfg(model, pretrained).get("quick_gelu", False))
+        return pretrained, {"force_quick_gelu": True} if quick else {}
+    tags = list_pretrained_tags_by_model(model)
+    if not os.path.isfile(pretrained):
+        near = _near(pretrained, tags) or "; it has none, use 'random' or a checkpoint (--allow-backbone)" * (not tags)
+        raise BackboneError(f"The model {model} has no weights {pretrained!r}{near}.")
+    if not allow_unregistered:
+        raise BackboneError(
+            f"The checkpoint {pretrained!r} is a local file: the data owner must permit it by --allow-backbone."
+        )
+    if not pretrained.endswith(CHECKPOINT_SUFFIXES):
+        raise BackboneError(f"The checkpoint {pretrained!r} is of no known kind: use {', '.join(CHECKPOINT_SUFFIXES)}.")
+    return pretrained, {}
+
+
+def _create(
+    open_clip: Any,
+    model: str,
+    weights: str | None,
+    random: bool,
+    precision: str,
+    device: str,
+    options: dict[str, Any],
+) -> Any:
+    # open_clip sets up the base tower's download for random weights too, and says so in warnings of no use here.
+    level = logging.root.manager.disable
+    with _global_generator, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        logging.disable(logging.WARNING)
+        try:
+            built = open_clip.create_model(
+                model, pretrained=weights, precision=precision, device=device, pretrained_text=False, **options
+            )
+        finally:
+            logging.disable(level)
+        if random and isinstance(built, open_clip.CoCa):
+            # The caption decoder's projection is left uninitialised; unused here, it would change the fingerprint.
+            projection = built.text_decoder.text_projection
+            torch.nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
+    return built
+
+
+def _config(model: str) -> dict[str, Any]:
+    """The model's configuration, without the keys that only say what to download."""
+    from open_clip import get_model_config
+
+    try:
+        config = get_model_config(model)
+    except Exception as error:
+        raise BackboneError(f"The configuration of {model!r} cannot be read: {_one_line(error)}") from error
+    config["vision_cfg"].pop("timm_model_pretrained", None)
+    config["text_cfg"].pop("hf_model_pretrained", None)
+    return dict(config)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    folded = {candidate.lower(): candidate for candidate in known}
+    near = [folded[match] for match in difflib.get_close_matches(name.lower(), folded, n=5, cutoff=0.5)]
+    if near:
+        return "; near: " + ", ".join(near)
+    return "; it has: " + ", ".join(known[:8]) if known else ""
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text[:300] or type(error).__name__

@@ -1,0 +1,149 @@
+"""From class names to token ids with room for a context: `[SOS] ctx×m name . [EOT]`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.clip.errors import BackboneError
+
+# Stands in for a context token in the ids. Its embedding is always overwritten, so any ordinary word serves.
+PLACEHOLDER_WORD = "x"
+
+
+@dataclass(frozen=True, eq=False)
+class ClassPrompts:
+    """Tokenised class names of one backbone, with `context_length` free positions in front of each name.
+
+    ids: `(C, L)` token ids, a placeholder at the context positions; start: first context position (tokens before it,
+    such as `[SOS]`, are the same for all classes); end: `(C,)` the position whose output is the text feature, or -1
+    where the tower pools a fixed position; buckets: classes of equal `end`, as `(end, class indices)` by rising `end`.
+    """
+
+    names: tuple[str, ...]
+    context_length: int
+    start: int
+    ids: torch.Tensor
+    end: torch.Tensor
+    buckets: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class PromptTokenizer:
+    """An open_clip tokenizer that reports what does not fit instead of cutting it off, and makes room for contexts.
+
+    `length` is the number of text positions of the tower.
+    """
+
+    def __init__(self, tokenizer: Any, length: int) -> None:
+        self._tokenizer = tokenizer
+        self._length = length
+        self._simple = not hasattr(tokenizer, "tokenizer")  # open_clip wraps those of transformers
+        if self._simple:
+            self._pad = 0
+            self._lead = int(tokenizer.sot_token_id)
+            self._special = frozenset(int(i) for i in tokenizer.all_special_ids)
+        else:
+            inner = tokenizer.tokenizer
+            self._pad = int(inner.pad_token_id)
+            leads = [getattr(inner, name, None) for name in ("bos_token_id", "cls_token_id")]
+            self._lead = next((int(i) for i in leads if i is not None), -1)
+            self._special = frozenset(int(i) for i in inner.all_special_ids) | {self._pad}
+
+    def texts(self, texts: Sequence[str]) -> torch.Tensor:
+        """Token ids `(N, L)`. BackboneError for a text that is longer than the tower's positions."""
+        if not texts:
+            return torch.zeros(0, self._length, dtype=torch.long)
+        if self._simple:
+            for text in texts:
+                needed = len(self._tokenizer.encode(text)) + 2
+                if needed > self._length:
+                    raise BackboneError(
+                        f"The text {text!r} needs {needed} tokens, the backbone takes {self._length}: shorten it."
+                    )
+        ids: torch.Tensor = self._tokenizer(list(texts), context_length=self._length)
+        return ids
+
+    def words(self, words: str) -> torch.Tensor:
+        """Token ids `(k,)` of words without any special token. BackboneError where there are none."""
+        ids = [int(i) for i in self.texts([words])[0] if int(i) not in self._special]
+        if self._simple:
+            ids = [int(i) for i in self._tokenizer.encode(words)]
+        if not ids:
+            raise BackboneError(f"The words {words!r} have no token: give at least one word.")
+        return torch.tensor(ids)
+
+    def class_ids(self, names: Sequence[str], context_length: int, suffix: str) -> tuple[torch.Tensor, int]:
+        """Token ids `(C, L)` with placeholders, and the first context position."""
+        placeholder = int(self.words(PLACEHOLDER_WORD)[0])
+        texts = [name.replace("_", " ").strip() for name in names]
+        for name, text in zip(names, texts, strict=True):
+            if not text:
+                raise BackboneError(f"The class name {name!r} is empty: give it a word.")
+        if self._simple:
+            rows = [self._simple_row(n, t + suffix, context_length) for n, t in zip(names, texts, strict=True)]
+            return torch.stack([self._insert(*row, 1, context_length, placeholder) for row in rows]), 1
+        ids = self._tokenizer([text + suffix for text in texts], context_length=self._length)
+        start = 1 if int(ids[0, 0]) == self._lead else 0
+        return torch.stack(
+            [self._insert(n, row, start, context_length, placeholder) for n, row in zip(names, ids, strict=True)]
+        ), start
+
+    def _simple_row(self, name: str, text: str, context_length: int) -> tuple[str, torch.Tensor]:
+        tokens = [int(i) for i in self._tokenizer.encode(text)]
+        if self._special.intersection(tokens):
+            raise BackboneError(f"The class name {name!r} holds a special token of the tokenizer: rename the class.")
+        if len(tokens) + 2 + context_length > self._length:
+            raise self._too_long(name, len(tokens) + 2, context_length)
+        row = torch.full((self._length,), self._pad)
+        row[: len(tokens) + 2] = torch.tensor([self._lead, *tokens, int(self._tokenizer.eot_token_id)])
+        return name, row
+
+    def _insert(self, name: str, row: torch.Tensor, start: int, count: int, placeholder: int) -> torch.Tensor:
+        """Room for `count` tokens at `start`, taken from the last run of padding (a class token may follow it)."""
+        last = self._length
+        while last and int(row[last - 1]) != self._pad:
+            last -= 1
+        run = 0
+        while run < last and int(row[last - 1 - run]) == self._pad:
+            run += 1
+        if run < count:
+            raise self._too_long(name, self._length - run, count)
+        filler = torch.full((count,), placeholder)
+        return torch.cat([row[:start], filler, row[start : last - count], row[last:]])
+
+    def _too_long(self, name: str, needed: int, context_length: int) -> BackboneError:
+        return BackboneError(
+            f"The class name {name!r} needs {needed} tokens and the context {context_length}, but the backbone takes "
+            f"{self._length}: shorten the name or the context."
+        )
+
+
+def make_class_prompts(
+    tokenizer: PromptTokenizer,
+    class_names: Sequence[str],
+    context_length: int,
+    suffix: str,
+    pooled_position: Callable[[torch.Tensor], torch.Tensor],
+) -> ClassPrompts:
+    """See `Backbone.class_prompts`; `pooled_position`: ids `(C, L)` -> positions `(C,)` that the tower reads."""
+    if isinstance(class_names, str) or not class_names:
+        raise BackboneError("No class names were given: pass a list with at least one name.")
+    if context_length < 1:
+        raise BackboneError(f"A context of {context_length} tokens was asked for: use at least 1.")
+    ids, start = tokenizer.class_ids(class_names, context_length, suffix)
+    end = pooled_position(ids)
+    buckets: dict[int, list[int]] = {}
+    for index, position in enumerate(end.tolist()):
+        buckets.setdefault(position, []).append(index)
+    return ClassPrompts(
+        names=tuple(class_names),
+        context_length=context_length,
+        start=start,
+        ids=ids,
+        end=end,
+        buckets=tuple((position, tuple(buckets[position])) for position in sorted(buckets)),
+    )
