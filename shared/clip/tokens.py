@@ -45,7 +45,6 @@ class PromptTokenizer:
         if self._simple:
             self._pad = 0
             self._lead = int(tokenizer.sot_token_id)
-            self._special = frozenset(int(i) for i in tokenizer.all_special_ids)
         else:
             inner = tokenizer.tokenizer
             self._pad = int(inner.pad_token_id)
@@ -69,9 +68,10 @@ class PromptTokenizer:
 
     def words(self, words: str) -> torch.Tensor:
         """Token ids `(k,)` of words without any special token. BackboneError where there are none."""
-        ids = [int(i) for i in self.texts([words])[0] if int(i) not in self._special]
         if self._simple:
             ids = [int(i) for i in self._tokenizer.encode(words)]
+        else:
+            ids = [int(i) for i in self.texts([words])[0] if int(i) not in self._special]
         if not ids:
             raise BackboneError(f"The words {words!r} have no token: give at least one word.")
         return torch.tensor(ids)
@@ -94,8 +94,6 @@ class PromptTokenizer:
 
     def _simple_row(self, name: str, text: str, context_length: int) -> tuple[str, torch.Tensor]:
         tokens = [int(i) for i in self._tokenizer.encode(text)]
-        if self._special.intersection(tokens):
-            raise BackboneError(f"The class name {name!r} holds a special token of the tokenizer: rename the class.")
         if len(tokens) + 2 + context_length > self._length:
             raise self._too_long(name, len(tokens) + 2, context_length)
         row = torch.full((self._length,), self._pad)

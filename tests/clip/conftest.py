@@ -1,0 +1,134 @@
+"""Small open_clip models, one for each kind of tower, with random weights."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.clip import Backbone, load_backbone
+
+VISION = {"image_size": 32, "layers": 3, "width": 64, "head_width": 16, "patch_size": 8}
+TEXT = {"context_length": 24, "vocab_size": 49408, "width": 48, "heads": 4, "layers": 3}
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "small-vit": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT},
+    "small-custom": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT, "custom_text": True},
+    "small-quick": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT, "quick_gelu": True},
+    "small-scale": {
+        "embed_dim": 40,
+        "vision_cfg": VISION | {"ls_init_value": 0.3},
+        "text_cfg": TEXT | {"ls_init_value": 0.3, "proj_bias": True},
+    },
+    "small-eos": {
+        "embed_dim": 48,
+        "vision_cfg": VISION,
+        "text_cfg": TEXT | {"pool_type": "eos", "eos_id": 49407, "proj_type": "none"},
+        "custom_text": True,
+    },
+    "small-qknorm": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT | {"qk_norm": True}},
+    "small-bidirectional": {
+        "embed_dim": 40,
+        "vision_cfg": VISION | {"pool_type": "avg", "no_ln_pre": True, "final_ln_after_pool": True},
+        "text_cfg": TEXT
+        | {
+            "no_causal_mask": True,
+            "pool_type": "last",
+            "proj_bias": True,
+            "norm_kwargs": {"eps": 1e-6},
+            "act_kwargs": {"approximate": "tanh"},
+        },
+        "custom_text": True,
+        "init_logit_bias": -10,
+    },
+    "small-bidirectional-argmax": {
+        "embed_dim": 40,
+        "vision_cfg": VISION,
+        "text_cfg": TEXT | {"no_causal_mask": True},
+        "custom_text": True,
+    },
+    "small-coca": {
+        "embed_dim": 40,
+        "vision_cfg": VISION
+        | {"attentional_pool": True, "attn_pooler_heads": 8, "attn_pooler_queries": 16, "output_tokens": True},
+        "text_cfg": TEXT | {"context_length": 23, "embed_cls": True, "output_tokens": True},
+        "multimodal_cfg": {"context_length": 23, "width": 48, "heads": 4, "layers": 1},
+        "custom_text": True,
+    },
+    "small-resnet": {
+        "embed_dim": 40,
+        "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None},
+        "text_cfg": TEXT,
+    },
+    "small-timm": {
+        "embed_dim": 40,
+        "vision_cfg": {
+            "timm_model_name": "resnet10t",
+            "timm_model_pretrained": False,
+            "timm_pool": "avg",
+            "timm_proj": "linear",
+            "image_size": 64,
+        },
+        "text_cfg": TEXT,
+    },
+}
+
+PREFIX_MODELS = ["small-vit", "small-custom", "small-quick", "small-scale", "small-eos", "small-resnet"]
+SHORT_MODELS = [*PREFIX_MODELS, "small-qknorm"]
+PLAIN_ONLY_MODELS = ["small-bidirectional", "small-bidirectional-argmax", "small-coca"]
+VISION_TRANSFORMERS = ["small-vit", "small-quick", "small-scale", "small-bidirectional", "small-coca"]
+
+CLASS_NAMES = ["dog", "red fox", "one big red fox dog", "big red fox", "cat", "big red_fox dog", "sun"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _registered(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import open_clip
+
+    folder: Path = tmp_path_factory.mktemp("configs")
+    for name, config in CONFIGS.items():
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    open_clip.add_model_config(folder)
+
+
+@pytest.fixture(scope="session")
+def small(_registered: None) -> Callable[..., Backbone]:
+    """`small(name, dtype)`: the backbone of that configuration, made once."""
+
+    @cache
+    def make(name: str, dtype: torch.dtype = torch.float32) -> Backbone:
+        backbone = load_backbone(name, None)
+        backbone.model.to(dtype)
+        return backbone
+
+    return make
+
+
+def assert_equal_values(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal as the house defines it for values."""
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    tolerance = 1e-9 if wanted.dtype == torch.float64 else 1e-5
+    found, wanted = found.detach(), wanted.detach()
+    assert (found - wanted).abs().max() <= tolerance * max(1.0, float(wanted.abs().max()))
+
+
+def assert_equal_gradients(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal as the house defines it for gradients."""
+    assert found.shape == wanted.shape
+    tolerance = 1e-9 if wanted.dtype == torch.float64 else 1e-4
+    scale = float(wanted.abs().max())
+    assert scale > 0
+    assert (found - wanted).abs().max() <= tolerance * scale
+
+
+def noise(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype)
