@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 
 MAX_RESTARTS = 3
-STOP_SECONDS = 8.0
 
 
 class ProcessFailed(RuntimeError):
@@ -41,6 +40,7 @@ class Processes:
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    stop_seconds: float = 8.0
     running: dict[str, Managed] = field(default_factory=dict)
 
     def __enter__(self) -> Processes:
@@ -85,7 +85,7 @@ class Processes:
         alive = [managed.process for managed in self.running.values() if managed.process.poll() is None]
         for process in alive:
             process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + self.stop_seconds
         for process in alive:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))

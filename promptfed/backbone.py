@@ -1,0 +1,62 @@
+"""What the command does for the coordinator, which has no backbone: the fingerprint, and a context made of words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from promptfed.api import CommandError
+from promptfed.exits import Exit
+from shared.clip import Backbone, BackboneError, load_backbone
+from shared.methods import method_for, resolve_spec
+from shared.methods.base import MethodError, NeedsBackbone, ServerContext
+from shared.seeds import initial_draws
+from shared.spec import BackboneShape, FederationSpec, SpecError
+from shared.tensors import encode
+
+
+def shape_of(backbone: Backbone) -> BackboneShape:
+    """The sizes of ``backbone`` that a coordinator needs."""
+    return BackboneShape(
+        d_t=backbone.d_t if backbone.supports.text_prompts else None,
+        d_v=backbone.d_v if backbone.supports.visual_prompts else None,
+        d_e=backbone.d_e,
+        text_layers=backbone.text_layers or None,
+        vision_layers=backbone.vision_layers or None,
+        context_length=backbone.context_length,
+    )
+
+
+def with_backbone(raw: dict[str, Any], allow_backbone: bool) -> tuple[dict[str, Any], bytes | None]:
+    """The spec with the backbone's fingerprint and shape, and the initial state where only a backbone can make it.
+
+    Raises:
+        CommandError: the spec or the backbone is wrong.
+    """
+    try:
+        spec = resolve_spec(raw)
+        backbone = load_backbone(
+            spec.backbone.model,
+            spec.backbone.pretrained,
+            precision=spec.backbone.precision,
+            allow_unregistered=allow_backbone,
+        )
+        found = backbone.fingerprint
+        if spec.backbone.fingerprint not in (None, found):
+            text = f"backbone.fingerprint is {spec.backbone.fingerprint}, but the backbone here is {found}"
+            raise CommandError(text, Exit.BAD_INPUT)
+        shape = shape_of(backbone)
+        section = spec.backbone.model_dump() | {"fingerprint": found, "shape": shape.model_dump()}
+        return raw | {"backbone": section}, _initial_state(spec, backbone, shape)
+    except (SpecError, BackboneError, MethodError) as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+
+
+def _initial_state(spec: FederationSpec, backbone: Backbone, shape: BackboneShape) -> bytes | None:
+    method = method_for(spec)
+    names = tuple(spec.class_names) if spec.class_names is not None else None
+    context = ServerContext(spec.training, shape, names, (), spec.seed, spec.rounds)
+    try:
+        method.initial_state(context, initial_draws(spec.seed))
+    except NeedsBackbone:
+        return encode(method.initial_state_with(backbone, context, initial_draws(spec.seed)))
+    return None

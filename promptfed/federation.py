@@ -1,0 +1,204 @@
+"""`promptfed federation`: create, watch and steer federations at a coordinator."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from promptfed.api import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, CommandError, Coordinator, open_coordinator
+from promptfed.exits import Exit
+from promptfed.output import console, percent, print_json, reporting_errors, size, table
+from promptfed.watching import Watcher, final_accuracies, follow
+
+federation_app = typer.Typer(no_args_is_help=True, help="Create, watch and steer federations at a coordinator.")
+
+Url = Annotated[
+    str | None, typer.Option("--coordinator", help=f"its URL; default: ${URL_VARIABLE}, else {DEFAULT_URL}")
+]
+TokenFile = Annotated[Path | None, typer.Option(help=f"file with the operator token; default: ${TOKEN_VARIABLE}")]
+Federation = Annotated[str, typer.Argument(help="its name or id")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
+
+
+@federation_app.command()
+def create(
+    spec: Annotated[Path, typer.Argument(help="YAML or JSON file with the federation's spec")],
+    dry_run: Annotated[bool, typer.Option(help="only check the spec")] = False,
+    backbone: Annotated[
+        bool, typer.Option(help="load the backbone here, so that its fingerprint is fixed and words become a context")
+    ] = True,
+    allow_backbone: Annotated[bool, typer.Option(help="allow a backbone outside open_clip's registry")] = False,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Create a federation from a spec."""
+    with reporting_errors():
+        raw = read_spec(spec)
+        tensors = None
+        if backbone:
+            from promptfed.backbone import with_backbone
+
+            raw, tensors = with_backbone(raw, allow_backbone)
+        with open_coordinator(coordinator, token_file) as api:
+            created = api.post("/v1/federations", raw, params={"dry_run": "true"} if dry_run else None)
+            if tensors is not None and not dry_run:
+                path = f"/v1/federations/{created['id']}/initial-state"
+                api.call("PUT", path, content=tensors, headers={"Content-Type": "application/octet-stream"})
+        if as_json:
+            print_json(created)
+        elif dry_run:
+            console.print("The spec is good; nothing was created.")
+        else:
+            console.print(f"Created {created['name']} ({created['id']}), state {created['state']}.", highlight=False)
+
+
+@federation_app.command("list")
+def list_federations(coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    """List the coordinator's federations."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        found = list(all_federations(api))
+        if as_json:
+            print_json(found)
+            return
+        rows = [
+            [one["name"], one["spec"]["method"]["name"], one["state"], f"{one['round']}/{one['spec']['rounds']}"]
+            for one in found
+        ]
+        console.print(table(None, ["federation", "method", "state", "round"], rows))
+
+
+@federation_app.command()
+def status(
+    federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False
+) -> None:
+    """Show one federation: its state, who has answered, who is awaited until when, accuracy so far."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        found = api.get(f"/v1/federations/{federation}")
+        if as_json:
+            print_json(found)
+            return
+        show_status(found)
+        show_result(api, federation)
+
+
+@federation_app.command()
+def watch(
+    federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False
+) -> None:
+    """Follow a federation until it ends; exit code 7 if it did not finish."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        with Watcher(quiet=as_json) as watcher:
+            for snapshot in follow(api, federation):
+                watcher.show(snapshot)
+        found = api.get(f"/v1/federations/{federation}")
+        if as_json:
+            print_json(found)
+        else:
+            show_result(api, federation)
+        if found["state"] != "finished":
+            reason = f": {found['reason']}" if found.get("reason") else ""
+            raise CommandError(f"{found['name']} is {found['state']}{reason}", Exit.FEDERATION_ENDED_BADLY)
+
+
+def _steer(verb: str, summary: str) -> None:
+    @federation_app.command(verb, help=summary)
+    def command(
+        federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False
+    ) -> None:
+        with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+            found = api.post(f"/v1/federations/{federation}/{verb}")
+            if as_json:
+                print_json(found)
+            else:
+                console.print(f"{found['name']} is {found['state']}.", highlight=False)
+
+
+_steer("start", "Start the rounds; confirms the backbone that the first client enrolled with.")
+_steer("pause", "Pause: nobody is asked until it is resumed; updates of open tasks are still taken.")
+_steer("resume", "Go on after a pause.")
+_steer("cancel", "End for good.")
+
+
+@federation_app.command()
+def token(
+    federation: Federation,
+    out: Annotated[Path | None, typer.Option(help="write the token here, readable by you alone")] = None,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Mint an enrolment token for those who are to join."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        minted = api.post(f"/v1/federations/{federation}/enrolment-tokens")
+        if out is not None:
+            write_private(out, minted["token"])
+        if as_json:
+            print_json(minted)
+        elif out is None:
+            console.print(minted["token"], highlight=False)
+        else:
+            console.print(f"Wrote {out}; it is good until {minted['expires_at']}.", highlight=False)
+
+
+@federation_app.command()
+def prompts(
+    federation: Federation,
+    out: Annotated[Path | None, typer.Option(help="write safetensors here; default: print JSON")] = None,
+    round: Annotated[str, typer.Option(help="a round's number, or latest")] = "latest",
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Take the global state (prompts, aggregators, generators) of a round."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        kind = "application/json" if out is None else "application/octet-stream"
+        path = f"/v1/federations/{federation}/prompts"
+        answer = api.call("GET", path, params={"round": round}, headers={"Accept": kind})
+        if out is None:
+            print_json(answer.json)
+            return
+        written = {"file": str(out), "bytes": len(answer.body), "state_hash": answer.headers["etag"].strip('"')}
+        _write(out, answer.body)
+        if as_json:
+            print_json(written)
+        else:
+            console.print(f"Wrote {out} ({size(len(answer.body))}), state {written['state_hash']}.", highlight=False)
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """A spec from a YAML or JSON file.
+
+    Raises:
+        CommandError: the file cannot be read, is no YAML, or holds no mapping.
+    """
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}", Exit.BAD_INPUT) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} is not YAML: {' '.join(str(error).split())}", Exit.BAD_INPUT) from None
+    if not isinstance(raw, dict):
+        raise CommandError(f"{path} must hold a mapping, such as `name: eyes`", Exit.BAD_INPUT)
+    return raw
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a secret so that only its owner can read it."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
+
+
+def _write(path: Path, body: bytes) -> None:
+    try:
+        path.write_bytes(body)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
