@@ -1,0 +1,59 @@
+"""``digits``: the 1,797 handwritten digits that scikit-learn's package ships, real images, dark on light or inverted."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from PIL import Image
+
+from shared.data.options import Options
+from shared.data.partition import train_test
+from shared.data.source import ArrayImages, DataError, Domain, Source, Split
+
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TEMPLATE = "a photo of the digit {}."
+DOMAINS = {
+    "plain": "a photo of the digit {}",
+    "inverted": "an inverted photo of the digit {}",
+}
+_INK = 40
+_SIZE = 48
+
+
+@lru_cache(maxsize=1)
+def digit_images() -> tuple[np.ndarray, np.ndarray]:
+    """Images (1797, 48, 48) uint8, dark ink on white, and labels (1797,) int64."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    margin = (_SIZE - _INK) // 2
+    images = np.full((len(data.target), _SIZE, _SIZE), 255, dtype=np.uint8)
+    for image, ink in zip(images, data.images, strict=True):
+        small = Image.fromarray((255 - ink * (255 / 16)).round().astype(np.uint8))
+        large = small.resize((_INK, _INK), Image.Resampling.BICUBIC)
+        image[margin:-margin, margin:-margin] = np.asarray(large)
+    return images, np.asarray(data.target, dtype=np.int64)
+
+
+def open_digits(body: str, options: Options) -> Source:
+    """The digits; ``domain=inverted`` gives white on black. Both domains have the same split."""
+    options.check_names(("domain",))
+    if body:
+        raise DataError(f"{options.uri}: digits takes nothing before its options, as in digits?domain=inverted.")
+    domain = options.choice("domain", DOMAINS, "plain") or "plain"
+    pixels, target = digit_images()
+    if domain == "inverted":
+        pixels = 255 - pixels
+    labels = torch.from_numpy(target)
+    images = Split(labels, ArrayImages(pixels))
+    train, test = train_test(labels, options.split_seed)
+    return Source(
+        uri=options.uri,
+        class_names=DIGIT_NAMES,
+        domain=Domain(domain, DOMAINS[domain]),
+        template=TEMPLATE,
+        train=images.select(train),
+        test=images.select(test),
+    )

@@ -1,0 +1,167 @@
+"""Query options of data URIs: reading them, and those that mean the same for every source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from urllib.parse import parse_qsl
+
+import torch
+
+from shared.data import partition
+from shared.data.source import DataError, Source, Split
+
+COMMON_OPTIONS = (
+    "shots",
+    "split_seed",
+    "classes",
+    "partition",
+    "alpha",
+    "clients",
+    "client",
+    "classes_per_client",
+    "partition_seed",
+)
+_PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one URI, still as text."""
+
+    uri: str
+    values: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(uri: str, query: str) -> Options:
+        """Options of ``a=1&b=2``. DataError for what is not ``name=value`` and for a name given twice."""
+        try:
+            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        except ValueError:
+            raise DataError(f"{uri}: options are written ?name=value&name=value, not ?{query}.") from None
+        values: dict[str, str] = {}
+        for name, value in pairs:
+            if name in values:
+                raise DataError(f"{uri}: option {name} is given twice.")
+            values[name] = value
+        return Options(uri, values)
+
+    def check_names(self, own: Iterable[str]) -> None:
+        """DataError for an option that is neither the scheme's own nor common to all."""
+        accepted = sorted({*own, *COMMON_OPTIONS})
+        for name in self.values:
+            if name not in accepted:
+                raise DataError(f"{self.uri}: unknown option {name}; accepted are {', '.join(accepted)}.")
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """The option as it stands."""
+        return self.values.get(name, default)
+
+    def choice(self, name: str, known: Iterable[str], default: str | None = None) -> str | None:
+        """The option if it is one of ``known``."""
+        value = self.values.get(name, default)
+        known = tuple(known)
+        if value is not None and value not in known:
+            raise DataError(f"{self.uri}: {name}={value} is not known; choose one of {', '.join(known)}.")
+        return value
+
+    def integer(self, name: str, default: int | None = None, least: int = 0) -> int | None:
+        """The option as a whole number of at least ``least``."""
+        text = self.values.get(name)
+        if text is None:
+            return default
+        try:
+            value = int(text)
+        except ValueError:
+            raise DataError(f"{self.uri}: {name}={text} is not a whole number.") from None
+        if value < least:
+            raise DataError(f"{self.uri}: {name}={value} is less than {least}.")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """The option as a finite number."""
+        text = self.values.get(name)
+        if text is None:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not abs(value) < float("inf"):
+            raise DataError(f"{self.uri}: {name}={text} is not a number.")
+        return value
+
+    @property
+    def split_seed(self) -> int:
+        """Seeds the 80/20 split and the few shots."""
+        return self.integer("split_seed", 0) or 0
+
+
+def apply_common(source: Source, options: Options) -> Source:
+    """The source cut to its base or novel classes, then to one client's part, then to a few shots, as options say."""
+    source = _cut_classes(source, options)
+    source = _cut_client(source, options)
+    shots = options.integer("shots", least=1)
+    if shots is not None:
+        rows = partition.few_shot(source.train.labels, shots, options.split_seed)
+        source = replace(source, train=source.train.select(rows))
+    return source
+
+
+def _cut_classes(source: Source, options: Options) -> Source:
+    part = options.choice("classes", ("base", "novel", "all"), "all")
+    if part == "all":
+        return source
+    base, novel = partition.halves(len(source.class_names))
+    kept = base if part == "base" else novel
+
+    def cut(split: Split) -> Split:
+        selected = split.select(partition.rows_of_classes(split.labels, kept))
+        selected.labels = selected.labels - kept.start
+        return selected
+
+    names = source.class_names[kept.start : kept.stop]
+    return replace(source, class_names=names, train=cut(source.train), test=cut(source.test))
+
+
+def _cut_client(source: Source, options: Options) -> Source:
+    kind = options.choice("partition", ("iid", "dirichlet", "pathological"))
+    if kind is None:
+        for name in _PARTITION_OPTIONS:
+            if name in options.values:
+                raise DataError(f"{options.uri}: {name} needs partition=iid, dirichlet or pathological.")
+        return source
+    parts = _parts(source, kind, options)
+    client = options.integer("client")
+    if client is None:
+        raise DataError(f"{options.uri}: partition={kind} needs client=0 to {len(parts) - 1}.")
+    if client >= len(parts):
+        raise DataError(f"{options.uri}: client={client} is not one of the {len(parts)} clients, counted from 0.")
+    train, test = parts[client]
+    return replace(source, train=source.train.select(train), test=source.test.select(test))
+
+
+def _parts(source: Source, kind: str, options: Options) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each client's rows of train and of test."""
+    clients = options.integer("clients", least=1)
+    each = options.integer("classes_per_client", least=1)
+    seed = options.integer("partition_seed", 0) or 0
+    train, test = source.train.labels, source.test.labels
+    if each is not None and kind != "pathological":
+        raise DataError(f"{options.uri}: classes_per_client is for partition=pathological.")
+    if "alpha" in options.values and kind != "dirichlet":
+        raise DataError(f"{options.uri}: alpha is for partition=dirichlet.")
+    if kind == "pathological" and each is not None:
+        classes = partition.classes_each(len(source.class_names), each, seed, clients)
+        return [(partition.rows_of_classes(train, c), partition.rows_of_classes(test, c)) for c in classes]
+    if clients is None:
+        raise DataError(f"{options.uri}: partition={kind} needs clients=, the number of clients.")
+    if kind == "pathological":
+        classes = partition.pathological(len(source.class_names), clients, seed)
+        return [(partition.rows_of_classes(train, c), partition.rows_of_classes(test, c)) for c in classes]
+    if kind == "dirichlet":
+        alpha = options.number("alpha", 0.3)
+        first, second = partition.dirichlet([train, test], clients, 0.3 if alpha is None else alpha, seed)
+        return list(zip(first, second, strict=True))
+    first, second = partition.iid(len(train), clients, seed), partition.iid(len(test), clients, seed)
+    return list(zip(first, second, strict=True))

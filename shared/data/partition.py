@@ -1,0 +1,140 @@
+"""How one data set is divided over clients. Every division is seeded, disjoint and complete, or refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.data.source import DataError
+from shared.seeds import derive_seed
+
+_DIRICHLET_TRIES = 100
+
+
+def halves(class_count: int) -> tuple[range, range]:
+    """Base and novel classes by label order; base has the odd one."""
+    if class_count < 2:
+        raise DataError(f"{class_count} class cannot be divided into base and novel classes.")
+    middle = (class_count + 1) // 2
+    return range(middle), range(middle, class_count)
+
+
+def by_domain(domains: Sequence[str]) -> dict[str, Tensor]:
+    """Rows of each domain: one client a domain, in name order."""
+    names = np.asarray(domains)
+    return {name: torch.from_numpy(np.flatnonzero(names == name)) for name in sorted(set(domains))}
+
+
+def iid(count: int, clients: int, seed: int) -> list[Tensor]:
+    """Rows of each client: a shuffle dealt out, so that sizes differ by at most one."""
+    _check_clients(clients)
+    if clients > count:
+        raise DataError(f"{count} images cannot be divided over {clients} clients; ask for fewer clients.")
+    order = _rng(seed, "iid").permutation(count)
+    return [torch.from_numpy(np.sort(order[k::clients])) for k in range(clients)]
+
+
+def pathological(class_count: int, clients: int, seed: int) -> list[list[int]]:
+    """Classes of each client, disjoint, as in FedPGP's base-to-novel setting.
+
+    Shuffled classes are dealt out in runs of ``class_count // clients``. The paper leaves open what becomes of the
+    remainder; here the last client takes it, so that no class is lost.
+    """
+    _check_clients(clients)
+    if clients > class_count:
+        raise DataError(f"{class_count} classes cannot be disjoint over {clients} clients; ask for fewer clients.")
+    order = _rng(seed, "pathological").permutation(class_count).tolist()
+    each = class_count // clients
+    parts = [order[k * each : (k + 1) * each] for k in range(clients - 1)]
+    return [sorted(part) for part in [*parts, order[(clients - 1) * each :]]]
+
+
+def classes_each(class_count: int, classes_per_client: int, seed: int, clients: int | None = None) -> list[list[int]]:
+    """Classes of each client, disjoint, ``classes_per_client`` each (FedTPG, section 4.1); the last may have fewer.
+
+    The number of clients follows; one that does not fit is refused.
+    """
+    if classes_per_client < 1 or classes_per_client > class_count:
+        raise DataError(f"classes_per_client={classes_per_client} is not between 1 and the {class_count} classes.")
+    needed = -(-class_count // classes_per_client)
+    if clients is not None and clients != needed:
+        raise DataError(
+            f"{class_count} classes at {classes_per_client} per client need {needed} clients, not {clients}."
+        )
+    order = _rng(seed, "pathological").permutation(class_count).tolist()
+    return [sorted(order[k * classes_per_client : (k + 1) * classes_per_client]) for k in range(needed)]
+
+
+def rows_of_classes(labels: Tensor, classes: Sequence[int]) -> Tensor:
+    """Rows whose label is one of ``classes``, in order."""
+    return torch.isin(labels, torch.tensor(list(classes), dtype=torch.long)).nonzero()[:, 0]
+
+
+def dirichlet(splits: Sequence[Tensor], clients: int, alpha: float, seed: int) -> list[list[Tensor]]:
+    """Rows of each client in each split: for each class, shares over the clients drawn from Dir(alpha).
+
+    The same shares divide every split (labels (N,) each), so that a client's test data follow its own class mix. Shares
+    that leave a client without an image in some split are drawn again, and refused after 100 tries.
+    """
+    _check_clients(clients)
+    if not alpha > 0:
+        raise DataError(f"alpha={alpha} is not above 0.")
+    classes = int(max(int(labels.max()) for labels in splits)) + 1
+    for attempt in range(_DIRICHLET_TRIES):
+        shares = _rng(seed, "dirichlet", attempt).dirichlet([alpha] * clients, size=classes)
+        parts = [_by_shares(labels, shares, seed, index) for index, labels in enumerate(splits)]
+        if all(len(rows) for part in parts for rows in part):
+            return parts
+    raise DataError(
+        f"Dirichlet shares with alpha={alpha} leave one of {clients} clients without an image; "
+        "ask for fewer clients or a larger alpha."
+    )
+
+
+def _by_shares(labels: Tensor, shares: np.ndarray, seed: int, index: int) -> list[Tensor]:
+    clients = shares.shape[1]
+    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    for label, share in enumerate(shares):
+        rows = np.flatnonzero(labels.numpy() == label)
+        rows = _rng(seed, "dirichlet rows", index, label).permutation(rows)
+        cuts = np.round(np.cumsum(share)[:-1] * len(rows)).astype(int)
+        for part, piece in zip(parts, np.split(rows, cuts), strict=True):
+            part.append(piece)
+    return [torch.from_numpy(np.sort(np.concatenate(part))) for part in parts]
+
+
+def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
+    """Rows of ``shots`` images of each class that occurs (all of a class that has fewer), as CoOp samples them."""
+    if shots < 1:
+        raise DataError(f"shots={shots} is not at least 1.")
+    chosen = []
+    for label in labels.unique().tolist():
+        rows = np.flatnonzero(labels.numpy() == label)
+        chosen.append(_rng(seed, "shots", label).permutation(rows)[:shots])
+    return torch.from_numpy(np.sort(np.concatenate(chosen)))
+
+
+def train_test(labels: Tensor, seed: int, test_share: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Rows of train and test: a seeded share of each class, at least one image on each side."""
+    train, test = [], []
+    for label in labels.unique().tolist():
+        rows = np.flatnonzero(labels.numpy() == label)
+        if len(rows) < 2:
+            raise DataError(f"class {label} has one image, which cannot be both for training and for testing.")
+        rows = _rng(seed, "split", label).permutation(rows)
+        cut = min(max(1, round(len(rows) * test_share)), len(rows) - 1)
+        test.append(rows[:cut])
+        train.append(rows[cut:])
+    return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
+
+
+def _check_clients(clients: int) -> None:
+    if clients < 1:
+        raise DataError(f"clients={clients} is not at least 1.")
+
+
+def _rng(seed: int, *purpose: str | int) -> np.random.Generator:
+    return np.random.default_rng(derive_seed(seed, "partition", *purpose))

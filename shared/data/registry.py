@@ -1,0 +1,36 @@
+"""From a data URI to its source. Another kind of source is one more row in ``SCHEMES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared.data.digits import open_digits
+from shared.data.folder import open_csv, open_folder
+from shared.data.options import Options, apply_common
+from shared.data.source import DataError, Source
+from shared.data.symbols import open_symbols
+
+SCHEMES: dict[str, Callable[[str, Options], Source]] = {
+    "symbols": open_symbols,
+    "digits": open_digits,
+    "folder": open_folder,
+    "csv": open_csv,
+}
+"""Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
+
+
+def open_source(uri: str) -> Source:
+    """The source that ``scheme:body?option=value`` names, cut as its options say.
+
+    Raises DataError, in one sentence, for an unknown scheme, an unknown or bad option, and for data that cannot be used.
+    """
+    address, _, query = uri.partition("?")
+    scheme, _, body = address.partition(":")
+    if scheme not in SCHEMES:
+        raise DataError(f"{uri}: unknown data source {scheme!r}; known are {', '.join(sorted(SCHEMES))}.")
+    options = Options.parse(uri, query)
+    source = apply_common(SCHEMES[scheme](body, options), options)
+    for name, split in (("train", source.train), ("test", source.test)):
+        if not len(split):
+            raise DataError(f"{uri}: no image is left in {name}.")
+    return source

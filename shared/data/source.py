@@ -1,0 +1,125 @@
+"""What every data source gives: classes, a domain, a template, and a train and a test split."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+
+
+class DataError(ValueError):
+    """A data URI or the data behind it cannot be used; the message is one sentence that says why."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A domain's name and its description in words, with ``{}`` where a class name goes."""
+
+    name: str
+    description: str
+
+
+class Images(Protocol):
+    """Images by index, of which some can be taken without touching the others."""
+
+    def __len__(self) -> int: ...
+
+    def image(self, index: int) -> Image.Image:
+        """One image, RGB."""
+        ...
+
+    def take(self, rows: torch.Tensor) -> Images:
+        """The images at ``rows`` (M,), in that order."""
+        ...
+
+
+class Split:
+    """Labelled images. ``labels`` (N,) int64 are indices in the source's ``class_names``."""
+
+    def __init__(self, labels: torch.Tensor, images: Images) -> None:
+        if len(labels) != len(images):
+            raise ValueError(f"{len(labels)} labels for {len(images)} images")
+        self.labels = labels.long()
+        self._images = images
+        self._digests: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        """One image, RGB."""
+        return self._images.image(index)
+
+    def digest(self, index: int) -> str:
+        """SHA-256 (hex) of one image's size and decoded RGB bytes: equal for equal pixels, whatever the file."""
+        if index not in self._digests:
+            image = self.image(index)
+            header = f"{image.width}x{image.height}|".encode()
+            self._digests[index] = hashlib.sha256(header + image.tobytes()).hexdigest()
+        return self._digests[index]
+
+    def select(self, rows: torch.Tensor) -> Split:
+        """The images at ``rows`` (M,), in that order."""
+        return Split(self.labels[rows], self._images.take(rows))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A client's data as a URI names it."""
+
+    uri: str
+    class_names: tuple[str, ...]
+    domain: Domain | None
+    template: str
+    train: Split
+    test: Split
+
+
+class ArrayImages:
+    """Images held in memory: (N, H, W) grey or (N, H, W, 3) RGB, uint8."""
+
+    def __init__(self, pixels: np.ndarray) -> None:
+        self._pixels = pixels
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def image(self, index: int) -> Image.Image:
+        """One image, RGB."""
+        return Image.fromarray(self._pixels[index]).convert("RGB")
+
+    def take(self, rows: torch.Tensor) -> ArrayImages:
+        """The images at ``rows``."""
+        return ArrayImages(self._pixels[rows.numpy()])
+
+
+class FileImages:
+    """Images on disk, decoded when asked for."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def image(self, index: int) -> Image.Image:
+        """One image, RGB. DataError names a file that can no longer be read."""
+        return read_image(self._paths[index])
+
+    def take(self, rows: torch.Tensor) -> FileImages:
+        """The images at ``rows``."""
+        return FileImages([self._paths[i] for i in rows.tolist()])
+
+
+def read_image(path: Path) -> Image.Image:
+    """The decoded image, RGB. DataError names the file if it cannot be read as an image."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} cannot be read as an image; repair or remove it ({error}).") from error
