@@ -19,22 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
 from shared.clip.text import TextTower, restore_order
 from shared.clip.tokens import ClassPrompts
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """`count` classes with `size` own tokens each, from row `first` of the packed class rows on."""
-
-    first: int
-    count: int
-    size: int
-    rank: int  # of its first class among all classes
-
-    def of(self, packed: Tensor, dim: int) -> Tensor:
-        """The bucket's part of packed rows, with `dim` split in `(count, size)`."""
-        return torch.unflatten(packed.narrow(dim, self.first, self.count * self.size), dim, (self.count, self.size))
 
 
 @dataclass(frozen=True)
@@ -42,7 +29,7 @@ class _Constants:
     """What depends on neither context nor deep prompts, for one set of class names."""
 
     key: tuple[torch.dtype, torch.device]
-    buckets: tuple[_Bucket, ...]
+    buckets: tuple[Bucket, ...]
     order: list[int]
     rows: Tensor  # (T, d) embedded own tokens with positions
     qkv: Tensor  # (T, 3d) their queries, keys and values in the first block
@@ -63,23 +50,22 @@ class PrefixEncoder:
     def encode(self, context: Tensor, deep: Tensor | None, prompts: ClassPrompts) -> Tensor:
         """`(N, C, d_e)` for context `(N, m, d)` and deep `(N, depth, m, d)` or None."""
         tower, constants = self._tower, self._constants(prompts)
-        start, m = prompts.start, prompts.context_length
-        context = context + tower.position(start, start + m)
+        context = context + tower.position(prompts.start, prompts.start + prompts.context_length)
         own = constants.rows.expand(context.shape[0], -1, -1)  # (N, T, d)
         depth, final = 0 if deep is None else deep.shape[1], len(tower.blocks) - 1
         for number, block in enumerate(tower.blocks):
             if deep is not None and 1 <= number <= depth:
                 context = deep[:, number - 1]
-            attention = _attention(block, number, number == final, context, own, constants)
-            attended = [attention.of_classes(bucket) for bucket in constants.buckets]
-            if number == final:
-                own = constants.end_rows(own)
-            if number == final or number < depth:  # the context's rows end here: nothing reads them any more
-                own = _add_branches(block, own, torch.cat(attended, dim=1))
+            # The context's rows end where nothing reads them any more: in the last block, and before fresh ones.
+            goes_on = number != final and number >= depth
+            layout = Layout(block.attn.num_heads, prompts.context_length, constants.buckets, goes_on, number == final)
+            query, key_value = _project(block, number, layout, context, own, constants)
+            attended = PrefixAttention.apply(query, key_value, constants.lead[number], layout)
+            if goes_on:
+                rows = _add_branches(block, torch.cat([context, own], dim=1), attended)
+                context, own = torch.split(rows, [layout.m, own.shape[1]], dim=1)
             else:
-                rows = torch.cat([context, own], dim=1)
-                rows = _add_branches(block, rows, torch.cat([attention.of_context(), *attended], dim=1))
-                context, own = torch.split(rows, [m, own.shape[1]], dim=1)
+                own = _add_branches(block, constants.end_rows(own) if layout.ends else own, attended)
         return restore_order(tower.project(own), constants.order)
 
     def _constants(self, prompts: ClassPrompts) -> _Constants:
@@ -94,13 +80,13 @@ class PrefixEncoder:
     def _make_constants(self, key: tuple[torch.dtype, torch.device], prompts: ClassPrompts) -> _Constants:
         tower, block = self._tower, self._tower.blocks[0]
         first_own = prompts.start + prompts.context_length
-        buckets: list[_Bucket] = []
+        buckets: list[Bucket] = []
         order: list[int] = []
         rows: list[Tensor] = []
         total = 0
         for end, members in prompts.buckets:
             size = end + 1 - first_own
-            buckets.append(_Bucket(total, len(members), size, len(order)))
+            buckets.append(Bucket(total, len(members), size, len(order)))
             order.extend(members)
             total += len(members) * size
             own = tower.embed(prompts.ids[list(members), first_own : end + 1]) + tower.position(first_own, end + 1)
@@ -125,73 +111,24 @@ class PrefixEncoder:
         return found
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """Queries, keys and values of one block, each `(N, H, rows, h)`; queries are scaled by 1/√h."""
-
-    own_query: Tensor  # (N, H, T, h), or of the end rows alone: (N, H, C, h)
-    own_key: Tensor
-    own_value: Tensor
-    context_query: Tensor | None
-    prefix_key: Tensor
-    prefix_value: Tensor
-    ends_only: bool
-
-    def of_context(self) -> Tensor:
-        """`(N, m, d)`: every context token sees the tokens before the context, the context before it, and itself."""
-        assert self.context_query is not None
-        m, p = self.context_query.shape[2], self.prefix_key.shape[2]
-        scores = self.context_query @ self.prefix_key.mT + _causal(m, p, self.own_query)
-        return _merge_heads(scores.softmax(dim=-1) @ self.prefix_value)
-
-    def of_classes(self, bucket: _Bucket) -> Tensor:
-        """`(N, count * size, d)`, or `(N, count, d)` of the end rows: own tokens see the prefix and own tokens."""
-        key, value = bucket.of(self.own_key, 2), bucket.of(self.own_value, 2)  # (N, H, count, s, h)
-        if self.ends_only:
-            query = self.own_query.narrow(2, bucket.rank, bucket.count).unsqueeze(3)  # (N, H, count, 1, h)
-        else:
-            query = bucket.of(self.own_query, 2)
-        p = self.prefix_key.shape[2]
-        # One product for the prefix, whose keys are the same for all classes; small ones among own tokens.
-        shared = torch.unflatten(query.flatten(2, 3) @ self.prefix_key.mT, 2, query.shape[2:4])
-        among = query @ key.mT
-        if not self.ends_only:
-            among = among + _causal(bucket.size, bucket.size, among)
-        weights = torch.cat([shared, among], dim=-1).softmax(dim=-1)
-        from_prefix = weights[..., :p].flatten(2, 3) @ self.prefix_value
-        return _merge_heads(from_prefix + (weights[..., p:] @ value).flatten(2, 3))
-
-
-def _attention(block: Any, number: int, final: bool, context: Tensor, own: Tensor, constants: _Constants) -> _Attention:
-    """Projections of block `number` for the rows that need them. context: `(N, m, d)`, own: `(N, T, d)`."""
-    weight, bias, heads = block.attn.in_proj_weight, block.attn.in_proj_bias, block.attn.num_heads
+def _project(
+    block: Any, number: int, layout: Layout, context: Tensor, own: Tensor, constants: _Constants
+) -> tuple[Tensor, Tensor]:
+    """Queries `(N, asking rows, d)` and keys with values `(N, m + T, 2d)` of block `number`."""
+    weight, bias = block.attn.in_proj_weight, block.attn.in_proj_bias
     n, m, d = context.shape
     if number == 0:
-        context_part = F.linear(block.ln_1(context), weight, bias)
-        own_part = constants.qkv.expand(n, -1, -1)
-        query = constants.end_rows(own_part[..., :d]) if final else own_part[..., :d]
-    elif final:
+        rows = torch.cat([F.linear(block.ln_1(context), weight, bias), constants.qkv.expand(n, -1, -1)], dim=1)
+    elif layout.ends:
         normed = block.ln_1(torch.cat([context, own], dim=1))
         query = F.linear(constants.end_rows(normed[:, m:]), weight[:d], None if bias is None else bias[:d])
-        both = F.linear(normed, weight[d:], None if bias is None else bias[d:])
-        context_part, own_part = torch.split(both, [m, own.shape[1]], dim=1)
+        return query, F.linear(normed, weight[d:], None if bias is None else bias[d:])
     else:
-        both = F.linear(block.ln_1(torch.cat([context, own], dim=1)), weight, bias)
-        context_part, own_part = torch.split(both, [m, own.shape[1]], dim=1)
-        query = own_part[..., :d]
-    prefix = torch.cat([constants.lead[number].expand(n, -1, -1), context_part[..., -2 * d :]], dim=1)
-    prefix_key, prefix_value = _split_heads(prefix, 2, heads)
-    own_key, own_value = _split_heads(own_part[..., -2 * d :], 2, heads)
-    scale = (d // heads) ** -0.5
-    return _Attention(
-        own_query=_split_heads(query * scale, 1, heads)[0],
-        own_key=own_key,
-        own_value=own_value,
-        context_query=None if final else _split_heads(context_part[..., :d] * scale, 1, heads)[0],
-        prefix_key=prefix_key,
-        prefix_value=prefix_value,
-        ends_only=final,
-    )
+        rows = F.linear(block.ln_1(torch.cat([context, own], dim=1)), weight, bias)
+    query, key_value = torch.split(rows, [d, 2 * d], dim=-1)
+    if not layout.context:
+        query = constants.end_rows(query[:, m:]) if layout.ends else query[:, m:]
+    return query, key_value
 
 
 def _add_branches(block: Any, rows: Tensor, attended: Tensor) -> Tensor:
@@ -199,19 +136,3 @@ def _add_branches(block: Any, rows: Tensor, attended: Tensor) -> Tensor:
     rows = rows + block.ls_1(block.attn.out_proj(attended))
     result: Tensor = rows + block.ls_2(block.mlp(block.ln_2(rows)))
     return result
-
-
-def _split_heads(rows: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
-    """`(N, R, parts * H * h)` -> `parts` views `(N, H, R, h)`."""
-    return torch.unflatten(rows, -1, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-
-
-def _merge_heads(rows: Tensor) -> Tensor:
-    """`(N, H, R, h)` -> `(N, R, d)`."""
-    return rows.transpose(1, 2).flatten(2)
-
-
-def _causal(queries: int, keys: int, like: Tensor) -> Tensor:
-    """Additive mask `(queries, keys)`: the last query sees all keys, each one before it one key less."""
-    mask = torch.full((queries, keys), -torch.inf, dtype=like.dtype, device=like.device)
-    return mask.triu(keys - queries + 1)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from shared.clip import BackboneError
+from shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
 from tests.clip.conftest import (
     CLASS_NAMES,
     PLAIN_ONLY_MODELS,
@@ -263,3 +264,15 @@ def test_long_and_empty_texts(small):
         backbone.embed_words("  ")
     assert backbone.encode_text([]).shape == (0, backbone.d_e)
     assert backbone.embed_words("a photo of a").shape == (4, backbone.d_t)
+
+
+@pytest.mark.parametrize("context_asks", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_written_out_gradient_of_attention(context_asks, ends):
+    buckets = (Bucket(0, 2, 1, 0), Bucket(2, 1, 3, 2))  # two classes of one token, one of three
+    layout = Layout(heads=2, m=2, buckets=buckets, context=context_asks, ends=ends)
+    asking = 2 * context_asks + (3 if ends else 5)
+    query = noise(2, asking, 4, dtype=torch.float64).requires_grad_()
+    key_value = noise(2, 7, 8, seed=1, dtype=torch.float64).requires_grad_()
+    lead = noise(1, 8, seed=2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda q, kv: PrefixAttention.apply(q, kv, lead, layout), (query, key_value))
