@@ -1,0 +1,137 @@
+"""A client's images as the methods see them: labels in the task's label space, features from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from client_service.exits import ClientError, Exit
+from shared import messages
+from shared.clip import Backbone, FeatureCache
+from shared.data import DataError, Source, Split, open_source
+from shared.methods.training import TaskCancelled
+
+CHUNK = 256  # images between two looks at whether to stop
+
+SplitName = Literal["train", "test"]
+Cancelled = Callable[[], bool]
+
+
+class LocalSplit:
+    """One split of a client's data (``shared.methods.base.Split``)."""
+
+    def __init__(self, labels: Tensor, features: Callable[[], Tensor], images: Callable[[Tensor], Tensor]):
+        self.labels = labels
+        self._features = features
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def features(self) -> Tensor:
+        """``(N, d_e)`` float32, L2-normalised, on the backbone's device."""
+        return self._features()
+
+    def images(self, indices: Tensor) -> Tensor:
+        """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
+        return self._images(indices)
+
+
+class ClientData:
+    """A source seen through a backbone. Features are computed when first asked for, and kept in memory and on disk."""
+
+    def __init__(self, source: Source, backbone: Backbone, cache: FeatureCache, cancelled: Cancelled = lambda: False):
+        self.class_names = source.class_names
+        self.domain = domain_of(source)
+        self._splits: dict[str, Split] = {"train": source.train, "test": source.test}
+        self._backbone = backbone
+        self._cache = cache
+        self._cancelled = cancelled
+        self._features: dict[str, Tensor] = {}
+
+    def split(self, which: SplitName, label_space: tuple[str, ...]) -> LocalSplit:
+        """The split with labels as indices in ``label_space``.
+
+        Raises:
+            ClientError: BAD_DATA for classes that the label space lacks.
+        """
+        check_classes(self.class_names, label_space)
+        place = torch.tensor([label_space.index(name) for name in self.class_names], dtype=torch.int64)
+        labels = place[self._splits[which].labels]
+        return LocalSplit(labels, lambda: self.features(which), lambda rows: self._images(which, rows))
+
+    def no_images(self) -> LocalSplit:
+        """An empty split, which is what an evaluator has to train on."""
+        empty = torch.zeros(0, self._backbone.d_e, device=self._backbone.device)
+        none = torch.zeros(0, dtype=torch.int64)
+        return LocalSplit(none, lambda: empty, lambda rows: empty[rows])
+
+    def count(self, which: SplitName) -> int:
+        """Images in a split."""
+        return len(self._splits[which])
+
+    def features(self, which: SplitName) -> Tensor:
+        """``(N, d_e)`` of a split.
+
+        Raises:
+            DataError: an image cannot be read.
+            TaskCancelled: the client was told to stop meanwhile.
+        """
+        if which not in self._features:
+            split, parts = self._splits[which], []
+            for start in range(0, len(split), CHUNK):
+                if self._cancelled():
+                    raise TaskCancelled
+                rows = range(start, min(start + CHUNK, len(split)))
+                parts.append(self._cache.features(self._backbone, split, indices=rows))
+            self._features[which] = torch.cat(parts).to(self._backbone.device)
+        return self._features[which]
+
+    def _images(self, which: SplitName, rows: Tensor) -> Tensor:
+        split = self._splits[which]
+        images = [self._backbone.preprocess(split.image(int(row))) for row in rows]
+        return torch.stack(images).to(self._backbone.device)
+
+
+def open_data(uri: str) -> Source:
+    """The source that ``uri`` names.
+
+    Raises:
+        ClientError: BAD_DATA, with the reason in one line.
+    """
+    try:
+        return open_source(uri)
+    except DataError as error:
+        raise ClientError(Exit.BAD_DATA, str(error)) from None
+
+
+def domain_of(source: Source) -> messages.Domain | None:
+    """The source's domain as it is declared at enrolment.
+
+    Raises:
+        ClientError: BAD_DATA where its name or description cannot be sent.
+    """
+    if source.domain is None:
+        return None
+    try:
+        return messages.Domain(name=source.domain.name, description=source.domain.description)
+    except ValueError as error:
+        text = f"the domain {source.domain.name!r} of the data cannot be declared: {error}"
+        raise ClientError(Exit.BAD_DATA, " ".join(text.split())) from None
+
+
+def check_classes(own: tuple[str, ...], label_space: tuple[str, ...]) -> None:
+    """Refuse classes that the federation does not know.
+
+    Raises:
+        ClientError: BAD_DATA, naming them.
+    """
+    unknown = sorted(set(own) - set(label_space))
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        names = ", ".join(repr(name) for name in unknown[:5]) + more
+        text = f"the federation does not know the classes {names} of the data: rename or leave out their images"
+        raise ClientError(Exit.BAD_DATA, f"{text}; it knows {len(label_space)} classes, {label_space[0]!r} the first")

@@ -1,0 +1,133 @@
+"""From settings to an enrolled client: backbone, data and identity are checked before the coordinator hears of them."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import ValidationError
+
+from client_service.coordinator_client import Refused
+from client_service.exits import ClientError, Exit
+from client_service.settings import Settings
+from shared.clip import Backbone, BackboneError, load_backbone
+from shared.data import Source
+from shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest
+from shared.spec import BackboneShape, BackboneSpec
+
+
+def choose_device(wanted: str) -> str:
+    """``auto`` is the first CUDA device, else the CPU."""
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def describe_device(device: torch.device) -> str:
+    """As it is declared at enrolment, such as ``cuda (NVIDIA H200)``."""
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+
+
+def permits(settings: Settings, spec: BackboneSpec) -> bool:
+    """Whether the data owner permits what lies outside open_clip's registry, by the very name that the spec gives."""
+    outside = ":" in spec.model
+    return (outside and spec.model in settings.allow_backbone) or (spec.pretrained or "") in settings.allow_backbone
+
+
+def open_backbone(settings: Settings, spec: BackboneSpec) -> Backbone:
+    """The federation's backbone on this client's device.
+
+    Raises:
+        ClientError: BACKBONE where it cannot be loaded or is not permitted.
+    """
+    try:
+        return load_backbone(
+            spec.model,
+            spec.pretrained,
+            precision=spec.precision,
+            device=choose_device(settings.device),
+            allow_unregistered=permits(settings, spec),
+        )
+    except BackboneError as error:
+        raise ClientError(Exit.BACKBONE, str(error)) from None
+
+
+def check_backbone(backbone: Backbone, spec: BackboneSpec) -> None:
+    """Refuse other weights than the federation's, before anything is enrolled with them.
+
+    Raises:
+        ClientError: BACKBONE.
+    """
+    if spec.fingerprint is not None and spec.fingerprint != backbone.fingerprint:
+        text = f"the backbone {spec.model} ({spec.pretrained}) has other weights here ({backbone.fingerprint[:19]}...)"
+        expected = f"than in the federation ({spec.fingerprint[:19]}...)"
+        raise ClientError(Exit.BACKBONE, f"{text} {expected}: install the same version of promptfed and of the weights")
+
+
+def check_protocol(info: EnrolmentInfo) -> None:
+    """Refuse another protocol version.
+
+    Raises:
+        ClientError: PROTOCOL.
+    """
+    if info.protocol_version != PROTOCOL_VERSION:
+        text = f"the coordinator speaks protocol version {info.protocol_version}, this client {PROTOCOL_VERSION}"
+        raise ClientError(Exit.PROTOCOL, f"{text}: install the coordinator's version of promptfed")
+
+
+def backbone_shape(backbone: Backbone) -> BackboneShape:
+    """The sizes that the coordinator, which has no backbone, needs; none where prompts cannot enter a tower."""
+    text, vision = backbone.text_layers, backbone.vision_layers
+    return BackboneShape(
+        d_t=backbone.d_t if text else None,
+        d_v=backbone.d_v if vision else None,
+        d_e=backbone.d_e,
+        text_layers=text or None,
+        vision_layers=vision or None,
+        context_length=backbone.context_length,
+    )
+
+
+def enrol_request(
+    settings: Settings, secret: str, source: Source, domain: Domain | None, backbone: Backbone
+) -> EnrolRequest:
+    """All that the coordinator learns of this client.
+
+    Raises:
+        ClientError: BAD_DATA where the class names cannot be declared.
+    """
+    samples = source.train if settings.role == "trainer" else source.test
+    try:
+        return EnrolRequest(
+            name=settings.name,
+            secret=secret,
+            role=settings.role,
+            num_samples=len(samples),
+            class_names=list(source.class_names),
+            domain=domain,
+            backbone_fingerprint=backbone.fingerprint,
+            backbone_shape=backbone_shape(backbone),
+            device=describe_device(backbone.device),
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ClientError(Exit.BAD_DATA, f"the data cannot be declared: {place}: {first['msg']}") from None
+
+
+def explain(refused: Refused, settings: Settings) -> ClientError:
+    """A refusal that ends the client, with what to do about it."""
+    where = f"federation {settings.federation} at {settings.coordinator}"
+    if refused.kind == "name-taken":
+        text = (
+            f"the name {settings.name!r} is taken in {where}: give another --name, the --state-dir that enrolled it, "
+        )
+        return ClientError(Exit.NAME_TAKEN, text + "or ask the operator to reset the name")
+    if refused.kind == "withdrawn":
+        return ClientError(Exit.WITHDRAWN, f"the operator has withdrawn {settings.name!r} from {where}")
+    if refused.status in (401, 403):
+        text = f"{where} does not accept this client: {refused.detail}: ask the operator for a new enrolment token"
+        return ClientError(Exit.NOT_ALLOWED, text)
+    if "backbone" in refused.kind:
+        return ClientError(Exit.BACKBONE, f"{where} refuses this backbone: {refused.detail}")
+    if "protocol" in refused.kind:
+        return ClientError(Exit.PROTOCOL, f"{where} refuses this version: {refused.detail}")
+    return ClientError(Exit.REFUSED, f"{where} refuses: {refused}")

@@ -1,0 +1,183 @@
+"""Joining a federation: everything that can be wrong here is found before the coordinator hears of this client."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from client_service.compute import Compute
+from client_service.coordinator_client import CoordinatorClient, Refused
+from client_service.data import ClientData, check_classes, domain_of, open_data
+from client_service.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
+from client_service.exits import ClientError, Exit
+from client_service.monitor import Monitor
+from client_service.prediction import Predictor
+from client_service.private_state import Identity, PrivateState
+from client_service.settings import Settings, read_token
+from client_service.tasks import TaskWork
+from shared.clip import Backbone, BackboneError, FeatureCache
+from shared.data import DataError, Source
+from shared.messages import Domain, EnrolmentInfo
+from shared.methods import make_method
+from shared.methods.base import Method, MethodError
+from shared.spec import SpecError
+from shared.tensors import TensorError
+
+log = logging.getLogger("promptfed.client")
+
+ENDED = ("finished", "failed", "cancelled")
+
+
+class FederationEnded(Exception):
+    """There is nothing left to take part in."""
+
+
+@dataclass
+class Parts:
+    """What can be handed to a worker instead of being made from its settings."""
+
+    backbone: Backbone | None = None
+    source: Source | None = None
+    features: FeatureCache | None = None
+    enrolment_token: str | None = None
+
+
+@dataclass
+class Joining:
+    """The steps from settings to an enrolled client."""
+
+    settings: Settings
+    parts: Parts
+    state: PrivateState
+    coordinator: CoordinatorClient
+    compute: Compute
+    monitor: Monitor
+    predictor: Predictor
+
+    async def join(self) -> TaskWork:
+        """Enrol, or be recognised, and return what carries out tasks.
+
+        Raises:
+            ClientError: what is wrong with data, backbone, state folder or settings.
+            Refused: the coordinator does not take this client.
+            FederationEnded: it is over, and nothing is to be served.
+        """
+        settings, parts = self.settings, self.parts
+        identity = self.state.identity(settings.name, settings.role)
+        source = parts.source
+        if source is None:
+            source = await self.compute.run(lambda: open_data(settings.data))
+        domain = domain_of(source)
+
+        self.monitor.stage("enrolling")
+        token = self._enrolment_token(identity)
+        info, token = await self._info(token, identity)
+        check_protocol(info)
+        identity = self.state.bind(identity, info.federation_id)
+        self.coordinator.federation = info.federation_id
+        if info.state in ENDED and not settings.serve:
+            if identity.client_id is None:
+                raise ClientError(
+                    Exit.REFUSED, f"the federation {info.name} is {info.state}: nobody can enrol any more"
+                )
+            raise FederationEnded
+        method = _method(info)
+        federation_classes = tuple(info.class_names) if info.class_names else None
+        check_classes(source.class_names, method.label_space(federation_classes, source.class_names))
+
+        backbone = await self._backbone(info)
+        cache = parts.features or FeatureCache(settings.features_dir)
+        data = ClientData(source, backbone, cache, self.compute.stopped)
+        work = TaskWork(settings.name, settings.role, backbone, data, self.state, self.predictor)
+        await self.compute.run(lambda: self._warm(work, method))
+        await self._enrol(identity, token, source, domain, backbone)
+        await self.compute.run(lambda: _restore(work, self.compute))
+        return work
+
+    async def _backbone(self, info: EnrolmentInfo) -> Backbone:
+        backbone = self.parts.backbone
+        if backbone is None:
+            backbone = await self.compute.run(lambda: open_backbone(self.settings, info.backbone))
+        await self.compute.run(partial(check_backbone, backbone, info.backbone))
+        self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
+        return backbone
+
+    def _enrolment_token(self, identity: Identity) -> str | None:
+        """The token; not needed by who has enrolled, since its secret is enough from then on."""
+        if self.parts.enrolment_token is not None:
+            return self.parts.enrolment_token
+        path, enrolled = self.settings.enrolment_token_file, identity.client_id is not None
+        if path is None and not enrolled:
+            text = "no enrolment token: give --enrolment-token-file (the operator mints one with `enrolment-tokens`)"
+            raise ClientError(Exit.NOT_ALLOWED, text)
+        if path is None or (enrolled and not path.exists()):
+            return None
+        return read_token(path, "enrolment token")
+
+    async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
+        """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""
+        known = self.state.enrolment() if identity.client_id is not None else None
+        if known is not None and self.settings.federation not in (known.name, known.federation_id):
+            text = f"the state folder {self.state.folder} belongs to federation {known.name}: give another --state-dir"
+            raise ClientError(Exit.STATE, text)
+        if token is not None:
+            try:
+                info = await self.coordinator.enrolment(token)
+            except Refused as refused:
+                if refused.status != 401 or known is None:
+                    raise
+                log.info("the enrolment token is no longer valid: going on with this client's own secret")
+            else:
+                self.state.save_enrolment(info)
+                return info, token
+        if known is None:
+            text = f"the state folder {self.state.folder} does not know the federation: give --enrolment-token-file"
+            raise ClientError(Exit.NOT_ALLOWED, text)
+        return known, None
+
+    def _warm(self, work: TaskWork, method: Method) -> None:
+        """Compute image features now: no deadline runs yet, and an image that cannot be read is found."""
+        torch.set_num_threads(self.settings.threads)
+        if not method.needs.cached_features:
+            return
+        try:
+            if self.settings.role == "trainer":
+                work.data.features("train")
+            work.data.features("test")
+        except DataError as error:
+            raise ClientError(Exit.BAD_DATA, str(error)) from None
+
+    async def _enrol(
+        self, identity: Identity, token: str | None, source: Source, domain: Domain | None, backbone: Backbone
+    ) -> None:
+        self.coordinator.token = identity.secret
+        if token is not None:
+            request = enrol_request(self.settings, identity.secret, source, domain, backbone)
+            try:
+                response = await self.coordinator.enrol(token, request)
+            except Refused as refused:
+                # Who has enrolled can go on with its secret; the next poll says where the federation stands.
+                if identity.client_id is None or refused.status not in (401, 410):
+                    raise
+            else:
+                identity = self.state.bind(identity, response.federation_id, response.client_id)
+        self.monitor.status.client_id = identity.client_id
+        self.monitor.tell("enrolled", client_id=identity.client_id, train=len(source.train), test=len(source.test))
+
+
+def _method(info: EnrolmentInfo) -> Method:
+    try:
+        return make_method(info.method)
+    except (SpecError, KeyError) as error:
+        text = f"this client does not have the federation's method as the coordinator describes it: {error}"
+        raise ClientError(Exit.PROTOCOL, f"{text}: install the coordinator's version of promptfed") from None
+
+
+def _restore(work: TaskWork, compute: Compute) -> None:
+    try:
+        work.restore_serving(compute.stopped)
+    except (MethodError, BackboneError, TensorError, SpecError) as error:
+        log.warning("predictions wait for the next evaluation: the kept prompts cannot be used (%s)", error)

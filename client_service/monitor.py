@@ -1,0 +1,106 @@
+"""What a client is doing, told in four ways: status, Prometheus metrics, one log line, a hook for other programs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from client_service.coordinator_client import Traffic
+
+log = logging.getLogger("promptfed.client")
+
+Stage = Literal["starting", "enrolling", "waiting", "training", "sending", "evaluating", "ended", "failed", "stopped"]
+Hook = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass
+class Status:
+    """What ``GET /status`` answers."""
+
+    name: str
+    role: str
+    federation: str
+    coordinator: str
+    stage: Stage = "starting"
+    client_id: str | None = None
+    device: str | None = None
+    backbone: str | None = None
+    round: int | None = None
+    phase: str | None = None
+    trained: int = 0
+    evaluated: int = 0
+    accuracy: float | None = None
+    zero_shot: float | None = None
+    last_refusal: str | None = None
+    last_error: str | None = None
+
+
+class Monitor:
+    """Collects what happens. Each monitor has a registry of its own, so that many clients fit into one process."""
+
+    def __init__(self, status: Status, hook: Hook | None = None):
+        self.status = status
+        self.registry = CollectorRegistry()
+        self._hook = hook
+        self._events = Counter("promptfed_client_events", "What happened", ["event"], registry=self.registry)
+        self._seconds = Counter("promptfed_client_training_seconds", "Seconds of training", registry=self.registry)
+        self._accuracy = Gauge("promptfed_client_accuracy", "Last accuracy, 0-1", ["prompts"], registry=self.registry)
+        self._round = Gauge("promptfed_client_round", "Round of the last task", registry=self.registry)
+
+    def watch(self, traffic: Traffic) -> None:
+        """Export a coordinator client's traffic."""
+        for direction, read in (("up", lambda: traffic.bytes_up), ("down", lambda: traffic.bytes_down)):
+            gauge = Gauge(f"promptfed_client_bytes_{direction}", f"Bytes of bodies {direction}", registry=self.registry)
+            gauge.set_function(read)
+        Gauge("promptfed_client_retries", "Requests sent again", registry=self.registry).set_function(
+            lambda: traffic.retries
+        )
+
+    def stage(self, stage: Stage) -> None:
+        """What the client is doing now."""
+        self.status.stage = stage
+
+    def task(self, round: int, phase: str, stage: Stage) -> None:
+        """A task has begun."""
+        self.status.round, self.status.phase, self.status.stage = round, phase, stage
+        self._round.set(round)
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """Something happened."""
+        status = self.status
+        if event == "accepted":
+            status.trained += 1
+        elif event == "trained":
+            self._seconds.inc(facts.get("train_seconds", 0.0))
+        elif event == "evaluated":
+            status.evaluated += 1
+            status.accuracy, status.zero_shot = facts.get("accuracy"), facts.get("zero_shot")
+            for prompts in ("accuracy", "zero_shot"):
+                if facts.get(prompts) is not None:
+                    self._accuracy.labels("template" if prompts == "zero_shot" else "learned").set(facts[prompts])
+        elif event == "refused":
+            status.last_refusal = str(facts.get("detail"))
+        elif event == "failed":
+            status.last_error = str(facts.get("detail"))
+        self._events.labels(event).inc()
+        text = " ".join(f"{key}={_short(value)}" for key, value in facts.items() if value is not None)
+        level = logging.WARNING if event in ("refused", "failed") else logging.INFO
+        log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
+        if self._hook is not None:
+            self._hook(event, facts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The status as JSON."""
+        return asdict(self.status)
+
+    def exposition(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

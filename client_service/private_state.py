@@ -1,0 +1,298 @@
+"""What never leaves the client, on its disk: its secret, its private tensors, and an update until it is settled.
+
+Layout of the state folder (mode 0700):
+
+    lock                     held while a client runs
+    identity.json            name, role, secret, federation and client id (mode 0600)
+    enrolment.json           what the coordinator said of the federation
+    committed.safetensors    private tensors after the last update that the coordinator accepted
+    pending/                 an update and the private tensors that belong to it, written before the first sending
+    serving.json             the last evaluation's task, and serving-*.safetensors, the payload that came with it
+    last-refusal.json        the last refusal, for people
+
+Every file appears by rename after fsync. Accepting an update is one rename (pending's private tensors over the
+committed ones), so that a kill at any instant leaves either the state before or the state after.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from client_service.exits import ClientError, Exit
+from shared.messages import EnrolmentInfo, Role, TaskConfig
+from shared.tensors import TensorError, Tensors, decode, encode
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this client is to the coordinator. ``secret`` (256 bits, hex) is its bearer token."""
+
+    name: str
+    role: Role
+    secret: str
+    federation_id: str | None = None
+    client_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where private tensors come from: the task that made them, and the peers for which they were prepared."""
+
+    task_id: str | None = None
+    round: int = 0
+    phase: str = ""
+    peers: str | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An update that is ready to be sent, as it will be sent however often."""
+
+    task_id: str
+    round: int
+    phase: str
+    update: bytes
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The last evaluation's payload, from which predictions are made."""
+
+    round: int
+    phase: str
+    config: TaskConfig
+    payload: bytes
+
+
+class PrivateState:
+    """The state folder of one client, locked against a second process.
+
+    Raises:
+        ClientError: STATE where the folder is in use, unusable or damaged.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ClientError(Exit.STATE, f"the state folder {folder} cannot be used: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            text = (
+                f"the state folder {folder} is in use by another client process: give each client its own --state-dir"
+            )
+            raise ClientError(Exit.STATE, text) from None
+        self._recover()
+
+    def close(self) -> None:
+        """Give the folder free for another process."""
+        os.close(self._lock)
+
+    # Identity
+
+    def identity(self, name: str, role: Role) -> Identity:
+        """The identity that the folder holds, or a new one, on disk before it is returned.
+
+        Raises:
+            ClientError: STATE where the folder belongs to another name or role.
+        """
+        raw = self._read_json("identity.json")
+        if raw is None:
+            return self._write_identity(Identity(name, role, secrets.token_hex(32)))
+        try:
+            found = Identity(**raw)
+        except TypeError:
+            raise self._damaged("identity.json") from None
+        if (found.name, found.role) != (name, role):
+            text = (
+                f"the state folder {self.folder} belongs to the {found.role} {found.name!r}, not to the {role} {name!r}"
+            )
+            raise ClientError(Exit.STATE, f"{text}: give another --state-dir")
+        return found
+
+    def bind(self, identity: Identity, federation_id: str, client_id: str | None = None) -> Identity:
+        """Note the federation, and the client id once enrolled.
+
+        Raises:
+            ClientError: STATE where the folder belongs to another federation.
+        """
+        if identity.federation_id not in (None, federation_id):
+            text = (
+                f"the state folder {self.folder} belongs to federation {identity.federation_id}, not to {federation_id}"
+            )
+            raise ClientError(Exit.STATE, f"{text}: give another --state-dir")
+        bound = Identity(identity.name, identity.role, identity.secret, federation_id, client_id or identity.client_id)
+        return bound if bound == identity else self._write_identity(bound)
+
+    def _write_identity(self, identity: Identity) -> Identity:
+        self._write("identity.json", json.dumps(asdict(identity)).encode())
+        return identity
+
+    def save_enrolment(self, info: EnrolmentInfo) -> None:
+        """Keep what the coordinator said, for a restart with an enrolment token that has expired."""
+        self._write("enrolment.json", info.model_dump_json().encode())
+
+    def enrolment(self) -> EnrolmentInfo | None:
+        """What the coordinator said when the client enrolled."""
+        raw = self._read_json("enrolment.json")
+        try:
+            return None if raw is None else EnrolmentInfo.model_validate(raw)
+        except ValueError:
+            raise self._damaged("enrolment.json") from None
+
+    # Private tensors
+
+    def committed(self) -> tuple[Tensors, Provenance]:
+        """The private tensors from which training starts; none before the first accepted update."""
+        path = self.folder / "committed.safetensors"
+        if not path.exists():
+            return {}, Provenance()
+        try:
+            tensors, metadata = decode(path.read_bytes())
+            return tensors, Provenance(**metadata)  # type: ignore[arg-type]  # TypeError where it is no mapping
+        except (TensorError, TypeError):
+            raise self._damaged(path.name) from None
+
+    def commit_prepared(self, private: Tensors, provenance: Provenance) -> None:
+        """Commit private tensors that were made before training, which belong to no task."""
+        self._write("committed.safetensors", _encode(private, provenance))
+
+    def write_pending(self, update: bytes, private: Tensors, provenance: Provenance) -> None:
+        """Make an update and its private tensors durable together; from now on only these bytes are sent."""
+        draft = self.folder / "pending.tmp"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
+        about = {
+            "task_id": provenance.task_id,
+            "round": provenance.round,
+            "phase": provenance.phase,
+            "sha256": hashlib.sha256(update).hexdigest(),
+        }
+        _write_durably(draft / "update.safetensors", update)
+        _write_durably(draft / "private.safetensors", _encode(private, provenance))
+        _write_durably(draft / "about.json", json.dumps(about).encode())
+        _sync_folder(draft)
+        os.rename(draft, self._pending)
+        _sync_folder(self.folder)
+
+    def pending(self) -> Pending | None:
+        """The update that is neither accepted nor refused yet."""
+        if not self._pending.exists():
+            return None
+        try:
+            about = json.loads((self._pending / "about.json").read_bytes())
+            update = (self._pending / "update.safetensors").read_bytes()
+            if hashlib.sha256(update).hexdigest() != about["sha256"]:
+                raise self._damaged("pending/update.safetensors")
+            return Pending(about["task_id"], about["round"], about["phase"], update)
+        except (OSError, ValueError, KeyError, TypeError):
+            raise self._damaged("pending") from None
+
+    def commit(self) -> None:
+        """The coordinator has the pending update: its private tensors become the committed ones."""
+        os.replace(self._pending / "private.safetensors", self.folder / "committed.safetensors")
+        _sync_folder(self.folder)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the pending update and its private tensors."""
+        trash = self.folder / "discarded"
+        shutil.rmtree(trash, ignore_errors=True)
+        os.rename(self._pending, trash)
+        _sync_folder(self.folder)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    @property
+    def _pending(self) -> Path:
+        return self.folder / "pending"
+
+    def _recover(self) -> None:
+        """Finish what a kill interrupted."""
+        for leftover in ("pending.tmp", "discarded"):
+            shutil.rmtree(self.folder / leftover, ignore_errors=True)
+        if self._pending.exists() and not (self._pending / "private.safetensors").exists():
+            self.discard()  # killed in the middle of `commit`, after its rename
+
+    # For predictions and for people
+
+    def save_serving(self, serving: Serving) -> None:
+        """Keep the payload of an evaluation, so that predictions survive a restart and the federation's end."""
+        file = f"serving-{hashlib.sha256(serving.payload).hexdigest()}.safetensors"
+        self._write(file, serving.payload)
+        about = {"round": serving.round, "phase": serving.phase, "payload": file}
+        self._write("serving.json", json.dumps(about | {"config": serving.config.model_dump(mode="json")}).encode())
+        for old in self.folder.glob("serving-*.safetensors"):
+            if old.name != file:
+                old.unlink(missing_ok=True)
+
+    def serving(self) -> Serving | None:
+        """What `save_serving` kept."""
+        raw = self._read_json("serving.json")
+        if raw is None:
+            return None
+        try:
+            config = TaskConfig.model_validate(raw["config"])
+            return Serving(raw["round"], raw["phase"], config, (self.folder / raw["payload"]).read_bytes())
+        except (OSError, ValueError, KeyError, TypeError):
+            raise self._damaged("serving.json") from None
+
+    def record_refusal(self, refusal: dict[str, Any]) -> None:
+        """Keep the last refusal."""
+        self._write("last-refusal.json", json.dumps(refusal).encode())
+
+    def write_note(self, name: str, text: str) -> None:
+        """A file for other programs, such as the address of the client's API."""
+        self._write(name, text.encode())
+
+    # Files
+
+    def _write(self, name: str, content: bytes) -> None:
+        draft = self.folder / f"{name}.tmp"
+        _write_durably(draft, content)
+        os.replace(draft, self.folder / name)
+        _sync_folder(self.folder)
+
+    def _read_json(self, name: str) -> Any:
+        try:
+            return json.loads((self.folder / name).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            raise self._damaged(name) from None
+
+    def _damaged(self, name: str) -> ClientError:
+        text = f"{self.folder / name} is damaged: restore it, or enrol anew with another --state-dir and --name"
+        return ClientError(Exit.STATE, text)
+
+
+def _encode(private: Tensors, provenance: Provenance) -> bytes:
+    # Clones, since safetensors refuses tensors that share memory, as views of one parameter do.
+    return encode({name: tensor.detach().clone() for name, tensor in private.items()}, asdict(provenance))
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

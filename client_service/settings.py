@@ -1,0 +1,139 @@
+"""Everything that a client is told when it starts: command line, environment (``PROMPTFED_CLIENT_*``), defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from client_service.exits import ClientError, Exit
+from shared.messages import Role
+from shared.spec import Name
+
+DEVICE_PATTERN = r"^(auto|cpu|cuda(:\d+)?)$"
+
+
+class Settings(BaseSettings):
+    """Settings of one client; those without a default must be given.
+
+    Nothing here is sent to the coordinator but the name and the role: it never learns the data URI or a path.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="PROMPTFED_CLIENT_", extra="forbid", cli_kebab_case=True)
+
+    coordinator: Annotated[str, Field(description="the coordinator's address, as in https://coordinator.example.org")]
+    federation: Annotated[Name, Field(description="name or id of the federation")]
+    name: Annotated[Name, Field(description="this client's name in the federation")]
+    data: Annotated[str, Field(min_length=1, description="data URI, as in folder:/data/pets or symbols:sketch")]
+    state_dir: Annotated[Path, Field(description="folder for this client's secret and private state; one per client")]
+    enrolment_token_file: Annotated[
+        Path | None, Field(description="file with the enrolment token; not needed once enrolled")
+    ] = None
+    role: Annotated[Role, Field(description="trainer, or evaluator (test data only)")] = "trainer"
+    device: Annotated[str, Field(pattern=DEVICE_PATTERN, description="auto, cpu, cuda or cuda:N")] = "auto"
+    threads: Annotated[
+        int, Field(ge=1, le=256, description="torch threads until the first task; tasks bring the spec's number")
+    ] = 1
+    allow_backbone: Annotated[
+        list[str],
+        Field(
+            description="a model or checkpoint outside open_clip's registry that the federation may name; repeatable"
+        ),
+    ] = []
+    feature_cache: Annotated[
+        Path | None,
+        Field(description="folder of image features, which clients may share; default: in the state folder"),
+    ] = None
+    ca_file: Annotated[Path | None, Field(description="PEM file of the authority that signed the coordinator")] = None
+    allow_plain_http: Annotated[
+        bool, Field(description="permit http:// to another machine; the client's secret then travels unencrypted")
+    ] = False
+    give_up_after: Annotated[
+        float, Field(gt=0, description="seconds without any answer of the coordinator after which the client ends")
+    ] = 3600.0
+    api_host: Annotated[str, Field(description="address of the client's own API")] = "127.0.0.1"
+    api_port: Annotated[
+        int, Field(ge=0, le=65535, description="its port; 0: any free one, written to api.url in the state folder")
+    ] = 0
+    api_token_file: Annotated[
+        Path | None, Field(description="file with the API's bearer token; needed where the address is not loopback")
+    ] = None
+    serve: Annotated[bool, Field(description="keep serving predictions after the federation has ended")] = False
+    log_format: Annotated[Literal["text", "json"], Field(description="one line of text or JSON per event")] = "text"
+
+    @field_validator("coordinator")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{address!r} is not an address: write http://host:port or https://host")
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("must hold scheme, host, port and path only: credentials go into files")
+        return address.rstrip("/")
+
+    @model_validator(mode="after")
+    def _other_machines_need_consent(self) -> Settings:
+        address = urlsplit(self.coordinator)
+        if address.scheme == "http" and not is_loopback(address.hostname or "") and not self.allow_plain_http:
+            raise ValueError(
+                f"{self.coordinator} would carry the client's secret unencrypted: use https:// or --allow-plain-http"
+            )
+        if not is_loopback(self.api_host) and self.api_token_file is None:
+            raise ValueError(f"an API on {self.api_host} needs --api-token-file: only loopback is open to all")
+        return self
+
+    @property
+    def features_dir(self) -> Path:
+        """Where image features are kept."""
+        return self.feature_cache or self.state_dir / "features"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def make_settings(**given: Any) -> Settings:
+    """Settings of ``given`` over the environment and the defaults.
+
+    Raises:
+        ClientError: USAGE, with every offence in one line.
+    """
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise ClientError(Exit.USAGE, one_line(error)) from None
+
+
+def one_line(error: ValidationError) -> str:
+    """A validation error as ``--state-dir: Field required; ...``."""
+    found = []
+    for item in error.errors(include_url=False, include_context=False):
+        option = "--" + str(item["loc"][0]).replace("_", "-") + ": " if item["loc"] else ""
+        found.append(option + item["msg"].removeprefix("Value error, "))
+    return "; ".join(found)
+
+
+def read_token(path: Path, what: str) -> str:
+    """The text of a token file.
+
+    Raises:
+        ClientError: NOT_ALLOWED where it cannot be read or is empty.
+    """
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ClientError(Exit.NOT_ALLOWED, f"cannot read the {what} in {path}: {reason}") from None
+    if not token or not token.isascii() or not token.isprintable():
+        raise ClientError(Exit.NOT_ALLOWED, f"the file {path} holds no {what}")
+    return token

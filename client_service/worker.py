@@ -1,0 +1,162 @@
+"""The worker: one client of one federation, from joining to the end; and the process around it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from concurrent.futures import Executor
+
+import httpx
+
+from client_service.api import create_app, running_api
+from client_service.compute import Compute
+from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
+from client_service.enrolment import explain
+from client_service.exits import ClientError, Exit
+from client_service.joining import FederationEnded, Joining, Parts
+from client_service.monitor import Hook, Monitor, Status
+from client_service.prediction import Predictor
+from client_service.private_state import PrivateState
+from client_service.session import Session
+from client_service.settings import Settings, read_token
+from shared.clip import Backbone, FeatureCache
+from shared.data import Source
+
+log = logging.getLogger("promptfed.client")
+
+
+class Worker:
+    """One client of one federation.
+
+    ``http``, ``backbone``, ``source``, ``features``, ``enrolment_token`` and ``executor`` (where tensor work runs, one
+    job of this worker at a time) can be handed in, which is how many workers share one process; what is left out is
+    made from the settings. ``hook(event, facts)`` is told of every event: enrolled, trained, accepted, evaluated,
+    discarded, refused, failed, cancelled, ended. Nothing global is changed but torch's number of threads.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        http: httpx.AsyncClient | None = None,
+        backbone: Backbone | None = None,
+        source: Source | None = None,
+        features: FeatureCache | None = None,
+        enrolment_token: str | None = None,
+        executor: Executor | None = None,
+        hook: Hook | None = None,
+    ):
+        self.settings = settings
+        status = Status(settings.name, settings.role, settings.federation, settings.coordinator)
+        self.monitor = Monitor(status, hook)
+        self.predictor = Predictor()
+        self.compute = Compute(executor)
+        self.api_url: str | None = None  # written into the state folder, for other programs to find
+        self._http = http
+        self._parts = Parts(backbone, source, features, enrolment_token)
+        self._running: asyncio.Task[None] | None = None
+
+    async def run(self) -> Exit:
+        """Take part until the federation ends or `stop` is called; OK in both cases.
+
+        Raises:
+            ClientError: what else ended the client; its text is one line.
+        """
+        try:
+            if not self.compute.stopped():
+                self._running = asyncio.ensure_future(self._take_part())
+                await self._running
+            self.monitor.stage("ended")
+        except asyncio.CancelledError:
+            if not self.compute.stopped():
+                raise
+            self.monitor.stage("stopped")
+        except ClientError as error:
+            self.monitor.stage("failed")
+            self.monitor.status.last_error = str(error)
+            raise
+        finally:
+            self.compute.close()
+        return Exit.OK
+
+    def stop(self) -> None:
+        """End soon, wherever the worker is; from its state folder it can go on later. Call it in the event loop."""
+        self.compute.stop()
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _take_part(self) -> None:
+        settings = self.settings
+        state = PrivateState(settings.state_dir)
+        if self.api_url is not None:
+            state.write_note("api.url", self.api_url)
+        http = self._http or open_http(settings)
+        coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, settings.give_up_after)
+        self.monitor.watch(coordinator.traffic)
+        try:
+            joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, self.predictor)
+            work = await joining.join()
+            await Session(coordinator, state, work, self.compute, self.monitor).take_part()
+        except FederationEnded:
+            self.monitor.tell("ended", federation=settings.federation)
+        except Refused as refused:
+            if refused.status != 410:
+                raise explain(refused, settings) from None
+            self.monitor.tell("ended", federation=settings.federation, detail=refused.detail)
+        except BadAnswer as error:
+            raise ClientError(Exit.PROTOCOL, str(error)) from None
+        finally:
+            if http is not self._http:
+                await http.aclose()
+            if not self.compute.busy:  # else a job that was left behind may still write: the process's end unlocks
+                state.close()
+
+
+async def serve(worker: Worker) -> Exit:
+    """Run a worker with its API and signal handlers, and with ``serve`` go on after the federation's end."""
+    settings, stopped, interrupted = worker.settings, asyncio.Event(), False
+
+    def stop(number: int) -> None:
+        nonlocal interrupted
+        interrupted = number == signal.SIGINT
+        stopped.set()
+        worker.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    token = read_token(settings.api_token_file, "API token") if settings.api_token_file is not None else None
+    app = create_app(worker.monitor, worker.predictor, token, settings.api_host)
+    async with running_api(app, settings.api_host, settings.api_port) as url:
+        log.info("api %s", url)
+        worker.api_url = url
+        exit = await worker.run()
+        if settings.serve and not stopped.is_set():
+            log.info("serving predictions at %s until stopped", url)
+            await stopped.wait()
+    return Exit.INTERRUPTED if interrupted else exit
+
+
+def run(settings: Settings) -> int:
+    """Run a client process to its end; the exit code (`client_service.exits`).
+
+    Where a stop could not wait for a computation, the process ends here: what is on disk stands a kill at any instant.
+    """
+    worker = Worker(settings)
+    try:
+        code = asyncio.run(serve(worker))
+    except ClientError as error:
+        log.error("%s", error)
+        code = error.exit
+    except Exception:
+        log.exception("the client failed")
+        code = Exit.FAILED
+    if worker.compute.busy:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return int(code)

@@ -1,0 +1,73 @@
+"""One backbone with random weights, a made-up source, a coordinator of one client and workers that talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from client_service.enrolment import backbone_shape
+from client_service.settings import Settings, make_settings
+from client_service.worker import Worker
+from shared.clip import Backbone, FeatureCache, load_backbone
+from shared.data import Source
+from tests.client_service.fake import TOKEN, FakeCoordinator, made_up_source
+
+MakeWorker = Callable[..., Worker]
+MakeCoordinator = Callable[..., FakeCoordinator]
+
+
+@pytest.fixture(scope="session")
+def backbone() -> Backbone:
+    torch.set_num_threads(1)
+    return load_backbone("promptfed-tiny", None)
+
+
+@pytest.fixture(scope="session")
+def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
+    return FeatureCache(tmp_path_factory.mktemp("features"))
+
+
+@pytest.fixture(scope="session")
+def source() -> Source:
+    return made_up_source()
+
+
+@pytest.fixture
+def make_coordinator(backbone: Backbone) -> MakeCoordinator:
+    def make(**changes: Any) -> FakeCoordinator:
+        return FakeCoordinator(backbone_shape(backbone), **changes)
+
+    return make
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    return make_settings(
+        coordinator="http://127.0.0.1:1",
+        federation="pets",
+        name="hospital-a",
+        data="made-up",
+        state_dir=tmp_path / "state",
+        enrolment_token_file=token,
+        device="cpu",
+        give_up_after=20.0,
+    )
+
+
+@pytest.fixture
+def make_worker(settings: Settings, backbone: Backbone, source: Source, features: FeatureCache) -> MakeWorker:
+    """A worker of ``coordinator``; a second one made with the same settings is the same client, started again."""
+
+    def make(coordinator: FakeCoordinator, *, http: httpx.AsyncClient | None = None, **changes: Any) -> Worker:
+        parts = {"backbone": backbone, "source": source, "features": features} | changes
+        own = parts.pop("settings", settings)
+        return Worker(own, http=http or coordinator.http(), **parts)
+
+    return make
