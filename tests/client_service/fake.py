@@ -240,3 +240,10 @@ def made_up_source(seed: int = 0, count: int = 24, names: list[str] = NAMES) -> 
         return Split(labels, ArrayImages(pixels))
 
     return Source("made-up", tuple(names), Domain("noise", "noise of a {}"), "a {}.", split(count), split(count))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for ``condition`` while the event loop goes on; TimeoutError after ``seconds``."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 (what is waited for sets no event)
+            await asyncio.sleep(0.02)

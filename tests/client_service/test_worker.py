@@ -1,15 +1,31 @@
-"""A worker against a coordinator of one client, over an in-process transport."""
+"""A worker against a coordinator of one client, over an in-process transport: the course of a federation."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import pytest
+from fastapi import Request, Response
 from torch import Tensor
 
-from client_service.exits import Exit
-from shared.clip import Backbone
+from client_service import session
+from client_service.exits import ClientError, Exit
+from client_service.private_state import PrivateState
+from client_service.settings import Settings
+from client_service.worker import Worker
+from shared.clip import Backbone, FeatureCache
 from shared.data import Source
+from shared.spec import TrainingSpec
+from shared.tensors import state_hash
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.client_service.fake import problem, until
+
+LONG = TrainingSpec(epochs=10_000).model_dump()
 
 
 def accuracy_of(context: Tensor, backbone: Backbone, source: Source) -> float:
@@ -38,9 +54,217 @@ def test_a_federation_from_enrolment_to_its_end(
     assert not coordinator.global_state["context"].equal(start)
     assert coordinator.client is not None
     assert coordinator.client.num_samples == 24
-    assert [set(found["splits"]) for found in coordinator.evaluations] == [{"test"}, {"test"}]
     for context, found in zip((start, coordinator.global_state["context"]), coordinator.evaluations, strict=True):
         assert found["splits"]["test"] == {"accuracy": accuracy_of(context, backbone, source), "num_samples": 24}
     assert coordinator.evaluations[0]["zero_shot"] == coordinator.evaluations[1]["zero_shot"]
     assert worker.monitor.status.stage == "ended"
     assert worker.monitor.status.accuracy == coordinator.evaluations[1]["splits"]["test"]["accuracy"]
+
+
+def test_the_update_names_its_task_its_payload_and_finite_metrics(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    coordinator = make_coordinator(rounds=1)
+    facts: dict[str, Mapping[str, Any]] = {}
+    asyncio.run(make_worker(coordinator, hook=facts.__setitem__).run())
+    assert set(facts["trained"]) == {"round", "phase", "loss", "train_seconds"}
+    assert all(value >= 0 for key, value in facts["trained"].items() if key != "phase")
+    (update,) = (body for body in coordinator.received if b"payload_sha256" in body)
+    assert b'\\"task_id\\":\\"task-2\\"' in update
+
+
+def test_labels_follow_the_federations_order_of_classes(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone, source: Source
+) -> None:
+    names = ["zebra", *reversed(source.class_names), "apple"]
+    coordinator = make_coordinator(rounds=1, class_names=names)
+    asyncio.run(make_worker(coordinator).run())
+    context = coordinator.global_state["context"]
+    text = backbone.encode_prompts(context, backbone.class_prompts(names, len(context)))
+    right = 0
+    for index in range(len(source.test)):
+        image = backbone.preprocess(source.test.image(index)).unsqueeze(0)
+        right += (
+            names[int((backbone.encode_images(image) @ text.T).argmax())]
+            == source.class_names[int(source.test.labels[index])]
+        )
+    assert coordinator.evaluations[1]["splits"]["test"]["accuracy"] == right / len(source.test)
+
+
+def test_an_evaluator_declares_its_test_images_and_is_never_asked_for_others(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    coordinator = make_coordinator(rounds=0)
+    features = FeatureCache(settings.features_dir)
+    worker = make_worker(coordinator, settings=settings.model_copy(update={"role": "evaluator"}), features=features)
+    assert asyncio.run(worker.run()) is Exit.OK
+    assert coordinator.client is not None
+    assert (coordinator.client.role, coordinator.client.num_samples) == ("evaluator", 24)
+    assert features.images_computed == 24
+    assert len(coordinator.evaluations) == 2
+
+
+def test_many_workers_share_one_process(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Any
+) -> None:
+    def settings_of(name: str) -> Settings:
+        return settings.model_copy(update={"name": name, "state_dir": tmp_path / name})
+
+    async def run_all(coordinators: list[Any]) -> list[Exit]:
+        with ThreadPoolExecutor(1) as executor:
+            workers = [
+                make_worker(coordinator, settings=settings_of(f"c{number}"), executor=executor)
+                for number, coordinator in enumerate(coordinators)
+            ]
+            return await asyncio.gather(*(worker.run() for worker in workers))
+
+    # The batches depend on the client's name, nothing on what else runs: the same hashes alone and together.
+    alone = []
+    for number in range(3):
+        coordinator = make_coordinator(rounds=2)
+        own = settings.model_copy(update={"name": f"c{number}", "state_dir": tmp_path / f"alone{number}"})
+        asyncio.run(make_worker(coordinator, settings=own).run())
+        alone.append(state_hash(coordinator.global_state))
+    together = [make_coordinator(rounds=2) for _ in range(3)]
+    assert asyncio.run(run_all(together)) == [Exit.OK] * 3
+    assert [state_hash(coordinator.global_state) for coordinator in together] == alone
+    assert len(set(alone)) == 3
+
+
+def test_a_paused_federation_is_waited_for(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator(rounds=0, state="paused")
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(make_worker(coordinator).run())
+        await until(lambda: coordinator.count("GET", "/task") == 2)
+        coordinator.state = "running"
+        assert await running is Exit.OK
+
+    asyncio.run(scenario())
+    assert len(coordinator.evaluations) == 2
+
+
+def test_a_method_that_cannot_is_reported_and_the_client_goes_on(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    words = "many more words than there is room for here"
+    coordinator = make_coordinator(rounds=1, method={"name": "coop", "m": 1, "context_init": words})
+    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert [failure["type"] for failure in coordinator.failures] == ["MethodError"] * 3
+    assert "raise m or use fewer words" in coordinator.failures[0]["detail"]
+
+
+def test_a_failure_of_another_kind_says_nothing_of_the_machine(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = make_coordinator(rounds=0)
+    worker = make_worker(coordinator)
+
+    def spoil(event: str, facts: Mapping[str, Any]) -> None:
+        if event == "enrolled":
+            settings.state_dir.rename(settings.state_dir.with_name("gone"))
+
+    worker.monitor._hook = spoil
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(worker.run()) is Exit.OK
+    assert {failure["detail"] for failure in coordinator.failures} == {"the client's own log says why"}
+    assert str(settings.state_dir) in caplog.text
+    assert not any(str(settings.state_dir).encode() in body for body in coordinator.received)
+
+
+def test_a_corrupted_payload_is_not_used(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    def corrupt(request: Request) -> Response | None:
+        return Response(b"\0" * 600) if request.url.path.endswith("/payload") else None
+
+    coordinator = make_coordinator(rounds=1, alter=corrupt)
+    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert [failure["type"] for failure in coordinator.failures] == ["BadAnswer"] * 3
+    assert not coordinator.accepted
+
+
+def test_a_payload_of_another_origin_is_not_fetched(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    def point_elsewhere(task: dict[str, Any]) -> dict[str, Any]:
+        return task | {"payload": task["payload"] | {"url": "http://169.254.169.254/latest/meta-data"}}
+
+    coordinator = make_coordinator(rounds=0, garble=point_elsewhere)
+    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert coordinator.count("GET", "/payload") == coordinator.count("GET", "/latest/meta-data") == 0
+    assert "not on the coordinator" in coordinator.failures[0]["detail"]
+
+
+def test_a_withdrawn_client_ends(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    def withdraw(request: Request) -> Response | None:
+        return problem(403, "withdrawn") if request.url.path.endswith("/task") else None
+
+    with pytest.raises(ClientError, match="the operator has withdrawn 'hospital-a'") as end:
+        asyncio.run(make_worker(make_coordinator(alter=withdraw)).run())
+    assert end.value.exit is Exit.WITHDRAWN
+
+
+def test_training_stops_when_the_task_is_no_longer_ours(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "WATCH_SECONDS", 0.05)
+    coordinator = make_coordinator(rounds=1, training=LONG)
+    events = []
+    worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(worker.run())
+        await until(lambda: worker.monitor.status.stage == "training")
+        await asyncio.sleep(0.2)
+        coordinator.plan.pop(0)  # its deadline has passed: the next task is the evaluation
+        assert await running is Exit.OK
+
+    asyncio.run(scenario())
+    assert events[-3:] == ["cancelled", "evaluated", "ended"]
+    assert not coordinator.accepted
+
+
+@pytest.mark.parametrize("stage", ["training", "waiting"])
+def test_a_stop_ends_training_and_polls_at_once(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, stage: str
+) -> None:
+    coordinator = make_coordinator(rounds=1, training=LONG)
+    if stage == "waiting":
+        coordinator.state = "paused"
+    worker = make_worker(coordinator)
+
+    async def scenario() -> float:
+        running = asyncio.ensure_future(worker.run())
+        await until(lambda: worker.monitor.status.stage == stage)
+        await asyncio.sleep(0.1)
+        asked = time.monotonic()
+        worker.stop()
+        assert await running is Exit.OK
+        return time.monotonic() - asked
+
+    assert asyncio.run(scenario()) < 2
+    assert worker.monitor.status.stage == "stopped"
+    assert not worker.compute.busy
+    PrivateState(settings.state_dir).close()  # the lock is free again
+
+
+def test_a_worker_that_was_stopped_before_it_ran_does_nothing(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    coordinator = make_coordinator()
+    worker: Worker = make_worker(coordinator)
+    worker.stop()
+    assert asyncio.run(worker.run()) is Exit.OK
+    assert not coordinator.calls
+
+
+def test_a_task_that_was_answered_is_not_carried_out_again(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "SHORTEST_POLL", 0.05)
+    stale: list[dict[str, Any]] = []
+
+    def repeat(task: dict[str, Any]) -> dict[str, Any]:
+        stale.append(task)
+        return stale[0] if len(stale) in (2, 3) else task
+
+    coordinator = make_coordinator(rounds=1, garble=repeat)
+    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+    assert coordinator.count("PUT", "/evaluation") == 2

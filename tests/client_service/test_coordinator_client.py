@@ -1,0 +1,265 @@
+"""Calls to the coordinator: what is tried again, what is refused, what is never followed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import ssl
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
+from client_service.exits import ClientError, Exit
+from client_service.settings import Settings, make_settings
+from shared.messages import FailureRequest, Task
+
+Handler = Callable[[httpx.Request], httpx.Response]
+BASE = "https://coordinator.example"
+PAYLOAD = b"tensors"
+
+
+class Scripted:
+    """Answers requests in order; the last answer is repeated. An exception is raised instead of answered."""
+
+    def __init__(self, *answers: httpx.Response | Exception | Handler, give_up_after: float = 1e6):
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+        self.delays: list[float] = []
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), follow_redirects=True)
+        self.client = CoordinatorClient(
+            http, BASE, "fed", token="secret", give_up_after=give_up_after, sleep=self._sleep
+        )
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(request) if callable(answer) else answer
+
+    async def _sleep(self, seconds: float) -> None:
+        self.delays.append(seconds)
+
+
+def make_task(url: str = "/v1/federations/fed/tasks/t/payload", size: int = len(PAYLOAD)) -> Task:
+    config = {"method": {"name": "promptfl"}, "training": {}, "backbone": {}, "class_names": None, "template": "{}"}
+    return Task.model_validate(
+        {
+            "task_id": "t",
+            "kind": "train",
+            "round": 1,
+            "phase": "train",
+            "deadline": datetime.now(UTC),
+            "seconds_left": 1,
+            "payload": {"url": url, "bytes": size, "sha256": "sha256:" + hashlib.sha256(PAYLOAD).hexdigest()},
+            "config": config | {"rounds": 1, "seed": 0, "peers": []},
+        }
+    )
+
+
+def problem(status: int, kind: str, detail: str = "why", **extra: Any) -> httpx.Response:
+    body = {"type": f"https://promptfed.invalid/problems/{kind}", "title": "t", "status": status, "detail": detail}
+    return httpx.Response(status, json=body, **extra)
+
+
+def send(script: Scripted) -> None:
+    asyncio.run(script.client.send_failure("t", FailureRequest(type="x", detail="y")))
+
+
+def test_connection_errors_and_5xx_are_tried_again_with_growing_jittered_waits() -> None:
+    failures = [httpx.ConnectError("refused"), httpx.ReadTimeout("slow"), *(httpx.Response(500) for _ in range(8))]
+    script = Scripted(*failures, httpx.Response(201))
+    send(script)
+    assert len(script.requests) == 11
+    assert script.client.traffic.retries == 10
+    for attempt, delay in enumerate(script.delays):
+        longest = min(15.0, 0.25 * 2**attempt)
+        assert longest / 2 <= delay <= longest
+    assert len(set(script.delays)) == 10
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 410, 413, 415, 422, 429])
+def test_4xx_is_not_tried_again(status: int) -> None:
+    script = Scripted(problem(status, "some-kind", "the reason"))
+    with pytest.raises(Refused) as refusal:
+        send(script)
+    assert len(script.requests) == 1
+    assert (refusal.value.status, refusal.value.kind, refusal.value.detail) == (status, "some-kind", "the reason")
+
+
+def test_retry_after_is_kept_on_503_alone() -> None:
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=40), usegmt=True)
+    script = Scripted(
+        httpx.Response(503, headers={"Retry-After": "7"}),
+        httpx.Response(503, headers={"Retry-After": later}),
+        httpx.Response(503, headers={"Retry-After": "soon"}),
+        httpx.Response(500, headers={"Retry-After": "100"}),
+        httpx.Response(503, headers={"Retry-After": "9" * 400}),
+        httpx.Response(201),
+    )
+    send(script)
+    seconds, date, nonsense, other, absurd = script.delays
+    assert 7 <= seconds <= 7.25
+    assert 35 < date <= 40.25
+    assert nonsense <= 1
+    assert other <= 2
+    assert absurd <= 300.25
+
+
+def test_a_coordinator_that_never_answers_ends_the_client() -> None:
+    script = Scripted(httpx.ConnectError("connection refused"), give_up_after=0.05)
+    with pytest.raises(
+        ClientError, match=r"no answer from the coordinator at https://coordinator\.example: conn"
+    ) as end:
+        send(script)
+    assert end.value.exit is Exit.UNREACHABLE
+
+
+def test_a_certificate_that_is_not_trusted_is_not_tried_again() -> None:
+    error = httpx.ConnectError("certificate verify failed")
+    error.__cause__ = ssl.SSLCertVerificationError("self-signed certificate")
+    script = Scripted(error)
+    with pytest.raises(ClientError, match="--ca-file"):
+        send(script)
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_no_redirect_is_followed(status: int) -> None:
+    script = Scripted(httpx.Response(status, headers={"Location": "https://elsewhere.example/steal"}))
+    for call in (
+        script.client.payload(make_task()),
+        script.client.task(1),
+        script.client.send_update("t", b"update"),
+    ):
+        with pytest.raises(Refused, match="redirects are not followed") as refusal:
+            asyncio.run(call)
+        assert refusal.value.kind == "redirect"
+    assert {request.url.host for request in script.requests} == {"coordinator.example"}
+    assert len(script.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://elsewhere.example/payload",
+        "//elsewhere.example/payload",
+        "http://coordinator.example/payload",
+        "https://coordinator.example:444/payload",
+        "file:///etc/passwd",
+        "https://coordinator.example@elsewhere.example/payload",
+    ],
+)
+def test_a_payload_of_another_origin_is_not_fetched(url: str) -> None:
+    script = Scripted(httpx.Response(200, content=PAYLOAD))
+    with pytest.raises(BadAnswer, match="not on the coordinator"):
+        asyncio.run(script.client.payload(make_task(url)))
+    assert not script.requests
+
+
+@pytest.mark.parametrize("url", ["/v1/x/payload", "https://coordinator.example/x", "https://coordinator.example:443/x"])
+def test_a_payload_of_the_own_origin_is_fetched_with_the_secret(url: str) -> None:
+    script = Scripted(httpx.Response(200, content=PAYLOAD))
+    assert asyncio.run(script.client.payload(make_task(url))) == PAYLOAD
+    assert script.requests[0].headers["authorization"] == "Bearer secret"
+    assert script.client.traffic.bytes_down == len(PAYLOAD)
+
+
+@pytest.mark.parametrize("content", [b"tensorS", b"tensor", b"", b"tensors and more"])
+def test_a_payload_that_is_not_what_was_announced_is_refused(content: bytes) -> None:
+    script = Scripted(httpx.Response(200, content=content))
+    with pytest.raises(BadAnswer, match=r"announced|larger than 7 bytes"):
+        asyncio.run(script.client.payload(make_task()))
+
+
+def test_an_update_carries_its_digest() -> None:
+    script = Scripted(httpx.Response(201))
+    asyncio.run(script.client.send_update("a/../task", b"update"))
+    request = script.requests[0]
+    digest = base64.b64encode(hashlib.sha256(b"update").digest()).decode()
+    assert request.headers["content-digest"] == f"sha-256=:{digest}:"
+    assert request.content == b"update"
+    assert request.url.raw_path == b"/v1/federations/fed/tasks/a%2F..%2Ftask/update"
+    assert script.client.traffic.bytes_up == 6
+
+
+def test_the_long_poll_may_take_longer_than_it_waits() -> None:
+    script = Scripted(httpx.Response(204))
+    assert asyncio.run(script.client.task(30)) is None
+    request = script.requests[0]
+    assert request.url.query == b"wait=30"
+    assert request.extensions["timeout"]["read"] == 45
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b'{"task_id": 1}', json.dumps({"task_id": "x"}).encode()])
+def test_an_answer_that_is_no_task_is_named(body: bytes) -> None:
+    script = Scripted(httpx.Response(200, content=body))
+    with pytest.raises(BadAnswer, match="the coordinator's Task is not understood"):
+        asyncio.run(script.client.task(0))
+
+
+def test_what_a_refusal_says_is_cleaned_for_the_log() -> None:
+    script = Scripted(problem(409, "kind", "one\x1b[31m\ntwo\r" + "x" * 10_000))
+    with pytest.raises(Refused) as refusal:
+        send(script)
+    assert refusal.value.detail.startswith("one [31m two x")
+    assert len(refusal.value.detail) == 500
+
+
+def test_a_refusal_without_problem_details_is_told_by_its_status() -> None:
+    script = Scripted(httpx.Response(404, content=b"<html>nothing here</html>"))
+    with pytest.raises(Refused, match=r"Not Found \(404 unexplained\)"):
+        send(script)
+
+
+def settings_for(tmp_path: Path, **changes: Any) -> Settings:
+    given = {"coordinator": "http://127.0.0.1:8080", "federation": "f", "name": "n", "data": "d", "state_dir": tmp_path}
+    return make_settings(**(given | changes))
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.5:8080", "http://coordinator:8080"])
+def test_plain_http_to_another_machine_needs_consent(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ClientError, match="--allow-plain-http") as refusal:
+        settings_for(tmp_path, coordinator=address)
+    assert refusal.value.exit is Exit.USAGE
+    assert settings_for(tmp_path, coordinator=address, allow_plain_http=True).coordinator == address
+
+
+@pytest.mark.parametrize("address", ["http://localhost:1", "http://[::1]:8080", "https://coordinator.example/"])
+def test_loopback_and_https_need_none(tmp_path: Path, address: str) -> None:
+    assert settings_for(tmp_path, coordinator=address).coordinator == address.rstrip("/")
+
+
+@pytest.mark.parametrize("address", ["coordinator:8080", "ftp://x", "https://", "https://u:p@host", "https://h/?q=1"])
+def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ClientError, match="--coordinator: "):
+        settings_for(tmp_path, coordinator=address)
+
+
+def test_settings_name_every_offence_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ClientError) as refusal:
+        settings_for(tmp_path, name="no spaces", device="tpu", threads=0)
+    assert [part.split(":")[0] for part in str(refusal.value).split("; ")] == ["--name", "--device", "--threads"]
+
+
+def test_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMPTFED_CLIENT_DEVICE", "cuda:1")
+    monkeypatch.setenv("PROMPTFED_CLIENT_ALLOW_BACKBONE", '["hf-hub:org/model"]')
+    settings = settings_for(tmp_path)
+    assert (settings.device, settings.allow_backbone) == ("cuda:1", ["hf-hub:org/model"])
+
+
+def test_a_certificate_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.pem", tmp_path / "bad.pem"):
+        if path.name == "bad.pem":
+            path.write_text("not a certificate")
+        with pytest.raises(ClientError, match=f"--ca-file .*{path.name} cannot be used"):
+            open_http(settings_for(tmp_path, ca_file=path))
