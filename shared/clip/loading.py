@@ -4,7 +4,8 @@ import difflib
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ def load_backbone(
     except Exception as error:
         name = model if pretrained is None else f"{model} ({pretrained})"
         raise BackboneError(f"The backbone {name} cannot be loaded: {_one_line(error)}") from error
-    config.update({key: value for key, value in options.items() if key == "force_quick_gelu"})
+    if options.get("force_quick_gelu"):
+        config["quick_gelu"] = True
     return Backbone(
         built, model_name=model, pretrained=None if random else pretrained, precision=precision, config=config
     )
@@ -127,22 +129,33 @@ def _create(
     device: str,
     options: dict[str, Any],
 ) -> Any:
-    # open_clip sets up the base tower's download for random weights too, and says so in warnings of no use here.
-    level = logging.root.manager.disable
-    with _global_generator, torch.random.fork_rng(devices=[]):
+    with _global_generator, torch.random.fork_rng(devices=[]), _without_its_log():
         torch.manual_seed(RANDOM_SEED)
-        logging.disable(logging.WARNING)
-        try:
-            built = open_clip.create_model(
-                model, pretrained=weights, precision=precision, device=device, pretrained_text=False, **options
-            )
-        finally:
-            logging.disable(level)
+        built = open_clip.create_model(
+            model, pretrained=weights, precision=precision, device=device, pretrained_text=False, **options
+        )
         if random and isinstance(built, open_clip.CoCa):
             # The caption decoder's projection is left uninitialised; unused here, it would change the fingerprint.
             projection = built.text_decoder.text_projection
             torch.nn.init.normal_(projection, std=projection.shape[0] ** -0.5)
     return built
+
+
+@contextmanager
+def _without_its_log() -> Iterator[None]:
+    """open_clip logs on the root logger, which also installs a handler there; what matters comes as an exception."""
+    root, handler = logging.getLogger(), logging.NullHandler()
+
+    def from_elsewhere(record: logging.LogRecord) -> bool:
+        return "open_clip" not in record.pathname
+
+    root.addHandler(handler)
+    root.addFilter(from_elsewhere)
+    try:
+        yield
+    finally:
+        root.removeFilter(from_elsewhere)
+        root.removeHandler(handler)
 
 
 def _config(model: str) -> dict[str, Any]:

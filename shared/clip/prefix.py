@@ -16,9 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from shared.clip.blocks import KEYS_VALUES, QUERIES, add_branches, project
 from shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
 from shared.clip.text import TextTower, restore_order
 from shared.clip.tokens import ClassPrompts
@@ -59,13 +59,13 @@ class PrefixEncoder:
             # The context's rows end where nothing reads them any more: in the last block, and before fresh ones.
             goes_on = number != final and number >= depth
             layout = Layout(block.attn.num_heads, prompts.context_length, constants.buckets, goes_on, number == final)
-            query, key_value = _project(block, number, layout, context, own, constants)
+            query, key_value = _queries_keys_values(block, number, layout, context, own, constants)
             attended = PrefixAttention.apply(query, key_value, constants.lead[number], layout)
             if goes_on:
-                rows = _add_branches(block, torch.cat([context, own], dim=1), attended)
+                rows = add_branches(block, torch.cat([context, own], dim=1), attended)
                 context, own = torch.split(rows, [layout.m, own.shape[1]], dim=1)
             else:
-                own = _add_branches(block, constants.end_rows(own) if layout.ends else own, attended)
+                own = add_branches(block, constants.end_rows(own) if layout.ends else own, attended)
         return restore_order(tower.project(own), constants.order)
 
     def _constants(self, prompts: ClassPrompts) -> _Constants:
@@ -92,47 +92,35 @@ class PrefixEncoder:
             own = tower.embed(prompts.ids[list(members), first_own : end + 1]) + tower.position(first_own, end + 1)
             rows.append(own.flatten(0, 1))
         packed = torch.cat(rows)
-        qkv = F.linear(block.ln_1(packed), block.attn.in_proj_weight, block.attn.in_proj_bias)
+        qkv = project(block, block.ln_1(packed))
         lead = tower.embed(prompts.ids[:1, : prompts.start]) + tower.position(0, prompts.start)
         return _Constants(key, tuple(buckets), order, packed, qkv, self._lead_keys_values(lead))
 
     def _lead_keys_values(self, lead: Tensor) -> list[Tensor]:
         """Per block `(start, 2d)`; lead: `(1, start, d)`, which sees only itself."""
         found = []
-        size, d = lead.shape[1], lead.shape[2]
+        size = lead.shape[1]
         mask = torch.full((size, size), -torch.inf, dtype=lead.dtype, device=lead.device).triu(1)
         for block in self._tower.blocks:
-            bias = block.attn.in_proj_bias
-            found.append(
-                F.linear(block.ln_1(lead[0]), block.attn.in_proj_weight[d:], None if bias is None else bias[d:])
-            )
+            found.append(project(block, block.ln_1(lead[0]), KEYS_VALUES))
             if size:
                 lead = block(lead, attn_mask=mask)
         return found
 
 
-def _project(
+def _queries_keys_values(
     block: Any, number: int, layout: Layout, context: Tensor, own: Tensor, constants: _Constants
 ) -> tuple[Tensor, Tensor]:
     """Queries `(N, asking rows, d)` and keys with values `(N, m + T, 2d)` of block `number`."""
-    weight, bias = block.attn.in_proj_weight, block.attn.in_proj_bias
     n, m, d = context.shape
     if number == 0:
-        rows = torch.cat([F.linear(block.ln_1(context), weight, bias), constants.qkv.expand(n, -1, -1)], dim=1)
+        rows = torch.cat([project(block, block.ln_1(context)), constants.qkv.expand(n, -1, -1)], dim=1)
     elif layout.ends:
         normed = block.ln_1(torch.cat([context, own], dim=1))
-        query = F.linear(constants.end_rows(normed[:, m:]), weight[:d], None if bias is None else bias[:d])
-        return query, F.linear(normed, weight[d:], None if bias is None else bias[d:])
+        return project(block, constants.end_rows(normed[:, m:]), QUERIES), project(block, normed, KEYS_VALUES)
     else:
-        rows = F.linear(block.ln_1(torch.cat([context, own], dim=1)), weight, bias)
+        rows = project(block, block.ln_1(torch.cat([context, own], dim=1)))
     query, key_value = torch.split(rows, [d, 2 * d], dim=-1)
     if not layout.context:
         query = constants.end_rows(query[:, m:]) if layout.ends else query[:, m:]
     return query, key_value
-
-
-def _add_branches(block: Any, rows: Tensor, attended: Tensor) -> Tensor:
-    """The residual block after its attention: output projection, then the perceptron."""
-    rows = rows + block.ls_1(block.attn.out_proj(attended))
-    result: Tensor = rows + block.ls_2(block.mlp(block.ln_2(rows)))
-    return result

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shared.clip.blocks import is_standard_block
 from shared.clip.errors import BackboneError
 from shared.clip.tokens import ClassPrompts
 
@@ -170,7 +171,7 @@ def restore_order(features: Tensor, order: list[int]) -> Tensor:
 
 
 def _flags(holder: Any, inner: Any) -> TextFlags:
-    from open_clip.transformer import ResidualAttentionBlock, TextTransformer
+    from open_clip.transformer import TextTransformer
 
     if inner is not None and not isinstance(inner, TextTransformer):
         return TextFlags(f"it is a {type(inner).__name__}, not a text transformer of open_clip", False, False)
@@ -186,18 +187,7 @@ def _flags(holder: Any, inner: Any) -> TextFlags:
         and not getattr(inner, "use_pad_mask", False)
     )
     blocks = holder.transformer.resblocks
-    standard = all(type(block) is ResidualAttentionBlock and _standard_attention(block.attn) for block in blocks)
-    return TextFlags(None, short, short and standard)
-
-
-def _standard_attention(attention: nn.MultiheadAttention) -> bool:
-    return (
-        attention.in_proj_weight is not None
-        and attention.bias_k is None
-        and not attention.add_zero_attn
-        and attention.batch_first
-        and attention.dropout == 0.0
-    )
+    return TextFlags(None, short, short and all(is_standard_block(block) for block in blocks))
 
 
 def _pool_type(holder: Any, inner: Any) -> str:

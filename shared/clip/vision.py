@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shared.clip.blocks import first_row, is_standard_block
 from shared.clip.errors import BackboneError
 
 
@@ -52,11 +53,13 @@ def encode_prompted(visual: Any, images: Tensor, prompts: Tensor, *, pooled: boo
         rows = visual._embeds(images)  # (B, S, d), behind ln_pre, which looks at each token alone
     batch, tokens = rows.shape[:2]
     prompts = prompts.to(rows.dtype)
-    for number, block in enumerate(visual.transformer.resblocks):
+    blocks = visual.transformer.resblocks
+    only_first = visual.attn_pool is None and visual.pool_type == "tok" and is_standard_block(blocks[-1])
+    for number, block in enumerate(blocks):
         if number < prompts.shape[0]:
             fresh = visual.ln_pre(prompts[0]) if number == 0 else prompts[number]
             rows = torch.cat([rows[:, :tokens], fresh.expand(batch, -1, -1)], dim=1)
-        rows = block(rows)
+        rows = first_row(block, rows) if only_first and number == len(blocks) - 1 else block(rows)
     feature: Tensor = visual._pool(rows[:, :tokens])[0]
     if pooled or visual.proj is None:
         return feature

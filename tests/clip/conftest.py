@@ -28,6 +28,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "text_cfg": TEXT | {"pool_type": "eos", "eos_id": 49407, "proj_type": "none"},
         "custom_text": True,
     },
+    "small-one-block": {"embed_dim": 40, "vision_cfg": VISION | {"layers": 1}, "text_cfg": TEXT | {"layers": 1}},
     "small-qknorm": {"embed_dim": 40, "vision_cfg": VISION, "text_cfg": TEXT | {"qk_norm": True}},
     "small-bidirectional": {
         "embed_dim": 40,

@@ -1,8 +1,11 @@
 """What can be loaded, what is refused, and that the same name gives the same backbone."""
 
+import logging
 import subprocess
 import sys
+import warnings
 
+import open_clip
 import pytest
 import torch
 from PIL import Image
@@ -87,6 +90,28 @@ def test_a_local_folder_brings_its_own_weights(small, tmp_path):
     assert backbone.fingerprint == small("small-vit").fingerprint
     with pytest.raises(BackboneError, match="brings its own weights"):
         load_backbone(f"local-dir:{tmp_path}", "openai", allow_unregistered=True)
+
+
+def test_weights_trained_with_quick_gelu_get_it(small, tmp_path, monkeypatch):
+    weights = {name: tensor.contiguous() for name, tensor in small("small-vit").model.state_dict().items()}
+    save_file(weights, tmp_path / "weights.safetensors")
+    tags = {"tagged": {"file": str(tmp_path / "weights.safetensors"), "quick_gelu": True}}
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "small-vit", tags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load_backbone("small-vit", "tagged")
+    texts = ["a photo of a dog."]
+    assert torch.equal(loaded.encode_text(texts), small("small-quick").encode_text(texts))
+    assert not torch.equal(loaded.encode_text(texts), small("small-vit").encode_text(texts))
+    assert loaded.fingerprint == small("small-quick").fingerprint
+
+
+def test_loading_leaves_logging_alone(capfd):
+    root = logging.getLogger()
+    before = (list(root.handlers), list(root.filters), root.level)
+    load_backbone("small-vit", None)
+    assert (root.handlers, root.filters, root.level) == before
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", ["small-vit", "small-coca", "small-timm", "small-resnet"])

@@ -140,6 +140,19 @@ def test_a_context_of_words_is_that_text(small, name, path):
     assert_equal_values(found, wanted)
 
 
+@pytest.mark.parametrize("path", ["prefix", "short", "plain"])
+def test_a_tower_of_one_block(small, path):
+    backbone = small("small-one-block")
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    context = noise(M, backbone.d_t, scale=0.5)
+    found, (gradient,) = value_and_gradients(lambda c: backbone.encode_prompts(c, prompts, path=path), context)
+    wanted, (wanted_gradient,) = value_and_gradients(lambda c: literal(backbone, c, prompts), context)
+    assert_equal_values(found, wanted)
+    assert_equal_gradients(gradient, wanted_gradient)
+    with pytest.raises(BackboneError, match="Deep prompts"):
+        backbone.encode_prompts(context, prompts, deep=noise(1, M, backbone.d_t), path=path)
+
+
 @pytest.mark.parametrize("name", PREFIX_MODELS)
 def test_one_class_and_one_context_token(small, name):
     backbone = small(name)
