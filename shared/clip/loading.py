@@ -56,12 +56,29 @@ def load_backbone(
         built = _create(open_clip, model, weights, random, precision, device, options)
     except Exception as error:
         name = model if pretrained is None else f"{model} ({pretrained})"
-        raise BackboneError(f"The backbone {name} cannot be loaded: {_one_line(error)}") from error
+        hint = "" if precision == "fp32" else f" (in {precision}; try precision fp32)"
+        raise BackboneError(f"The backbone {name} cannot be loaded{hint}: {_one_line(error)}") from error
     if options.get("force_quick_gelu"):
         config["quick_gelu"] = True
-    return Backbone(
+    backbone = Backbone(
         built, model_name=model, pretrained=None if random else pretrained, precision=precision, config=config
     )
+    if precision != "fp32":
+        _check_runs(backbone)
+    return backbone
+
+
+@torch.no_grad()
+def _check_runs(backbone: Backbone) -> None:
+    """open_clip converts some towers only in part to half precision; better said now than in the middle of a round."""
+    try:
+        backbone.encode_images(torch.zeros(1, 3, *backbone.image_size))
+        backbone.model.encode_text(torch.zeros(1, backbone.context_length, dtype=torch.long, device=backbone.device))
+    except RuntimeError as error:
+        raise BackboneError(
+            f"The backbone {backbone.model_name} does not run in {backbone.precision}, use precision fp32: "
+            f"{_one_line(error)}"
+        ) from error
 
 
 def _check_device(device: str) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from shared.clip import BackboneError, load_backbone
 from shared.clip.fingerprint import config_digest, weights_fingerprint
+from tests.clip.conftest import CLASS_NAMES, noise
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,28 @@ def test_weights_trained_with_quick_gelu_get_it(small, tmp_path, monkeypatch):
     assert torch.equal(loaded.encode_text(texts), small("small-quick").encode_text(texts))
     assert not torch.equal(loaded.encode_text(texts), small("small-vit").encode_text(texts))
     assert loaded.fingerprint == small("small-quick").fingerprint
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["small-vit", "small-custom", "small-resnet", "small-timm", "small-qknorm"])
+def test_half_precision(small, name, precision):
+    backbone, wide = load_backbone(name, None, precision=precision), small(name)
+    assert backbone.precision == precision
+    images = noise(2, 3, *backbone.image_size)
+    features = backbone.encode_images(images)
+    assert features.dtype == torch.float32
+    assert torch.cosine_similarity(features, wide.encode_images(images)).min() > 0.999
+    context = noise(4, backbone.d_t, scale=0.1).requires_grad_()
+    texts = backbone.encode_prompts(context, backbone.class_prompts(CLASS_NAMES, 4))
+    assert torch.cosine_similarity(texts, wide.encode_prompts(context, wide.class_prompts(CLASS_NAMES, 4))).min() > 0.99
+    (gradient,) = torch.autograd.grad(texts.sum(), context)
+    assert gradient.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["small-coca", "small-bidirectional"])
+def test_models_that_open_clip_cannot_halve_are_refused(small, name):
+    with pytest.raises(BackboneError, match="precision fp32"):
+        load_backbone(name, None, precision="bf16")
 
 
 def test_loading_leaves_logging_alone(capfd):

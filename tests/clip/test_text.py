@@ -206,18 +206,12 @@ def test_training_after_prediction_in_inference_mode(small):
     assert torch.equal(predicted, trained.detach())
 
 
-def test_unnormalised_features_and_half_precision(small):
+def test_unnormalised_features(small):
     backbone = small("small-vit")
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     context = noise(M, backbone.d_t)
     raw = backbone.encode_prompts(context, prompts, normalize=False)
     assert_equal_values(F.normalize(raw, dim=-1), backbone.encode_prompts(context, prompts))
-    from shared.clip import load_backbone
-
-    half = load_backbone("small-vit", None, precision="bf16")
-    features = half.encode_prompts(context, half.class_prompts(CLASS_NAMES, M))
-    assert features.dtype == torch.float32
-    assert F.cosine_similarity(features, backbone.encode_prompts(context, prompts)).min() > 0.99
 
 
 def test_buckets_hold_every_class_once_by_length(small):
