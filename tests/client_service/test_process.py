@@ -1,0 +1,203 @@
+"""Real client processes: signals, kill -9, exit codes, and the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client_service.__main__ import main
+from client_service.exits import Exit
+from client_service.settings import make_settings
+from client_service.worker import Worker
+from shared.data import open_source
+from shared.spec import TrainingSpec
+from shared.tensors import state_hash
+from tests.client_service.conftest import MakeCoordinator
+from tests.client_service.fake import TOKEN, FakeCoordinator
+from tests.client_service.processes import ClientProcess, served, wait_for
+
+DATA = "digits?shots=2"
+LONG = TrainingSpec(epochs=10_000).model_dump()
+
+Start = Callable[..., ClientProcess]
+
+
+@pytest.fixture(scope="session")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Those of all clients here; their image features lie in one folder, as they may."""
+    folder = tmp_path_factory.mktemp("clients")
+    (folder / "token").write_text(TOKEN)
+    return {
+        "federation": "pets",
+        "name": "hospital-a",
+        "data": DATA,
+        "enrolment_token_file": str(folder / "token"),
+        "feature_cache": str(folder / "features"),
+        "device": "cpu",
+    }
+
+
+@pytest.fixture
+def start(tmp_path: Path, options: dict[str, str]) -> Iterator[Start]:
+    """Starts client processes and leaves none running."""
+    started: list[ClientProcess] = []
+
+    def begin(url: str, *flags: str) -> ClientProcess:
+        started.append(ClientProcess(tmp_path / "client", *flags, coordinator=url, **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.stop()
+
+
+def small(make_coordinator: MakeCoordinator, **changes: Any) -> FakeCoordinator:
+    training = TrainingSpec(epochs=15, batch_size=4, learning_rate=0.05).model_dump()
+    return make_coordinator(**({"class_names": None, "rounds": 2, "training": training} | changes))
+
+
+def test_killed_in_the_middle_of_training_the_result_is_the_same(
+    make_coordinator: MakeCoordinator, start: Start, options: dict[str, str], tmp_path: Path
+) -> None:
+    undisturbed, coordinator = small(make_coordinator), small(make_coordinator)
+    own = make_settings(coordinator="http://127.0.0.1:1", state_dir=tmp_path / "undisturbed", **options)
+    assert asyncio.run(Worker(own, http=undisturbed.http()).run()) is Exit.OK
+
+    with served(coordinator.app) as url:
+        process = start(url)
+        wait_for(lambda: coordinator.plan[0] == ("train", 2) and process.stage() == "training")
+        process.kill()
+        assert coordinator.client is not None
+        secret = coordinator.client.secret
+        assert coordinator.plan[0] == ("train", 2)
+        process.start()
+        assert process.wait() == Exit.OK, process.text()
+    assert state_hash(coordinator.global_state) == state_hash(undisturbed.global_state)
+    assert coordinator.evaluations[-1]["splits"] == undisturbed.evaluations[-1]["splits"]
+    assert coordinator.client.secret == secret
+    assert [call[2] for call in coordinator.calls if call[1].endswith("/clients")] == [201, 200]
+
+
+@pytest.mark.parametrize(
+    ("number", "stage", "code"),
+    [(signal.SIGTERM, "training", Exit.OK), (signal.SIGINT, "waiting", Exit.INTERRUPTED)],
+    ids=["sigterm-in-training", "ctrl-c-in-a-poll"],
+)
+def test_a_signal_ends_it_in_time(
+    make_coordinator: MakeCoordinator, start: Start, number: signal.Signals, stage: str, code: Exit
+) -> None:
+    coordinator = small(make_coordinator, training=LONG, state="paused" if stage == "waiting" else "running")
+    with served(coordinator.app) as url:
+        process = start(url)
+        wait_for(lambda: process.stage() == stage)
+        if stage == "waiting":
+            second = start(url)
+            assert second.wait() == Exit.STATE
+            assert "is in use by another client process" in second.text()
+        asked = time.monotonic()
+        process.process.send_signal(number)
+        assert process.wait(10) == code, process.text()
+        assert time.monotonic() - asked < 5
+    assert "Traceback" not in process.text()
+
+
+def test_it_serves_predictions_after_the_end_until_stopped(make_coordinator: MakeCoordinator, start: Start) -> None:
+    source = open_source(DATA)
+    file = io.BytesIO()
+    source.test.image(0).save(file, "PNG")
+    coordinator = small(make_coordinator, rounds=1)
+    with served(coordinator.app) as url:
+        process = start(url, "--serve")
+        wait_for(lambda: process.stage() == "ended")
+    answer = process.api("POST", "/v1/predict", content=file.getvalue())
+    assert answer.status_code == 200
+    assert {row["name"] for row in answer.json()["classes"]} == set(source.class_names)
+    assert process.api("POST", "/v1/predict", content=b"no image").status_code == 422
+    assert process.api("POST", "/v1/predict", content=b"\0" * (21 << 20)).status_code == 413
+    process.process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == Exit.OK
+
+
+@pytest.fixture
+def command(tmp_path: Path, options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The command line in this process; what it says goes to stderr."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+
+    def call(**changes: str) -> int:
+        given = options | {"state_dir": str(tmp_path / "state")} | changes
+        return main([f"--{key.replace('_', '-')}={value}" for key, value in given.items()])
+
+    return call
+
+
+def last_line(captured: pytest.CaptureFixture[str]) -> str:
+    text = captured.readouterr().err
+    assert "Traceback" not in text
+    return text.splitlines()[-1]
+
+
+def test_nothing_answers(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert command(coordinator=f"http://127.0.0.1:{port}", give_up_after="0.5") == Exit.UNREACHABLE
+    assert f"no answer from the coordinator at http://127.0.0.1:{port}" in last_line(capsys)
+
+
+def test_a_data_uri_that_is_unknown(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(coordinator="http://127.0.0.1:1", data="floppy:a", log_format="json") == Exit.BAD_DATA
+    said = json.loads(last_line(capsys))
+    assert said["level"] == "error"
+    assert "unknown data source 'floppy'" in said["message"]
+
+
+def test_the_api_port_is_taken(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert command(coordinator="http://127.0.0.1:1", api_port=port) == Exit.USAGE
+    assert "give another --api-port" in last_line(capsys)
+
+
+def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    code = command(coordinator="http://127.0.0.1:1", api_host="0.0.0.0", api_token_file="/absent")
+    assert code == Exit.NOT_ALLOWED
+    assert "cannot read the API token in /absent" in last_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--coordinator: Field required; --federation: Field required"),
+        (
+            ["--coordinator=http://10.1.2.3", "--federation=f", "--name=n", "--data=d", "--state-dir=s"],
+            "--allow-plain-http",
+        ),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "client_service", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == Exit.USAGE
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["client_service", "client_service.settings", "client_service.exits", "client_service.__main__"]
+)
+def test_what_the_command_imports_is_free_of_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
