@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from shared.clip import tiny
 from shared.clip.backbone import Backbone
 from shared.clip.errors import BackboneError
 
-TINY_MODEL = "promptfed-tiny"
-TINY_PRETRAINED = "embedded"
 PRECISIONS = ("fp32", "fp16", "bf16")
 CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 RANDOM_SEED = 20_240_229
@@ -45,7 +44,7 @@ def load_backbone(
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
     _check_device(device)
     random = pretrained in (None, "random")
-    if model == TINY_MODEL:
+    if model == tiny.MODEL:
         weights = _tiny_weights(pretrained, random)
         options: dict[str, Any] = {}
     else:
@@ -89,13 +88,11 @@ def _check_device(device: str) -> None:
 
 
 def _tiny_weights(pretrained: str | None, random: bool) -> str | None:
-    from shared.clip import tiny
-
     tiny.register()
     if random:
         return None
-    if pretrained != TINY_PRETRAINED:
-        raise BackboneError(f"Unknown weights {pretrained!r} of {TINY_MODEL}: use {TINY_PRETRAINED!r}.")
+    if pretrained != tiny.PRETRAINED:
+        raise BackboneError(f"Unknown weights {pretrained!r} of {tiny.MODEL}: use {tiny.PRETRAINED!r}.")
     return str(tiny.weights_path())
 
 
@@ -115,7 +112,7 @@ def _resolve(
             raise BackboneError(f"The backbone {model!r} brings its own weights: leave `pretrained` out.")
         return None, {"require_pretrained": True}
     if model not in list_models():
-        near = _near(model, [*list_models(), TINY_MODEL])
+        near = _near(model, [*list_models(), tiny.MODEL])
         raise BackboneError(f"open_clip has no model {model!r}{near}.")
     if random:
         return None, {}
@@ -183,6 +180,8 @@ def _config(model: str) -> dict[str, Any]:
         config = get_model_config(model)
     except Exception as error:
         raise BackboneError(f"The configuration of {model!r} cannot be read: {_one_line(error)}") from error
+    if config["text_cfg"].get("tokenizer_kwargs", {}).get("trust_remote_code"):
+        raise BackboneError(f"The tokenizer of {model!r} asks to run code of its own, which is not permitted.")
     config["vision_cfg"].pop("timm_model_pretrained", None)
     config["text_cfg"].pop("hf_model_pretrained", None)
     return dict(config)

@@ -1,5 +1,6 @@
 """What can be loaded, what is refused, and that the same name gives the same backbone."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from shared.clip import BackboneError, load_backbone
 from shared.clip.fingerprint import config_digest, weights_fingerprint
-from tests.clip.conftest import CLASS_NAMES, noise
+from tests.clip.conftest import CLASS_NAMES, CONFIGS, noise
 
 
 @pytest.mark.parametrize(
@@ -77,11 +78,18 @@ def test_checkpoints_of_other_kinds_and_broken_ones(small, tmp_path):
         load_backbone("small-vit", str(tmp_path / "cut.safetensors"), allow_unregistered=True)
 
 
+def test_a_tokenizer_with_code_is_refused(small, tmp_path):
+    text = CONFIGS["small-vit"]["text_cfg"] | {
+        "hf_tokenizer_name": "owner/name",
+        "tokenizer_kwargs": {"trust_remote_code": True},
+    }
+    config = {"model_cfg": CONFIGS["small-vit"] | {"text_cfg": text}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(BackboneError, match="code of its own"):
+        load_backbone(f"local-dir:{tmp_path}", None, allow_unregistered=True)
+
+
 def test_a_local_folder_brings_its_own_weights(small, tmp_path):
-    import json
-
-    from tests.clip.conftest import CONFIGS
-
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": CONFIGS["small-vit"]}))
     with pytest.raises(BackboneError, match="cannot be loaded"):  # no weights: never silently random ones
         load_backbone(f"local-dir:{tmp_path}", None, allow_unregistered=True)
