@@ -49,6 +49,10 @@ class Coordinator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the connections go."""
         self._http.close()
 
     def call(self, verb: str, path: str, **request: Any) -> Answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +9,8 @@ import typer
 
 from promptfed.api import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, CommandError, Coordinator, open_coordinator
 from promptfed.exits import Exit
-from promptfed.output import console, percent, print_json, reporting_errors, size, table
-from promptfed.watching import Watcher, final_accuracies, follow
+from promptfed.output import console, print_json, reporting_errors, size, table, write_file, write_private
+from promptfed.watching import Snapshot, Watcher, follow, pages, read_result, result_table
 
 federation_app = typer.Typer(no_args_is_help=True, help="Create, watch and steer federations at a coordinator.")
 
@@ -60,7 +59,7 @@ def create(
 def list_federations(coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
     """List the coordinator's federations."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-        found = list(all_federations(api))
+        found = list(pages(api, "/v1/federations", "federations"))
         if as_json:
             print_json(found)
             return
@@ -81,14 +80,12 @@ def status(
         if as_json:
             print_json(found)
             return
-        show_status(found)
-        show_result(api, federation)
+        _show_status(found)
+        _show_result(api, federation)
 
 
 @federation_app.command()
-def watch(
-    federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False
-) -> None:
+def watch(federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
     """Follow a federation until it ends; exit code 7 if it did not finish."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
         with Watcher(quiet=as_json) as watcher:
@@ -98,7 +95,7 @@ def watch(
         if as_json:
             print_json(found)
         else:
-            show_result(api, federation)
+            _show_result(api, federation)
         if found["state"] != "finished":
             reason = f": {found['reason']}" if found.get("reason") else ""
             raise CommandError(f"{found['name']} is {found['state']}{reason}", Exit.FEDERATION_ENDED_BADLY)
@@ -162,11 +159,35 @@ def prompts(
             print_json(answer.json)
             return
         written = {"file": str(out), "bytes": len(answer.body), "state_hash": answer.headers["etag"].strip('"')}
-        _write(out, answer.body)
+        write_file(out, answer.body)
         if as_json:
             print_json(written)
         else:
             console.print(f"Wrote {out} ({size(len(answer.body))}), state {written['state_hash']}.", highlight=False)
+
+
+def _show_status(found: dict[str, Any]) -> None:
+    counts, backbone = found["clients"], found["backbone"]
+    fingerprint = backbone["fingerprint"] or "not known before the first client"
+    unconfirmed = backbone["fingerprint"] is not None and not backbone["confirmed"]
+    who = f"{counts['trainers']} trainers, {counts['evaluators']} evaluators"
+    snapshot = Snapshot.of(found)
+    lines = [
+        f"{found['name']} ({found['id']}): {found['spec']['method']['name']}, {snapshot.describe()}",
+        f"round {snapshot.round} of {snapshot.rounds}, {who}",
+        f"backbone {found['spec']['backbone']['model']}, {fingerprint}"
+        + (" (`start` confirms it)" if unconfirmed else ""),
+    ]
+    lines += [f"waiting for {one['name']} until {one['until']}" for one in found["awaited"]]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _show_result(api: Coordinator, federation: str) -> None:
+    result = read_result(api, federation)
+    if result is not None:
+        console.print(result_table(result, f"Accuracy after round {result.round}"))
+        console.print(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}", highlight=False)
 
 
 def read_spec(path: Path) -> dict[str, Any]:
@@ -186,19 +207,3 @@ def read_spec(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CommandError(f"{path} must hold a mapping, such as `name: eyes`", Exit.BAD_INPUT)
     return raw
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a secret so that only its owner can read it."""
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
-
-
-def _write(path: Path, body: bytes) -> None:
-    try:
-        path.write_bytes(body)
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from promptfed.federation import federation_app
-from promptfed.output import console, print_json, reporting_errors, table
+from promptfed.output import reporting_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,6 +46,25 @@ def methods(
 
     with reporting_errors():
         show_methods(name, as_json)
+
+
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def coordinator(context: typer.Context) -> None:
+    """Run a coordinator (`promptfed coordinator --help` lists its options)."""
+    from coordinator.__main__ import main as run_coordinator
+
+    raise typer.Exit(run_coordinator(context.args))
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def client(context: typer.Context) -> None:
+    """Run a client of a federation (`promptfed client --help` lists its options)."""
+    from client_service.__main__ import main as run_client
+
+    raise typer.Exit(run_client(context.args))
 
 
 def main() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -61,3 +63,20 @@ def reporting_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         messages.print("promptfed: interrupted")
         raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a secret so that only its owner can read it."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
+
+
+def write_file(path: Path, body: bytes) -> None:
+    """Write bytes. Raises CommandError where that fails."""
+    try:
+        path.write_bytes(body)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None

@@ -1,0 +1,5 @@
+"""The tests; they mirror the tree."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
