@@ -58,7 +58,7 @@ class Snapshot:
 
 
 def follow(
-    api: Coordinator, federation: str, between: Callable[[], None] = lambda: None, poll: float = POLL_SECONDS
+    api: Coordinator, federation: str, between: Callable[[], object] = lambda: None, poll: float = POLL_SECONDS
 ) -> Iterator[Snapshot]:
     """Snapshots at every change until nothing more will happen by itself; ``between`` runs between two looks."""
     last = None
