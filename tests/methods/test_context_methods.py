@@ -110,7 +110,9 @@ def test_coop_keeps_its_context_and_sends_nothing(backbone: Backbone, make_conte
 
 
 def test_coop_starts_where_promptfl_starts(backbone: Backbone, make_context: Make) -> None:
-    shared = make_method({"name": "promptfl", "m": 4}).initial_state(server_context(), initial_draws(3))["context"]
+    shared = make_method({"name": "promptfl", "m": 4}).initial_state(server_context(backbone.d_t), initial_draws(3))[
+        "context"
+    ]
     context = make_context()
     coop = make_method({"name": "coop", "m": 4}).classifier(context, {}, {}).logits(context.train, torch.arange(10))
     promptfl = make_method({"name": "promptfl", "m": 4}).classifier(context, {"context": shared}, {})
