@@ -34,6 +34,7 @@ from shared.messages import (
 log = logging.getLogger("promptfed.client")
 
 MAX_JSON_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 2 << 30
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.25, 15.0  # seconds
 LONGEST_RETRY_AFTER = 300.0
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
@@ -119,8 +120,10 @@ class CoordinatorClient:
         """The task's tensors, as announced.
 
         Raises:
-            BadAnswer: another origin than the coordinator's, or other bytes than the task announces.
+            BadAnswer: another origin than the coordinator's, too many bytes, or others than the task announces.
         """
+        if task.payload.bytes > MAX_PAYLOAD_BYTES:
+            raise BadAnswer(f"the payload has {task.payload.bytes} bytes; {MAX_PAYLOAD_BYTES} are allowed: not fetched")
         url = self._own_url(task.payload.url)
         answer = await self._call("GET", url, token=self.token, limit=task.payload.bytes)
         found = "sha256:" + hashlib.sha256(answer.body).hexdigest()
@@ -154,7 +157,10 @@ class CoordinatorClient:
         return self._path("tasks", task_id, what)
 
     def _own_url(self, url: str) -> str:
-        joined = httpx.URL(self.base_url + "/").join(url)
+        try:
+            joined = httpx.URL(self.base_url + "/").join(url)
+        except httpx.InvalidURL:
+            raise BadAnswer("the address of the payload cannot be read") from None
         own = httpx.URL(self.base_url)
         if _origin(joined) != _origin(own):
             raise BadAnswer(
@@ -205,6 +211,8 @@ class CoordinatorClient:
                 content += chunk
                 if len(content) > limit:
                     raise BadAnswer(f"the answer to {request.method} {request.url.path} is larger than {limit} bytes")
+        except httpx.DecodingError as error:
+            raise BadAnswer(f"the answer to {request.method} {request.url.path} cannot be decoded: {error}") from None
         finally:
             await response.aclose()
         self.traffic.bytes_up += len(request.content)

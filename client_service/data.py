@@ -50,7 +50,7 @@ class ClientData:
         self._backbone = backbone
         self._cache = cache
         self._cancelled = cancelled
-        self._features: dict[str, Tensor] = {}
+        self._features: dict[tuple[str, int], Tensor] = {}
 
     def split(self, which: SplitName, label_space: tuple[str, ...]) -> LocalSplit:
         """The split with labels as indices in ``label_space``.
@@ -80,15 +80,16 @@ class ClientData:
             DataError: an image cannot be read.
             TaskCancelled: the client was told to stop meanwhile.
         """
-        if which not in self._features:
+        key = which, torch.get_num_threads()  # whose bits depend on the number of threads
+        if key not in self._features:
             split, parts = self._splits[which], []
             for start in range(0, len(split), CHUNK):
                 if self._cancelled():
                     raise TaskCancelled
                 rows = range(start, min(start + CHUNK, len(split)))
                 parts.append(self._cache.features(self._backbone, split, indices=rows))
-            self._features[which] = torch.cat(parts).to(self._backbone.device)
-        return self._features[which]
+            self._features[key] = torch.cat(parts).to(self._backbone.device)
+        return self._features[key]
 
     def _images(self, which: SplitName, rows: Tensor) -> Tensor:
         split = self._splits[which]

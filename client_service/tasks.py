@@ -41,7 +41,8 @@ class TaskWork:
     predictor: Predictor
 
     def __post_init__(self) -> None:
-        self._zero_shot: dict[str, tuple[TemplateClassifier, dict[str, SplitResult]]] = {}
+        self._template: tuple[str, TemplateClassifier] | None = None
+        self._zero_shot: tuple[str, dict[str, SplitResult]] | None = None
 
     def train(self, task: Task, payload: bytes, cancelled: Cancelled) -> dict[str, float]:
         """Train from committed state and leave the update in ``state.pending()``; its metrics.
@@ -70,11 +71,12 @@ class TaskWork:
         serving = Serving(task.round, task.phase, task.config, payload)
         served = self._serve(serving, cancelled)
         self.state.save_serving(serving)
-        test = self.data.split(SPLIT, served.class_names)
-        result = SplitResult(accuracy=accuracy(served.classifier, test, cancelled), num_samples=len(test))
-        _, zero_shot = self._template(served.context, cancelled)
+        splits = self._measure(served.context, served.classifier, cancelled)
+        key = _template_key(served.context)
+        if self._zero_shot is None or self._zero_shot[0] != key:  # the same in every round
+            self._zero_shot = key, self._measure(served.context, served.template, cancelled)
         metrics = {"evaluate_seconds": round(time.monotonic() - started, 3)}
-        return EvaluationRequest(splits={SPLIT: result}, zero_shot=zero_shot, metrics=metrics)
+        return EvaluationRequest(splits=splits, zero_shot=self._zero_shot[1], metrics=metrics)
 
     def restore_serving(self, cancelled: Cancelled) -> None:
         """Serve predictions again from the last evaluation's payload, after a restart."""
@@ -88,7 +90,7 @@ class TaskWork:
         with torch_settings(context.training, self.backbone), torch.no_grad():
             private, _ = self._prepared(method, context, serving.config.peers)
             classifier = method.classifier(context, payload, private)
-            template = TemplateClassifier(context)
+            template = self._template_classifier(context)
         self.predictor.served = Served(method.name, serving.round, context, classifier, template)
         return self.predictor.served
 
@@ -123,16 +125,17 @@ class TaskWork:
             self.state.commit_prepared(private, replace(provenance, peers=digest))
         return private, digest
 
-    def _template(
-        self, context: ClientContext, cancelled: Cancelled
-    ) -> tuple[TemplateClassifier, dict[str, SplitResult]]:
-        """The template's classifier and accuracy: the same in every round, so computed once."""
-        key = canonical_json([context.template, context.class_names])
-        if key not in self._zero_shot:
-            test, classifier = self.data.split(SPLIT, context.class_names), TemplateClassifier(context)
-            result = SplitResult(accuracy=accuracy(classifier, test, cancelled), num_samples=len(test))
-            self._zero_shot = {key: (classifier, {SPLIT: result})}
-        return self._zero_shot[key]
+    def _template_classifier(self, context: ClientContext) -> TemplateClassifier:
+        key = _template_key(context)
+        if self._template is None or self._template[0] != key:
+            self._template = key, TemplateClassifier(context)
+        return self._template[1]
+
+    def _measure(self, context: ClientContext, classifier: Classifier, cancelled: Cancelled) -> dict[str, SplitResult]:
+        test = self.data.split(SPLIT, context.class_names)
+        if not len(test):
+            return {}
+        return {SPLIT: SplitResult(accuracy=accuracy(classifier, test, cancelled), num_samples=len(test))}
 
 
 def accuracy(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> float:
@@ -171,6 +174,10 @@ def _as_sent(name: str, tensor: Tensor) -> Tensor:
     if not bool(torch.isfinite(tensor).all()):
         raise MethodError(f"the trained tensor {name!r} holds NaN or infinity: lower training.learning_rate")
     return tensor.float()
+
+
+def _template_key(context: ClientContext) -> str:
+    return canonical_json([context.template, context.class_names])
 
 
 def _digest(peers: list[Peer]) -> str:

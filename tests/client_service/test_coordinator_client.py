@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -47,6 +47,13 @@ class Scripted:
 
     async def _sleep(self, seconds: float) -> None:
         self.delays.append(seconds)
+
+
+class Broken(httpx.AsyncByteStream):
+    """No gzip."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"no gzip"
 
 
 def make_task(url: str = "/v1/federations/fed/tasks/t/payload", size: int = len(PAYLOAD)) -> Task:
@@ -163,6 +170,21 @@ def test_a_payload_of_another_origin_is_not_fetched(url: str) -> None:
     with pytest.raises(BadAnswer, match="not on the coordinator"):
         asyncio.run(script.client.payload(make_task(url)))
     assert not script.requests
+
+
+def test_a_payload_of_absurd_size_or_address_is_not_fetched() -> None:
+    script = Scripted(httpx.Response(200, content=PAYLOAD))
+    with pytest.raises(BadAnswer, match="are allowed"):
+        asyncio.run(script.client.payload(make_task(size=1 << 40)))
+    with pytest.raises(BadAnswer, match="cannot be read"):
+        asyncio.run(script.client.payload(make_task("http://host:port/payload")))
+    assert not script.requests
+
+
+def test_an_answer_in_a_broken_encoding_is_named() -> None:
+    script = Scripted(lambda request: httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=Broken()))
+    with pytest.raises(BadAnswer, match="cannot be decoded"):
+        asyncio.run(script.client.task(0))
 
 
 @pytest.mark.parametrize("url", ["/v1/x/payload", "https://coordinator.example/x", "https://coordinator.example:443/x"])

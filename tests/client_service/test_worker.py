@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fastapi import Request, Response
 from torch import Tensor
 
-from client_service import session
+from client_service import compute, session
 from client_service.exits import ClientError, Exit
 from client_service.private_state import PrivateState
 from client_service.settings import Settings
@@ -243,6 +246,62 @@ def test_a_stop_ends_training_and_polls_at_once(
     assert worker.monitor.status.stage == "stopped"
     assert not worker.compute.busy
     PrivateState(settings.state_dir).close()  # the lock is free again
+
+
+class Stuck(FeatureCache):
+    """A computation that does not notice a stop."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def features(self, *arguments: Any, **options: Any) -> Tensor:
+        self.begun.set()
+        self.go_on.wait(30)
+        return super().features(*arguments, **options)
+
+
+def test_a_computation_that_does_not_stop_is_left_behind(
+    make_coordinator: MakeCoordinator,
+    make_worker: MakeWorker,
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compute, "STOP_SECONDS", 0.1)
+    stuck = Stuck(tmp_path / "features")
+    worker = make_worker(make_coordinator(), features=stuck)
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(worker.run())
+        await until(stuck.begun.is_set)
+        worker.stop()
+        assert await running is Exit.OK
+        assert worker.compute.busy
+        with pytest.raises(ClientError, match="is in use"):  # it may still write: nobody else may yet
+            PrivateState(settings.state_dir)
+        stuck.go_on.set()
+        await until(lambda: not worker.compute.busy)
+
+    asyncio.run(scenario())
+
+
+def test_features_are_those_of_the_specs_number_of_threads(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, tmp_path: Path
+) -> None:
+    threads: list[int] = []
+
+    class Watched(FeatureCache):
+        def features(self, *arguments: Any, **options: Any) -> Tensor:
+            threads.append(torch.get_num_threads())
+            return super().features(*arguments, **options)
+
+    coordinator = make_coordinator(rounds=0, training=TrainingSpec(threads=2).model_dump())
+    try:
+        asyncio.run(make_worker(coordinator, features=Watched(tmp_path / "features")).run())
+    finally:
+        torch.set_num_threads(1)
+    assert threads == [1, 1, 2]  # train and test before enrolment, test again for the evaluation
 
 
 def test_a_worker_that_was_stopped_before_it_ran_does_nothing(
