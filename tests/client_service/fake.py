@@ -48,6 +48,7 @@ class FakeCoordinator:
     fingerprint: str | None = None
     protocol_version: int = 1
     state: str = "running"
+    peers: list[dict[str, Any]] = field(default_factory=list)
     closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
     alter: Callable[[Request], Response | None] = lambda request: None  # an answer instead of the true one
     garble: Callable[[dict[str, Any]], dict[str, Any]] = lambda task: task
@@ -88,7 +89,7 @@ class FakeCoordinator:
             "template": "a photo of a {}.",
             "rounds": self.rounds,
             "seed": 7,
-            "peers": [],
+            "peers": self.peers,
         }
         task = Task.model_validate(
             {

@@ -23,8 +23,10 @@ from client_service.settings import Settings
 from client_service.worker import Worker
 from shared.clip import Backbone, FeatureCache
 from shared.data import Source
+from shared.methods.base import ClientContext
+from shared.methods.promptfl import PromptFL
 from shared.spec import TrainingSpec
-from shared.tensors import state_hash
+from shared.tensors import Tensors, state_hash
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.client_service.fake import problem, until
 
@@ -246,6 +248,59 @@ def test_a_stop_ends_training_and_polls_at_once(
     assert worker.monitor.status.stage == "stopped"
     assert not worker.compute.busy
     PrivateState(settings.state_dir).close()  # the lock is free again
+
+
+def test_a_client_that_is_withdrawn_while_it_trains_stops(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "WATCH_SECONDS", 0.05)
+    coordinator = make_coordinator(rounds=1, training=LONG)
+    worker = make_worker(coordinator)
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(worker.run())
+        await until(lambda: worker.monitor.status.stage == "training")
+        coordinator.alter = lambda request: problem(403, "withdrawn")
+        with pytest.raises(ClientError) as end:
+            await running
+        assert end.value.exit is Exit.WITHDRAWN
+
+    asyncio.run(scenario())
+    assert coordinator.count("PUT", "/update") == 0
+
+
+@pytest.mark.parametrize("role", ["trainer", "evaluator"])
+def test_private_state_is_prepared_once_and_again_when_the_peers_change(
+    make_coordinator: MakeCoordinator,
+    make_worker: MakeWorker,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+) -> None:
+    prepared: list[tuple[tuple[str, ...], bool]] = []
+
+    def prepare(self: PromptFL, context: ClientContext, private: Tensors) -> Tensors:
+        prepared.append((tuple(peer.name for peer in context.peers), "prepared" in private))
+        return {"prepared": torch.tensor([float(len(context.peers))])}
+
+    monkeypatch.setattr(PromptFL, "prepare", prepare)
+    domain = {"name": "sketch", "description": "a sketch of a {}"}
+    peers = [{"name": "b", "role": "trainer", "domain": domain}, {"name": "c", "role": "evaluator", "domain": None}]
+    own = settings.model_copy(update={"role": role})
+    for plan in ([("evaluate", 0), ("evaluate", 0)], [("evaluate", 1)]):  # started again in between
+        coordinator = make_coordinator(rounds=0, peers=peers[:1])
+        coordinator.plan = plan
+        asyncio.run(make_worker(coordinator, settings=own).run())
+    coordinator = make_coordinator(rounds=0, peers=peers[::-1])
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    state = PrivateState(settings.state_dir)
+    private, _ = state.committed()
+    state.close()
+    if role == "evaluator":  # it has nothing to prepare from
+        assert (prepared, private) == ([], {})
+    else:
+        assert prepared == [(("b",), False), (("c", "b"), True)]
+        assert private["prepared"].tolist() == [2.0]
 
 
 class Stuck(FeatureCache):
