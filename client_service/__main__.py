@@ -30,13 +30,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
-    """Log to stderr."""
+    """Log to stderr: our own events, and only warnings of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text)
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "uvicorn", "uvicorn.error"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("promptfed").setLevel(logging.INFO)
 
 
 def start(settings: Settings) -> int:
