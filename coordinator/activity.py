@@ -1,0 +1,49 @@
+"""Who was seen when, and how much was downloaded: gathered in memory, written down every few seconds.
+
+These are figures for people. A crash may cost the last seconds of them, and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from sqlalchemy import update
+
+from coordinator import clock
+from coordinator.store.database import Database
+from coordinator.store.tables import ClientRow, TaskRow
+
+
+class Activity:
+    """Clients' last requests, and bytes served by task."""
+
+    def __init__(self, database: Database):
+        self._database = database
+        self._lock = threading.Lock()
+        self._seen: dict[str, str] = {}
+        self._bytes: Counter[str] = Counter()
+
+    def seen(self, client_id: str) -> None:
+        """A client has just sent a request."""
+        with self._lock:
+            self._seen[client_id] = clock.now()
+
+    def served(self, task_id: str, size: int) -> None:
+        """``size`` bytes of a task's payload went out."""
+        with self._lock:
+            self._bytes[task_id] += size
+
+    def flush(self) -> None:
+        """Write down what has been gathered."""
+        with self._lock:
+            seen, served = self._seen, self._bytes
+            self._seen, self._bytes = {}, Counter()
+        if not seen and not served:
+            return
+        with self._database.write() as session:
+            for client_id, moment in seen.items():
+                session.execute(update(ClientRow).where(ClientRow.id == client_id).values(last_seen=moment))
+            for task_id, size in served.items():
+                more = TaskRow.bytes_down + size
+                session.execute(update(TaskRow).where(TaskRow.id == task_id).values(bytes_down=more))

@@ -1,0 +1,57 @@
+"""``.../events``: what happens, as server-sent events from a durable table. For operators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from sqlalchemy import select
+
+from coordinator.api.deps import EngineOf, Operated
+from coordinator.bells import wait
+from coordinator.engine import EVENTS, Engine
+from coordinator.problems import ANY_CALLER, documented
+from coordinator.rounds import ENDED
+from coordinator.store.tables import EventRow
+
+router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
+
+BATCH = 500
+LOOK_AGAIN_SECONDS = 60.0
+
+
+@router.get("/events", response_class=EventSourceResponse, responses=documented(*ANY_CALLER))
+async def get_events(
+    engine: EngineOf,
+    live: Operated,
+    last_event_id: Annotated[int | None, Header(ge=0, le=1 << 62, description="go on after this event")] = None,
+) -> AsyncIterator[ServerSentEvent]:
+    """Every event so far (after Last-Event-ID), then each as it happens. Ends after the federation's last event."""
+    last = last_event_id or 0
+    engine.measures.streams.inc()
+    try:
+        while not engine.bells.silenced:
+            bell = engine.bells.listen((live.id, EVENTS))
+            now = engine.lives.get(live.id)
+            rows = await asyncio.to_thread(_after, engine, live.id, last)
+            for row in rows:
+                last = row.id
+                yield ServerSentEvent(id=str(row.id), event=row.kind, data={**row.data, "at": row.at})
+            if rows:
+                continue
+            if now is None or now.run.state in ENDED:
+                return
+            await wait(bell, LOOK_AGAIN_SECONDS)
+    finally:
+        engine.measures.streams.dec()
+
+
+def _after(engine: Engine, id: str, last: int) -> list[EventRow]:
+    query = select(EventRow).where(EventRow.federation_id == id, EventRow.id > last).order_by(EventRow.id).limit(BATCH)
+    with engine.database.read() as session:
+        rows = list(session.scalars(query))
+        session.expunge_all()
+        return rows

@@ -1,0 +1,40 @@
+"""``/healthz``, ``/readyz``, ``/metrics``: for those who keep the coordinator running."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from sqlalchemy.exc import SQLAlchemyError
+
+from coordinator.api.deps import EngineOf
+from coordinator.api.schemas import Health
+from coordinator.problems import NotReady, documented
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """Alive."""
+    return Health(status="ok")
+
+
+@router.get("/readyz", responses=documented(NotReady))
+def readyz(engine: EngineOf) -> Health:
+    """The store can be read, and the engine runs."""
+    try:
+        readable = engine.database.answers()
+    except SQLAlchemyError:
+        readable = False
+    if not (readable and engine.ready):
+        raise NotReady("the store cannot be read, or the engine is stopping")
+    return Health(status="ok")
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}, "description": "Prometheus, without the names of clients"}},
+)
+async def metrics(engine: EngineOf) -> Response:
+    """Prometheus metrics."""
+    return Response(engine.measures.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,29 @@
+"""``/v1/methods``: what the coordinator can run. Anyone may ask."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+
+from coordinator.api.schemas import MethodList, MethodView
+from coordinator.problems import NotFound, documented
+from shared import methods
+from shared.spec import SpecError
+
+router = APIRouter(prefix="/v1/methods", tags=["methods"])
+
+
+@router.get("")
+def list_methods() -> MethodList:
+    """All methods."""
+    return MethodList(methods=[MethodView.model_validate(methods.describe(name)) for name in sorted(methods.METHODS)])
+
+
+@router.get("/{name}", responses=documented(NotFound))
+def get_method(name: Annotated[str, Path(max_length=100)]) -> MethodView:
+    """One method."""
+    try:
+        return MethodView.model_validate(methods.describe(name))
+    except SpecError as error:
+        raise NotFound(error.errors[0]["detail"]) from None

@@ -1,0 +1,129 @@
+"""``.../rounds``, ``.../prompts``, ``.../metrics``: what has come of a federation. For operators."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Path, Query, Response, status
+from fastapi.responses import FileResponse, JSONResponse
+
+from coordinator import reports
+from coordinator.api.deps import After, EngineOf, Limit, Operated
+from coordinator.api.schemas import GenerateRequest, Metric, MetricList, PromptsView, RoundPage, RoundReport, TensorView
+from coordinator.problems import (
+    ANY_CALLER,
+    NoState,
+    NotAcceptable,
+    NotAGenerator,
+    NotFound,
+    documented,
+)
+from shared.tensors import decode
+
+router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
+
+MOST_JSON_NUMBERS = 1_000_000
+TENSOR_TYPES = ("application/octet-stream", "application/vnd.safetensors", "application/*", "*/*")
+
+
+@router.get("/rounds", responses=documented(*ANY_CALLER))
+def list_rounds(engine: EngineOf, live: Operated, limit: Limit = 100, after: After = None) -> RoundPage:
+    """Reports of all rounds so far, from round 0 on."""
+    engine.activity.flush()
+    begin = int(after) + 1 if after is not None and after.isdigit() else 0
+    with engine.database.read() as session:
+        numbers = reports.rounds(session, live.id)
+        page = [number for number in numbers if number >= begin][:limit]
+        following = str(page[-1]) if page and page[-1] != numbers[-1] else None
+        return RoundPage(rounds=[reports.round_report(session, live, number) for number in page], next=following)
+
+
+@router.get("/rounds/{round}", responses=documented(*ANY_CALLER))
+def get_round(engine: EngineOf, live: Operated, round: Annotated[int, Path(ge=0, le=1_000_000)]) -> RoundReport:
+    """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
+    engine.activity.flush()
+    with engine.database.read() as session:
+        if round not in reports.rounds(session, live.id):
+            raise NotFound(f"round {round} has not begun; {live.name} is in round {live.run.round}")
+        return reports.round_report(session, live, round)
+
+
+@router.get(
+    "/prompts",
+    response_model=PromptsView,
+    responses={
+        200: {"content": {"application/octet-stream": {}}, "description": "safetensors, or JSON where Accept asks"},
+        304: {"description": "the state has the hash of If-None-Match"},
+        **documented(*ANY_CALLER, NoState, NotAcceptable),
+    },
+)
+def get_prompts(
+    engine: EngineOf,
+    live: Operated,
+    round: Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")] = "latest",
+    accept: Annotated[str, Header()] = "*/*",
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Response:
+    """The global state after a round. The ETag is its state hash."""
+    with engine.database.read() as session:
+        found = reports.state_of(session, live, None if round == "latest" else int(round))
+    headers = {"ETag": f'"{found.state_hash}"', "Vary": "Accept", "Cache-Control": "no-cache"}
+    known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
+    if found.state_hash in known or "*" in known:
+        return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
+    kinds = [part.split(";")[0].strip().lower() for part in accept.split(",")]
+    path = engine.blobs.path(found.sha256)
+    for kind in kinds:
+        if kind in TENSOR_TYPES:
+            return FileResponse(path, media_type="application/octet-stream", headers=headers)
+        if kind == "application/json":
+            return _as_json(found, path.read_bytes(), headers)
+    raise NotAcceptable("the state comes as application/octet-stream (safetensors) or application/json")
+
+
+def _as_json(found: reports.Stored, content: bytes, headers: dict[str, str]) -> JSONResponse:
+    tensors, _ = decode(content)
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    if numbers > MOST_JSON_NUMBERS:
+        text = f"the state has {numbers} numbers; JSON is given up to {MOST_JSON_NUMBERS}"
+        raise NotAcceptable(f"{text}: ask for application/octet-stream")
+    view = PromptsView(
+        round=found.round,
+        state_hash=found.state_hash,
+        tensors={
+            name: TensorView(
+                dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), data=tensor.tolist()
+            )
+            for name, tensor in sorted(tensors.items())
+        },
+    )
+    return JSONResponse(view.model_dump(mode="json"), headers=headers)
+
+
+@router.post("/prompts/generate", responses=documented(*ANY_CALLER, NotAGenerator))
+def generate(live: Operated, request: GenerateRequest) -> PromptsView:
+    """Prompts for classes, from their text features; for methods whose state holds a generator."""
+    raise NotAGenerator(f"{live.method.name} learns no prompt generator: GET .../prompts has its prompts")
+
+
+@router.get(
+    "/metrics",
+    response_model=MetricList,
+    responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **documented(*ANY_CALLER)},
+)
+def get_metrics(
+    engine: EngineOf, live: Operated, format: Annotated[Literal["json", "csv"], Query()] = "json"
+) -> MetricList | Response:
+    """Every metric by round: what clients measured, accuracies, bytes, seconds."""
+    engine.activity.flush()
+    with engine.database.read() as session:
+        found = reports.metrics(session, live)
+    if format == "json":
+        return MetricList(metrics=found)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(Metric.model_fields), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(metric.model_dump() for metric in found)
+    return Response(text.getvalue(), media_type="text/csv; charset=utf-8")

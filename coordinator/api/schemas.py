@@ -1,0 +1,320 @@
+"""What the coordinator answers in JSON, besides the messages that clients know (``shared.messages``)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from shared.messages import Domain, FederationState, Role, SplitResult, TaskKind
+from shared.spec import BackboneShape, FederationSpec
+
+
+class MethodView(BaseModel):
+    """A method: what it does, what travels in each phase, its hyperparameters."""
+
+    name: str
+    summary: str
+    paper: str
+    phases: list[dict[str, Any]]
+    state: list[dict[str, Any]]
+    hyperparameters: dict[str, Any] = Field(description="JSON Schema, with defaults")
+    defaults: dict[str, Any] = Field(description="what a spec takes from this method where it says nothing")
+    needs: dict[str, bool]
+    cached_features: bool = Field(description="whether image features may be computed once")
+
+
+class MethodList(BaseModel):
+    """All methods."""
+
+    methods: list[MethodView]
+
+
+class Awaited(BaseModel):
+    """A client whose answer is awaited."""
+
+    name: str
+    until: datetime
+
+
+class StageView(BaseModel):
+    """The open (or closing) phase or evaluation."""
+
+    kind: TaskKind
+    round: int
+    phase: str
+    deadline: datetime | None
+    seconds_left: float | None
+    sample_size: int = Field(description="the round's K")
+    extended: bool
+    closing: bool = Field(description="closed; its aggregate is being computed")
+
+
+class BackboneView(BaseModel):
+    """The backbone that clients must have: the spec's, or the first enrolment's until `start` confirms it."""
+
+    fingerprint: str | None
+    shape: BackboneShape | None
+    confirmed: bool
+
+
+class ClientCounts(BaseModel):
+    """How many are enrolled; the withdrawn are in neither of the others."""
+
+    trainers: int
+    evaluators: int
+    withdrawn: int
+
+
+class FederationView(BaseModel):
+    """One federation."""
+
+    id: str
+    name: str
+    state: FederationState
+    reason: str | None
+    round: int
+    phase: str | None
+    spec: FederationSpec
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    backbone: BackboneView
+    clients: ClientCounts
+    stage: StageView | None
+    asked: list[str]
+    answered: list[str]
+    failed: list[str]
+    awaited: list[Awaited]
+    state_hash: str | None
+
+
+class FederationPage(BaseModel):
+    """Some federations, oldest first; ``next`` is the following page's ``after``."""
+
+    federations: list[FederationView]
+    next: str | None
+
+
+class DryRun(BaseModel):
+    """A spec that would be accepted, as it would be read back."""
+
+    spec: FederationSpec
+
+
+class SuppliedState(BaseModel):
+    """A supplied initial state."""
+
+    state_hash: str
+    bytes: int
+
+
+class TokenRequest(BaseModel):
+    """How long an enrolment token shall be good."""
+
+    model_config = {"extra": "forbid"}
+
+    hours: float | None = Field(None, gt=0, le=24 * 366, description="default: the coordinator's setting")
+
+
+class MintedToken(BaseModel):
+    """An enrolment token; it is shown only here."""
+
+    token: str
+    expires_at: datetime
+
+
+class LastRefusal(BaseModel):
+    """What a client was refused last."""
+
+    type: str
+    status: int
+    detail: str
+    path: str
+    at: datetime
+
+
+class ClientView(BaseModel):
+    """An enrolled client."""
+
+    client_id: str
+    name: str
+    role: Role
+    status: Literal["active", "withdrawn"]
+    joined: bool = Field(description="whether the state knows it; a newcomer joins when a round opens")
+    reset: bool = Field(description="whether its name waits for a new secret")
+    num_samples: int
+    num_classes: int
+    domain: Domain | None
+    device: str
+    enrolled_at: datetime
+    last_seen: datetime | None
+    refusals: int
+    last_refusal: LastRefusal | None
+
+
+class ClientPage(BaseModel):
+    """Some clients in order of name; ``next`` is the following page's ``after``."""
+
+    clients: list[ClientView]
+    next: str | None
+
+
+class Receipt(BaseModel):
+    """An answer is stored."""
+
+    task_id: str
+    status: Literal["accepted", "failed"]
+
+
+class UpdateReceipt(Receipt):
+    """An update is stored under its digest."""
+
+    sha256: str
+
+
+class CountedUpdate(BaseModel):
+    """An update that counted."""
+
+    client: str
+    sha256: str
+    weight: float
+
+
+class UpdateReport(BaseModel):
+    """An accepted update. ``verdict``: counted, discarded (by a withdrawal), pending, or unused (never closed)."""
+
+    client: str
+    task_id: str
+    sha256: str
+    bytes: int
+    norm: float
+    received_at: datetime
+    verdict: Literal["counted", "discarded", "pending", "unused"]
+    weight: float | None
+    metrics: dict[str, float]
+
+
+class FailureReport(BaseModel):
+    """A task that its client could not carry out."""
+
+    client: str
+    type: str
+    detail: str
+
+
+class StageReport(BaseModel):
+    """What is common to phases and evaluations."""
+
+    opened_at: datetime
+    deadline: datetime
+    closed_at: datetime | None
+    completed_at: datetime | None
+    seconds: float | None
+    asked: list[str]
+    answered: list[str]
+    failed: list[FailureReport]
+    expired: list[str] = Field(description="asked, and silent until the end")
+    withdrawn: list[str]
+    bytes_up: int
+    bytes_down: int
+
+
+class PhaseReport(StageReport):
+    """One phase of a round."""
+
+    phase: str
+    sample_size: int
+    extended: bool
+    counted: list[CountedUpdate]
+    updates: list[UpdateReport]
+    state_hash: str | None = Field(description="the state after this phase")
+    metrics: dict[str, float] = Field(description="clients' metrics, averaged with the counted weights")
+
+
+class ClientEvaluation(BaseModel):
+    """One client's accuracies."""
+
+    role: Role
+    domain: str | None
+    splits: dict[str, SplitResult]
+    zero_shot: dict[str, SplitResult]
+    metrics: dict[str, float]
+    received_at: datetime
+
+
+class EvaluationReport(StageReport):
+    """The evaluation of a round's state; ``mean`` is over the splits of all clients of a role, each counting once."""
+
+    clients: dict[str, ClientEvaluation]
+    mean: dict[Role, dict[str, float]]
+
+
+class RoundReport(BaseModel):
+    """Everything about one round; round 0 has no phases, only the evaluation of the initial state."""
+
+    round: int
+    state_hash: str | None
+    started_at: datetime
+    ended_at: datetime | None
+    seconds: float | None
+    bytes_up: int
+    bytes_down: int
+    phases: list[PhaseReport]
+    evaluation: EvaluationReport | None
+
+
+class RoundPage(BaseModel):
+    """Some rounds in order; ``next`` is the following page's ``after``."""
+
+    rounds: list[RoundReport]
+    next: str | None
+
+
+class Metric(BaseModel):
+    """One number; ``client`` is empty for what concerns the whole phase."""
+
+    round: int
+    phase: str
+    client: str | None
+    split: str | None
+    name: str
+    value: float
+
+
+class MetricList(BaseModel):
+    """Every metric by round."""
+
+    metrics: list[Metric]
+
+
+class TensorView(BaseModel):
+    """A tensor as nested lists."""
+
+    dtype: str
+    shape: list[int]
+    data: Any
+
+
+class PromptsView(BaseModel):
+    """A global state in JSON."""
+
+    round: int
+    state_hash: str
+    tensors: dict[str, TensorView]
+
+
+class GenerateRequest(BaseModel):
+    """Text features ``(C, d_e)`` of the classes for which prompts are wanted."""
+
+    model_config = {"extra": "forbid"}
+
+    class_names: list[str] = Field(max_length=100_000)
+    text_features: list[list[float]] = Field(max_length=100_000)
+
+
+class Health(BaseModel):
+    """Alive, or ready."""
+
+    status: Literal["ok"]

@@ -1,0 +1,189 @@
+"""``.../task`` and ``.../tasks``: what a client is asked, and what it answers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Header, Query, Request, Response, status
+from fastapi.responses import FileResponse
+
+from coordinator import admission, clock
+from coordinator.api.deps import Calling, EngineOf, TaskId
+from coordinator.api.federations import TENSOR_BODY, TENSORS
+from coordinator.api.schemas import Receipt, UpdateReceipt
+from coordinator.bells import wait
+from coordinator.engine import Engine
+from coordinator.live import Live, OpenTask
+from coordinator.problems import (
+    ANY_CALLER,
+    AlreadyAnswered,
+    DigestMismatch,
+    DigestMissing,
+    Ended,
+    NormTooLarge,
+    PayloadGone,
+    PhaseClosed,
+    StorageFull,
+    Withdrawn,
+    WrongPayload,
+    WrongTask,
+    WrongTaskKind,
+    documented,
+)
+from coordinator.rounds import ENDED
+from coordinator.uploads import announced_digest, expect_digest
+from shared.messages import EvaluationRequest, FailureRequest, PayloadRef, Task, TaskConfig
+
+router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
+
+CLIENT = (*ANY_CALLER, Withdrawn)
+
+
+@router.get(
+    "/task",
+    response_model=Task,
+    responses={204: {"description": "no task within the time"}, **documented(*CLIENT, Ended)},
+)
+async def get_task(
+    engine: EngineOf,
+    caller: Calling,
+    wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
+) -> Task | Response:
+    """The client's open task; waits for one."""
+    key, name = (caller.live.id, caller.client.name), caller.client.name
+    until = clock.monotonic() + wait_seconds
+    engine.measures.waiting.inc()
+    try:
+        while True:
+            bell = engine.bells.listen(key)
+            found = _open_task(engine, caller.live.id, name)
+            left = until - clock.monotonic()
+            if found is not None:
+                return _message(*found)
+            if left <= 0 or engine.bells.silenced:
+                return Response(status_code=status.HTTP_204_NO_CONTENT)
+            await wait(bell, left)
+    finally:
+        engine.measures.waiting.dec()
+
+
+def _open_task(engine: Engine, id: str, name: str) -> tuple[Live, OpenTask] | None:
+    live = engine.live(id)
+    if not live.run.members[name].active:
+        raise Withdrawn("the operator has withdrawn this client from the federation")
+    if live.run.state in ENDED:
+        raise Ended(f"{live.name} is {live.run.state}: there will be no more tasks")
+    task = live.tasks.get(name)
+    if live.run.state != "running" or task is None or task.payload_sha256 is None or live.deadline is None:
+        return None
+    return live, task
+
+
+def _message(live: Live, task: OpenTask) -> Task:
+    assert live.deadline is not None
+    assert task.payload_sha256 is not None
+    assert live.run.stage is not None
+    return Task(
+        task_id=task.id,
+        kind=task.kind,
+        round=task.round,
+        phase=task.phase,
+        deadline=clock.parse(live.deadline),
+        seconds_left=round(max(0.0, live.run.stage.deadline - clock.monotonic()), 3),
+        payload=PayloadRef(
+            url=f"/v1/federations/{live.id}/tasks/{task.id}/payload",
+            bytes=task.payload_bytes,
+            sha256=task.payload_sha256,
+        ),
+        config=TaskConfig(
+            method=live.spec.method,
+            training=live.spec.training.model_dump(),
+            backbone=live.spec.backbone.model_copy(update={"fingerprint": live.fingerprint, "shape": live.shape}),
+            class_names=live.spec.class_names,
+            template=live.spec.template,
+            rounds=live.spec.rounds,
+            seed=live.spec.seed,
+            peers=live.peers(),
+        ),
+    )
+
+
+@router.get(
+    "/tasks/{task_id}/payload",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
+        **documented(*CLIENT, PayloadGone),
+    },
+)
+def get_payload(engine: EngineOf, caller: Calling, task_id: TaskId) -> FileResponse:
+    """What the client starts from: always the same bytes for one task."""
+    digest, path = admission.payload(engine, caller.live, caller.client, task_id)
+    return FileResponse(path, media_type="application/octet-stream", headers={"ETag": f'"{digest}"'})
+
+
+@router.put(
+    "/tasks/{task_id}/update",
+    status_code=status.HTTP_201_CREATED,
+    response_model=UpdateReceipt,
+    responses={
+        200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"},
+        **documented(
+            *CLIENT,
+            DigestMissing,
+            DigestMismatch,
+            WrongTaskKind,
+            AlreadyAnswered,
+            PhaseClosed,
+            *TENSORS,
+            NormTooLarge,
+            WrongTask,
+            WrongPayload,
+        ),
+    },
+    openapi_extra=TENSOR_BODY,
+    max_body_size=1 << 40,
+)
+async def put_update(
+    request: Request,
+    engine: EngineOf,
+    caller: Calling,
+    task_id: TaskId,
+    response: Response,
+    content_digest: Annotated[str | None, Header(description="`sha-256=:<base64>:` (RFC 9530)")] = None,
+) -> UpdateReceipt:
+    """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed."""
+    announced = announced_digest(content_digest)
+    live, client = caller.live, caller.client
+    async with request.app.state.uploads.receive(request, live.spec.admission.max_bytes) as upload:
+        expect_digest(upload, announced)
+        new = await run_sync(admission.accept_update, engine, live, client, task_id, upload)
+    if not new:
+        response.status_code = status.HTTP_200_OK
+    return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
+
+
+@router.put(
+    "/tasks/{task_id}/evaluation",
+    status_code=status.HTTP_201_CREATED,
+    response_model=Receipt,
+    responses={
+        200: {"model": Receipt, "description": "the same accuracies were accepted before"},
+        **documented(*CLIENT, WrongTaskKind, AlreadyAnswered, PhaseClosed, StorageFull),
+    },
+)
+def put_evaluation(
+    engine: EngineOf, caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, response: Response
+) -> Receipt:
+    """Answer an evaluation task."""
+    if not admission.accept_evaluation(engine, caller.live, caller.client, task_id, evaluation):
+        response.status_code = status.HTTP_200_OK
+    return Receipt(task_id=task_id, status="accepted")
+
+
+@router.post("/tasks/{task_id}/failure", responses=documented(*CLIENT, AlreadyAnswered, PhaseClosed, StorageFull))
+def post_failure(engine: EngineOf, caller: Calling, task_id: TaskId, failure: FailureRequest) -> Receipt:
+    """Say that the task cannot be carried out: nobody waits for it any longer."""
+    admission.accept_failure(engine, caller.live, caller.client, task_id, failure)
+    return Receipt(task_id=task_id, status="failed")

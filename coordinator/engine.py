@@ -1,0 +1,245 @@
+"""The engine: holds all federations, changes them one transaction at a time, and moves them on.
+
+Changes run in threads (requests' own, or the one for tensor work); the driver on the event loop only looks at the
+clock and at what is due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
+
+from coordinator import clock, restore, retention, work
+from coordinator.activity import Activity
+from coordinator.bells import Bells, wait
+from coordinator.ledger import Change
+from coordinator.live import Live
+from coordinator.measures import Measures
+from coordinator.problems import NotFound, Refusal
+from coordinator.rounds import ENDED, CannotStart, Fail, Restarted, Tick, WrongMoment
+from coordinator.store.blobs import Blobs
+from coordinator.store.database import Database
+
+log = logging.getLogger("promptfed.coordinator")
+
+FLUSH_SECONDS = 2.0
+RETRY_SECONDS = 2.0
+EVENTS = "*events"
+
+
+class Engine:
+    """All federations of one data folder."""
+
+    def __init__(self, database: Database, blobs: Blobs, measures: Measures):
+        self.database = database
+        self.blobs = blobs
+        self.measures = measures
+        self.bells = Bells()
+        self.activity = Activity(database)
+        self.lives: dict[str, Live] = {}
+        self.retired: dict[str, int] = {}
+        self.ready = False
+        self._turn = threading.RLock()
+        self._tensors = ThreadPoolExecutor(1, "tensors")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._driver: asyncio.Task[None] | None = None
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._refused_starts: dict[str, object] = {}
+
+    # Life
+
+    async def start(self) -> None:
+        """Take up all federations where they stood, and drive them."""
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._load)
+        self._driver = asyncio.create_task(self._drive(), name="driver")
+        self.ready = True
+
+    def stop_waiting(self) -> None:
+        """Wake every long poll and stream for good. Call it on the event loop."""
+        self.ready = False
+        self.bells.silence()
+
+    async def stop(self) -> None:
+        """End the driver; a job that is under way is waited for a little, and done again at the next start."""
+        self.stop_waiting()
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.gather(self._driver, return_exceptions=True)
+        if self._jobs:
+            await asyncio.wait(self._jobs.values(), timeout=1.0)
+        self._tensors.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.activity.flush)
+
+    def _load(self) -> None:
+        with self.database.read() as session:
+            self.lives = restore.load_all(session, clock.monotonic())
+        for live in self.lives.values():
+            if live.run.state not in ENDED:
+                with self.change(live.id) as change:
+                    change.send(Restarted(clock.monotonic()))
+        retention.sweep(self)
+
+    # Changes
+
+    def live(self, id: str) -> Live:
+        """The federation with this id. Raises NotFound."""
+        live = self.lives.get(id)
+        if live is None:
+            raise NotFound("there is no such federation")
+        return live
+
+    def find(self, id_or_name: str) -> Live:
+        """The federation with this id or name. Raises NotFound."""
+        live = self.lives.get(id_or_name)
+        if live is None:
+            live = next((one for one in self.lives.values() if one.name == id_or_name), None)
+        if live is None:
+            raise NotFound(f"there is no federation {id_or_name[:100]!r}")
+        return live
+
+    @contextmanager
+    def change(self, id: str) -> Iterator[Change]:
+        """One transaction on one federation. What it leads to is seen by others only once it is on the disk."""
+        with self._turn:
+            with self.database.write() as session:
+                change = Change(session, self.live(id))
+                yield change
+            self.lives = {**self.lives, id: change.live}
+            self.measures.observe(change)
+        self._announce(change)
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """A block in which nothing else changes."""
+        with self._turn:
+            yield
+
+    def add(self, live: Live) -> None:
+        """Take up a federation that has just been created."""
+        with self._turn:
+            self.lives = {**self.lives, live.id: live}
+        self.ring([])
+
+    def forget(self, id: str) -> None:
+        """Let go of a federation that has just been deleted."""
+        with self._turn:
+            gone = self.lives.get(id)
+            self.lives = {key: live for key, live in self.lives.items() if key != id}
+        self.ring([(id, EVENTS), *((id, name) for name in (gone.clients if gone else ()))])
+
+    def ring(self, keys: list[tuple[str, str]]) -> None:
+        """Wake those who wait for ``keys``, and the driver."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.bells.ring, [*keys, "driver"])
+
+    def _announce(self, change: Change) -> None:
+        live = change.live
+        names = live.clients if change.everyone else change.wake
+        self.ring([(live.id, EVENTS), *((live.id, name) for name in names)])
+
+    # Driving
+
+    async def _drive(self) -> None:
+        flushed = clock.monotonic()
+        while True:
+            bell = self.bells.listen("driver")
+            for live in self.lives.values():
+                self._look_at(live)
+            if clock.monotonic() - flushed > FLUSH_SECONDS:
+                await self._flush()
+                flushed = clock.monotonic()
+            if await wait(bell, self._pause()) and self.bells.silenced:
+                return
+
+    def _pause(self) -> float:
+        now = clock.monotonic()
+        deadlines = [
+            live.run.stage.deadline - now
+            for live in self.lives.values()
+            if live.run.state == "running" and live.run.stage is not None and live.id not in self._jobs
+        ]
+        return max(0.0, min([FLUSH_SECONDS, *deadlines]))
+
+    async def _flush(self) -> None:
+        try:
+            await asyncio.to_thread(self.activity.flush)
+        except SQLAlchemyError:
+            log.exception("cannot write down who was seen")
+
+    def _look_at(self, live: Live) -> None:
+        job = self._due(live)
+        if job is not None and live.id not in self._jobs:
+            task = asyncio.create_task(self._carry_out(live.id, job), name=f"job {live.id}")
+            self._jobs[live.id] = task
+
+    def _due(self, live: Live) -> Callable[[Engine, str], None] | None:
+        run = live.run
+        if run.state == "running" and run.work is not None:
+            return work.join if run.work == "join" else work.aggregate
+        if run.state in ("running", "paused") and any(t.payload_sha256 is None for t in live.tasks.values()):
+            return work.fill_payloads
+        if run.state == "running" and run.stage is not None and run.stage.deadline <= clock.monotonic():
+            return _tick
+        if run.state == "enrolling" and self._could_start(live):
+            return _start_by_itself
+        if retention.has_to_retire(live, self.retired.get(live.id, 0)):
+            return retention.retire
+        return None
+
+    def _could_start(self, live: Live) -> bool:
+        if live.spec.start != "when_ready" or len(live.run.trainers()) < live.rules.min_clients:
+            return False
+        return self._refused_starts.get(live.id) != _start_key(live)
+
+    def start_refused(self, live: Live) -> None:
+        """Do not try to start ``live`` by itself again before its clients or its initial state change."""
+        self._refused_starts[live.id] = _start_key(live)
+
+    async def _carry_out(self, id: str, job: Callable[[Engine, str], None]) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._tensors, job, self, id)
+        except (NotFound, WrongMoment):
+            pass  # Deleted, cancelled or moved on meanwhile.
+        except (OSError, OperationalError):
+            # The disk may have room again soon: the same job is due again.
+            log.exception("the store failed; trying again", extra={"federation": id})
+            await asyncio.sleep(RETRY_SECONDS)
+        except Exception as error:
+            log.exception("the method failed", extra={"federation": id})
+            await asyncio.to_thread(self._fail, id, f"{type(error).__name__}: {error}")
+        finally:
+            del self._jobs[id]
+            self.bells.ring(["driver"])
+
+    def _fail(self, id: str, reason: str) -> None:
+        try:
+            with self.change(id) as change:
+                change.send(Fail(reason[:2000]))
+        except (NotFound, WrongMoment):
+            pass
+
+
+def _tick(engine: Engine, id: str) -> None:
+    with engine.change(id) as change:
+        change.send(Tick(clock.monotonic()))
+
+
+def _start_key(live: Live) -> object:
+    return (tuple(sorted(live.run.members.items(), key=lambda item: item[0])), live.supplied_state)
+
+
+def _start_by_itself(engine: Engine, id: str) -> None:
+    live = engine.live(id)
+    try:
+        work.start(engine, id)
+    except Refusal as refusal:
+        engine.start_refused(live)
+        with engine.change(id) as change:
+            change.send(CannotStart(f"{refusal.kind}: {refusal.detail}"))

@@ -1,0 +1,36 @@
+"""One coordinator at a time on one data folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class FolderInUse(Exception):
+    """Another coordinator works on the folder."""
+
+
+class FolderLock:
+    """A lock that the system lets go of when the process ends, however it ends."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / "lock"
+        self._handle: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock. Raises FolderInUse."""
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            text = f"another coordinator works on {self._path.parent}: stop it, or give another --data-dir"
+            raise FolderInUse(text) from None
+        self._handle = handle
+
+    def release(self) -> None:
+        """Let go."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None

@@ -1,0 +1,404 @@
+"""Every refusal there is: a named class with status, kind and title, answered as RFC 9457 problem details."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, ClassVar
+
+from fastapi.responses import JSONResponse
+
+from shared.messages import PROBLEM_BASE, Problem
+
+MEDIA_TYPE = "application/problem+json"
+
+
+class Refusal(Exception):
+    """Base of all refusals. ``detail`` says in one sentence what is wrong and what to do."""
+
+    status: ClassVar[int]
+    kind: ClassVar[str]
+    title: ClassVar[str]
+
+    def __init__(self, detail: str, *, headers: dict[str, str] | None = None, **members: Any):
+        super().__init__(detail)
+        self.detail = detail
+        self.headers = headers or {}
+        self.members = members
+
+    def response(self, instance: str) -> JSONResponse:
+        """The answer; ``instance`` is the path that was asked for."""
+        content = {
+            "type": PROBLEM_BASE + self.kind,
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+            "instance": instance,
+            **self.members,
+        }
+        return JSONResponse(content, self.status, self.headers, MEDIA_TYPE)
+
+
+def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for a route that refuses with ``kinds``."""
+    by_status: dict[int, list[type[Refusal]]] = defaultdict(list)
+    for kind in kinds:
+        by_status[kind.status].append(kind)
+    return {
+        status: {
+            "model": Problem,
+            "description": "; ".join(dict.fromkeys(f"`{kind.kind}`: {kind.title}" for kind in found)),
+            "content": {MEDIA_TYPE: {}},
+        }
+        for status, found in sorted(by_status.items())
+    }
+
+
+# Any request
+
+
+class InvalidRequest(Refusal):
+    """A path, query, header or body that is not what the schema says."""
+
+    status, kind, title = 422, "invalid-request", "The request is not what the schema says"
+
+
+class UnreadableBody(Refusal):
+    """A JSON body that cannot be read at all."""
+
+    status, kind, title = 400, "unreadable-body", "The body cannot be read"
+
+
+class NotFound(Refusal):
+    """Nothing lies at this address, or nothing that this caller may know of."""
+
+    status, kind, title = 404, "not-found", "There is no such thing here"
+
+
+class MethodNotAllowed(Refusal):
+    """A verb that this address does not know."""
+
+    status, kind, title = 405, "method-not-allowed", "This address does not know this verb"
+
+
+class BodyTooLarge(Refusal):
+    """A body over the limit."""
+
+    status, kind, title = 413, "too-large", "The body is too large"
+
+
+class HttpError(Refusal):
+    """Another refusal of the HTTP layer."""
+
+    kind, title = "http-error", "The request was refused"
+
+    def __init__(self, status: int, detail: str):
+        super().__init__(detail)
+        self.status = status  # type: ignore[misc]
+
+
+class InternalError(Refusal):
+    """Something broke here."""
+
+    status, kind, title = 500, "internal-error", "Something broke in the coordinator"
+
+
+class StorageFull(Refusal):
+    """The disk is full: nothing was stored."""
+
+    status, kind, title = 507, "storage-full", "The coordinator's disk is full"
+
+
+class NotReady(Refusal):
+    """The store or the engine does not work."""
+
+    status, kind, title = 503, "not-ready", "The coordinator is not ready"
+
+
+# Access
+
+
+class Unauthorized(Refusal):
+    """No bearer token, or one that nobody has."""
+
+    status, kind, title = 401, "unauthorized", "A valid bearer token is needed"
+
+    def __init__(self, detail: str):
+        super().__init__(detail, headers={"WWW-Authenticate": "Bearer"})
+
+
+class TokenExpired(Unauthorized):
+    """An enrolment token after its time."""
+
+    kind, title = "token-expired", "This enrolment token has expired"
+
+
+class WrongRole(Refusal):
+    """A token of another kind than this call takes."""
+
+    status, kind, title = 403, "wrong-role", "This token is not for this call"
+
+
+class Withdrawn(Refusal):
+    """A client that the operator has withdrawn."""
+
+    status, kind, title = 403, "withdrawn", "This client has been withdrawn"
+
+
+# Federations
+
+
+class InvalidSpec(Refusal):
+    """A spec that cannot be run; ``errors`` has the path of each offence."""
+
+    status, kind, title = 422, "invalid-spec", "The spec cannot be run"
+
+
+class NameTaken(Refusal):
+    """The name belongs to another federation, or to a client with another secret."""
+
+    status, kind, title = 409, "name-taken", "The name is taken"
+
+
+class KeyReused(Refusal):
+    """An Idempotency-Key that came with another body before."""
+
+    status, kind, title = 422, "idempotency-key-reused", "This Idempotency-Key came with another body before"
+
+
+class WrongState(Refusal):
+    """A call at the wrong moment; ``state`` is the federation's."""
+
+    status, kind, title = 409, "wrong-state", "The federation is not in a state for this"
+
+
+class NotEnoughClients(Refusal):
+    """A start with too few trainers; ``enrolled`` of ``needed``."""
+
+    status, kind, title = 409, "not-enough-clients", "Too few trainers are enrolled"
+
+
+class InitialStateMissing(Refusal):
+    """The method's initial state takes a backbone."""
+
+    status, kind, title = 409, "initial-state-missing", "The initial state has to be supplied"
+
+
+class InitialStateMismatch(Refusal):
+    """The supplied initial state is not what the method and the clients' backbone need."""
+
+    status, kind, title = 409, "initial-state-mismatch", "The supplied initial state does not fit"
+
+
+class CannotStart(Refusal):
+    """The method cannot run with this backbone and these clients."""
+
+    status, kind, title = 409, "cannot-start", "The method cannot run with this backbone and these clients"
+
+
+class NotAGenerator(Refusal):
+    """Prompts asked of a method that generates none."""
+
+    status, kind, title = 409, "not-a-generator", "This method has no prompt generator"
+
+
+class NoState(Refusal):
+    """No state of this round is there (any more)."""
+
+    status, kind, title = 404, "no-state", "There is no state of this round"
+
+
+class NotAcceptable(Refusal):
+    """No form of the answer is among those accepted, or JSON would be too large."""
+
+    status, kind, title = 406, "not-acceptable", "The answer cannot be given in this form"
+
+
+# Enrolment
+
+
+class ProtocolVersion(Refusal):
+    """A client that speaks another version."""
+
+    status, kind, title = 409, "protocol-version", "The client speaks another version of the protocol"
+
+
+class OtherBackbone(Refusal):
+    """A client whose backbone is not the federation's."""
+
+    status, kind, title = 409, "other-backbone", "The client's backbone is not the federation's"
+
+
+class SecretTaken(Refusal):
+    """A secret that another client of the federation has."""
+
+    status, kind, title = 409, "secret-taken", "Another client has this secret"
+
+
+class LateJoin(Refusal):
+    """A newcomer to a running federation whose method does not take any."""
+
+    status, kind, title = 409, "late-join", "This method takes no newcomers after the start"
+
+
+class UnknownClass(Refusal):
+    """A client that names classes which the federation does not have."""
+
+    status, kind, title = 422, "unknown-class", "The federation does not have these classes"
+
+
+class DomainMissing(Refusal):
+    """A client without a domain where the method needs its description."""
+
+    status, kind, title = 422, "domain-missing", "This method needs each client's domain"
+
+
+class NoSamples(Refusal):
+    """A trainer without a training sample."""
+
+    status, kind, title = 422, "no-samples", "A trainer needs at least one sample"
+
+
+# Tasks and updates
+
+
+class Ended(Refusal):
+    """The federation has ended: there will be no more tasks."""
+
+    status, kind, title = 410, "federation-ended", "The federation has ended"
+
+
+class WrongTaskKind(Refusal):
+    """An update for an evaluation task, or the other way round."""
+
+    status, kind, title = 409, "wrong-task-kind", "This task wants another kind of answer"
+
+
+class PayloadGone(Refusal):
+    """The payload of a task that is long over was removed."""
+
+    status, kind, title = 410, "payload-gone", "The payload is no longer kept"
+
+
+class DigestMissing(Refusal):
+    """An update without a SHA-256 Content-Digest."""
+
+    status, kind, title = 400, "digest-missing", "A Content-Digest with sha-256 is needed"
+
+
+class DigestMismatch(Refusal):
+    """A body that is not what its Content-Digest says."""
+
+    status, kind, title = 400, "digest-mismatch", "The body does not have the announced digest"
+
+
+class IncompleteBody(Refusal):
+    """A body that was cut off."""
+
+    status, kind, title = 400, "incomplete-body", "The body was cut off"
+
+
+class UploadTimeout(Refusal):
+    """A body that took too long to arrive."""
+
+    status, kind, title = 408, "upload-timeout", "The body took too long to arrive"
+
+
+class TooManyUploads(Refusal):
+    """As many uploads as are allowed are under way."""
+
+    status, kind, title = 503, "too-many-uploads", "Too many uploads are under way"
+
+
+class AlreadyAnswered(Refusal):
+    """The task was already answered with something else."""
+
+    status, kind, title = 409, "already-answered", "This task was already answered with something else"
+
+
+class PhaseClosed(Refusal):
+    """The task's phase is over; ``round`` and ``phase`` are the current ones."""
+
+    status, kind, title = 409, "phase-closed", "The task's phase is closed"
+
+
+class NotSafetensors(Refusal):
+    """A body that is not a whole safetensors file."""
+
+    status, kind, title = 415, "not-safetensors", "The body is not a safetensors file"
+
+
+class HeaderTooLarge(Refusal):
+    """A safetensors header over 1 MB."""
+
+    status, kind, title = 422, "header-too-large", "The safetensors header is too large"
+
+
+class BadMetadata(Refusal):
+    """Metadata that is not what an update must say about itself."""
+
+    status, kind, title = 422, "bad-metadata", "The metadata is not what an update must say"
+
+
+class WrongTask(Refusal):
+    """Metadata that names another task."""
+
+    status, kind, title = 422, "wrong-task", "The metadata names another task"
+
+
+class UnknownTensor(Refusal):
+    """A tensor that was not asked for."""
+
+    status, kind, title = 422, "unknown-tensor", "A tensor was not asked for"
+
+
+class MissingTensor(Refusal):
+    """A tensor that was asked for and is not there."""
+
+    status, kind, title = 422, "missing-tensor", "A tensor is missing"
+
+
+class WrongShape(Refusal):
+    """A tensor of another shape."""
+
+    status, kind, title = 422, "wrong-shape", "A tensor has another shape"
+
+
+class WrongDtype(Refusal):
+    """A tensor of another dtype."""
+
+    status, kind, title = 422, "wrong-dtype", "A tensor has another dtype"
+
+
+class NotFinite(Refusal):
+    """A tensor with NaN or infinity."""
+
+    status, kind, title = 422, "not-finite", "A tensor holds NaN or infinity"
+
+
+class NormTooLarge(Refusal):
+    """An update over the norm that the spec admits."""
+
+    status, kind, title = 422, "norm-too-large", "The update's norm is over the limit"
+
+
+class WrongPayload(Refusal):
+    """An update that was made from another payload than was served."""
+
+    status, kind, title = 422, "wrong-payload", "The update was made from another payload"
+
+
+TENSOR_REFUSALS: dict[str, type[Refusal]] = {
+    one.kind: one
+    for one in (
+        NotSafetensors,
+        HeaderTooLarge,
+        BadMetadata,
+        UnknownTensor,
+        MissingTensor,
+        WrongShape,
+        WrongDtype,
+        NotFinite,
+    )
+}
+ANY_REQUEST = (InvalidRequest, BodyTooLarge, InternalError)
+ANY_CALLER = (Unauthorized, WrongRole, NotFound)

@@ -1,0 +1,85 @@
+"""What is removed again: blobs that no row names, and with ``retention: last_round`` what earlier rounds have left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, func, select, update
+from sqlalchemy.orm import Session
+
+from coordinator.live import Live
+from coordinator.rounds import ENDED
+from coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+
+if TYPE_CHECKING:
+    from coordinator.engine import Engine
+
+
+def has_to_retire(live: Live, retired: int) -> bool:
+    """Whether rounds have passed whose tensors are not kept, beyond the ``retired`` ones."""
+    return live.spec.retention == "last_round" and _kept_from(live) > retired
+
+
+def retire(engine: Engine, id: str) -> None:
+    """Remove updates, payloads and states of the rounds before the last completed one; their rows stay."""
+    live = engine.live(id)
+    bound = _kept_from(live)
+    with engine.change(id) as change:
+        digests = set(_retire_rows(change.session, id, bound))
+    collect(engine, digests)
+    engine.retired[id] = bound
+
+
+def collect(engine: Engine, digests: Iterable[str]) -> None:
+    """Remove those of ``digests`` that no row names any more."""
+    with engine.exclusively(), engine.database.read() as session:
+        for digest in digests:
+            if not _is_named(session, digest):
+                engine.blobs.remove(digest)
+
+
+def sweep(engine: Engine) -> None:
+    """Remove every blob that no row names: what a crash between a blob and its row has left."""
+    collect(engine, engine.blobs.all())
+
+
+def digests_of(session: Session, id: str) -> set[str]:
+    """Every blob that a federation's rows name."""
+    mine = select(TaskRow.id).where(TaskRow.federation_id == id)
+    queries: list[Select[Any]] = [
+        select(StateRow.sha256).where(StateRow.federation_id == id),
+        select(UpdateRow.sha256).where(UpdateRow.task_id.in_(mine)),
+        select(TaskRow.payload_sha256).where(TaskRow.federation_id == id),
+        select(FederationRow.supplied_state).where(FederationRow.id == id),
+    ]
+    return {digest for query in queries for digest in session.scalars(query) if digest}
+
+
+def _kept_from(live: Live) -> int:
+    return live.run.round if live.run.state in ENDED else live.run.round - 1
+
+
+def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
+    last = session.scalar(select(func.max(StateRow.id)).where(StateRow.federation_id == id))
+    old_states = (StateRow.federation_id == id, StateRow.round < bound, StateRow.stored, StateRow.id != last)
+    old_phases = select(PhaseRow.id).where(PhaseRow.federation_id == id, PhaseRow.round < bound)
+    old_tasks = TaskRow.phase_id.in_(old_phases)
+    old_updates = (UpdateRow.task_id.in_(select(TaskRow.id).where(old_tasks)), UpdateRow.stored)
+    yield from session.scalars(select(StateRow.sha256).where(*old_states))
+    yield from session.scalars(select(UpdateRow.sha256).where(*old_updates))
+    for digest in session.scalars(select(TaskRow.payload_sha256).where(old_tasks, TaskRow.payload_stored)):
+        yield str(digest)
+    session.execute(update(StateRow).where(*old_states).values(stored=False))
+    session.execute(update(UpdateRow).where(*old_updates).values(stored=False))
+    session.execute(update(TaskRow).where(old_tasks).values(payload_stored=False))
+
+
+def _is_named(session: Session, digest: str) -> bool:
+    queries = (
+        select(StateRow.id).where(StateRow.sha256 == digest, StateRow.stored),
+        select(UpdateRow.task_id).where(UpdateRow.sha256 == digest, UpdateRow.stored),
+        select(TaskRow.id).where(TaskRow.payload_sha256 == digest, TaskRow.payload_stored),
+        select(FederationRow.id).where(FederationRow.supplied_state == digest),
+    )
+    return any(session.execute(query.limit(1)).first() is not None for query in queries)

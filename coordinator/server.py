@@ -1,0 +1,131 @@
+"""The coordinator as a process: one server on one socket, which ends in a few seconds when it is asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from coordinator import federations, logs
+from coordinator.app import create_app
+from coordinator.bootstrap import BootstrapFailed, read_spec
+from coordinator.lock import FolderInUse, FolderLock
+from coordinator.problems import Refusal
+from coordinator.settings import Settings
+
+log = logging.getLogger("promptfed.coordinator")
+
+GRACE_SECONDS = 2  # for answers under way, once waiting requests have been woken
+CANNOT_START = 2
+
+
+class Server(uvicorn.Server):
+    """Wakes every long poll and stream when it is told to end, and calls ``ready`` once it answers."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, ready: Callable[[], None]):
+        super().__init__(config)
+        self._app = app
+        self._ready = ready
+        self._serving: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and only then say so."""
+        self._serving = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On SIGTERM or Ctrl-C. Unlike the base, the signal is not raised again: this end is an orderly one."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+        if self._serving is not None:
+            # This is a signal handler: the event loop may be anywhere.
+            self._serving.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        engine = getattr(self._app.state, "engine", None)
+        if engine is not None:
+            engine.stop_waiting()
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code: 0, or 2 with one line on stderr where it cannot start."""
+    logs.configure(settings.log_level)
+    try:
+        _check(settings)
+        listening = _bind(settings)
+    except (FolderInUse, BootstrapFailed, OSError) as error:
+        print(f"coordinator: {error}", file=sys.stderr)
+        return CANNOT_START
+    base_url = _base_url(settings, listening)
+
+    def ready() -> None:
+        log.info("listening on %s, data in %s", base_url, settings.data_dir)
+        if settings.port_file is not None:
+            _write_whole(settings.port_file, base_url)
+
+    app = create_app(settings)
+    Server(_config(settings, app), app, ready).run(sockets=[listening])
+    return 0
+
+
+def _config(settings: Settings, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_keep_alive=75,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+
+
+def _check(settings: Settings) -> None:
+    """Say in one line what would otherwise end the start with a traceback."""
+    settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = FolderLock(settings.data_dir)
+    lock.acquire()
+    lock.release()
+    if settings.bootstrap is not None:
+        try:
+            federations.resolve(read_spec(settings.bootstrap))
+        except Refusal as refusal:
+            raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
+
+
+def _bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+    except OSError as error:
+        listening.close()
+        raise OSError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
+    return listening
+
+
+def _base_url(settings: Settings, listening: socket.socket) -> str:
+    scheme = "https" if settings.tls_cert else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A reader finds all of it or no file."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.write_text(text + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,56 @@
+"""Settings of the coordinator, from options or ``PROMPTFED_COORDINATOR_*`` variables."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEFAULT_PORT = 8080
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing outside this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Settings(BaseSettings):
+    """Where the coordinator keeps its data, where it listens, and how much it takes at once."""
+
+    model_config = SettingsConfigDict(env_prefix="PROMPTFED_COORDINATOR_", extra="forbid")
+
+    data_dir: Path = Path("coordinator-data")
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="0: any free port")] = DEFAULT_PORT
+    port_file: Annotated[Path | None, Field(description="the base URL is written here once it answers")] = None
+    allow_plain_http: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    max_uploads: Annotated[int, Field(ge=1, le=1000)] = 8
+    upload_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    token_hours: Annotated[float, Field(gt=0, description="how long an enrolment token is good by default")] = 168.0
+    bootstrap: Annotated[Path | None, Field(description="spec of a federation to create if it is absent")] = None
+    enrolment_token_file: Annotated[Path | None, Field(description="where bootstrap writes a token")] = None
+    enrolment_token_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
+    log_level: str = "info"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both a certificate and its key: give --tls-cert and --tls-key")
+        if not (is_loopback(self.host) or self.tls_cert or self.allow_plain_http):
+            raise ValueError(
+                f"{self.host} can be reached from outside: give --tls-cert and --tls-key, or --allow-plain-http where "
+                "the network is trusted"
+            )
+        if self.enrolment_token_file is not None and self.bootstrap is None:
+            raise ValueError("--enrolment-token-file needs --bootstrap, which names the federation")
+        return self

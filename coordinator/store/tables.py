@@ -1,0 +1,185 @@
+"""The tables. A run's rows are written together with the event that changed it, so that they always hold a whole step.
+
+Times are RFC 3339 text in UTC: they are shown, never computed with (deadlines run on a monotonic clock).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, ForeignKey, Index, MetaData, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    "pk": "pk_%(table_name)s",
+}
+Json = JSON(none_as_null=True)
+
+
+class Base(DeclarativeBase):
+    """Base of all tables."""
+
+    metadata = MetaData(naming_convention=NAMES)
+    type_annotation_map = {dict[str, Any]: Json, list[str]: Json}  # noqa: RUF012 (SQLAlchemy's own form)
+
+
+class FederationRow(Base):
+    """One federation: its resolved spec and where its run stands."""
+
+    __tablename__ = "federations"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    spec: Mapped[dict[str, Any]]
+    idempotency_key: Mapped[str | None] = mapped_column(unique=True)
+    request_digest: Mapped[str]
+    created_at: Mapped[str]
+    started_at: Mapped[str | None]
+    ended_at: Mapped[str | None]
+    state: Mapped[str]
+    reason: Mapped[str | None]
+    round: Mapped[int]
+    step: Mapped[int]
+    work: Mapped[str | None]
+    joining: Mapped[list[str]]
+    fingerprint: Mapped[str | None]
+    shape: Mapped[dict[str, Any] | None]
+    supplied_state: Mapped[str | None]
+
+
+class TokenRow(Base):
+    """An enrolment token, as the SHA-256 of its text."""
+
+    __tablename__ = "enrolment_tokens"
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"), index=True)
+    created_at: Mapped[str]
+    expires_at: Mapped[str]
+
+
+class ClientRow(Base):
+    """An enrolled client; ``secret_digest`` is null after the operator has reset its name."""
+
+    __tablename__ = "clients"
+    __table_args__ = (UniqueConstraint("federation_id", "name"), UniqueConstraint("federation_id", "secret_digest"))
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"))
+    name: Mapped[str]
+    role: Mapped[str]
+    secret_digest: Mapped[str | None]
+    num_samples: Mapped[int]
+    class_names: Mapped[list[str]]
+    domain: Mapped[dict[str, Any] | None]
+    device: Mapped[str]
+    active: Mapped[bool]
+    joined: Mapped[bool]
+    enrolled_at: Mapped[str]
+    last_seen: Mapped[str | None]
+    refusals: Mapped[int]
+    last_refusal: Mapped[dict[str, Any] | None]
+
+
+class PhaseRow(Base):
+    """A stage of a run: a phase of a round, or its evaluation (the step after the last phase)."""
+
+    __tablename__ = "phases"
+    __table_args__ = (UniqueConstraint("federation_id", "round", "step"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"))
+    round: Mapped[int]
+    step: Mapped[int]
+    kind: Mapped[str]
+    name: Mapped[str]
+    sample_size: Mapped[int]
+    extended: Mapped[bool]
+    opened_at: Mapped[str]
+    deadline: Mapped[str]
+    closed_at: Mapped[str | None]
+    completed_at: Mapped[str | None]
+
+
+class TaskRow(Base):
+    """One client's part of a stage. A client that is asked again after a failure gets another task."""
+
+    __tablename__ = "tasks"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"), index=True)
+    phase_id: Mapped[int] = mapped_column(ForeignKey("phases.id", ondelete="CASCADE"), index=True)
+    number: Mapped[int]
+    client: Mapped[str]
+    status: Mapped[str]
+    opened_at: Mapped[str]
+    settled_at: Mapped[str | None]
+    payload_sha256: Mapped[str | None] = mapped_column(index=True)
+    payload_bytes: Mapped[int | None]
+    payload_stored: Mapped[bool]
+    bytes_down: Mapped[int]
+    failure: Mapped[dict[str, Any] | None]
+    counted: Mapped[bool]
+    weight: Mapped[float | None]
+
+
+class UpdateRow(Base):
+    """The one accepted update of a task. ``stored`` is false once retention has removed its bytes."""
+
+    __tablename__ = "updates"
+
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id", ondelete="CASCADE"), primary_key=True)
+    sha256: Mapped[str] = mapped_column(index=True)
+    bytes: Mapped[int]
+    norm: Mapped[float]
+    metrics: Mapped[dict[str, Any]]
+    received_at: Mapped[str]
+    stored: Mapped[bool]
+
+
+class EvaluationRow(Base):
+    """The one accepted evaluation of a task."""
+
+    __tablename__ = "evaluations"
+
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id", ondelete="CASCADE"), primary_key=True)
+    digest: Mapped[str]
+    body: Mapped[dict[str, Any]]
+    received_at: Mapped[str]
+
+
+class StateRow(Base):
+    """A global state: after a phase, a joining, or the start (round 0). The last row is the current one.
+
+    That ``phase_id`` is unique is what makes the database itself refuse to aggregate a phase twice.
+    """
+
+    __tablename__ = "states"
+    __table_args__ = (Index("ix_states_federation_id_round", "federation_id", "round"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"))
+    round: Mapped[int]
+    phase_id: Mapped[int | None] = mapped_column(ForeignKey("phases.id", ondelete="CASCADE"), unique=True)
+    origin: Mapped[str]
+    state_hash: Mapped[str]
+    sha256: Mapped[str] = mapped_column(index=True)
+    bytes: Mapped[int]
+    committed_at: Mapped[str]
+    stored: Mapped[bool]
+
+
+class EventRow(Base):
+    """What happened, in order; the id is the event stream's."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index("ix_events_federation_id_id", "federation_id", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"))
+    kind: Mapped[str]
+    data: Mapped[dict[str, Any]]
+    at: Mapped[str]

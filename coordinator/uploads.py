@@ -1,0 +1,106 @@
+"""Bodies of tensors: streamed to a temporary file, at most N at once, hashed on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from coordinator.admission import Upload
+from coordinator.engine import Engine
+from coordinator.problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
+
+CHUNK = 1 << 20
+DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it
+RETRY_AFTER = "2"
+_SHA256 = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]*):")
+
+
+class Uploads:
+    """The uploads under way."""
+
+    def __init__(self, engine: Engine, most: int, timeout: float):
+        self._engine = engine
+        self._most = most
+        self._timeout = timeout
+        self._running = 0
+
+    @asynccontextmanager
+    async def receive(self, request: Request, limit: int) -> AsyncIterator[Upload]:
+        """The request's body on disk, removed at the end of the block unless somebody took it.
+
+        Raises:
+            TooManyUploads, UploadTimeout, IncompleteBody: it could not be received.
+        """
+        if self._running >= self._most:
+            text = f"{self._most} uploads are under way: try again in {RETRY_AFTER} s"
+            raise TooManyUploads(text, headers={"Retry-After": RETRY_AFTER})
+        self._running += 1
+        self._engine.measures.uploads.set(self._running)
+        path = self._engine.blobs.temporary()
+        try:
+            yield await self._receive(request, path, limit)
+        finally:
+            self._running -= 1
+            self._engine.measures.uploads.set(self._running)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    async def _receive(self, request: Request, path: Path, limit: int) -> Upload:
+        try:
+            async with asyncio.timeout(self._timeout):
+                with await asyncio.to_thread(path.open, "wb") as file:
+                    return await _stream(request, file, path, limit)
+        except TimeoutError:
+            raise UploadTimeout(f"the body did not arrive within {self._timeout:g} s") from None
+        except ClientDisconnect:
+            raise IncompleteBody("the connection ended before the body did") from None
+
+
+async def _stream(request: Request, file: BinaryIO, path: Path, limit: int) -> Upload:
+    digest, size, waiting = hashlib.sha256(), 0, bytearray()
+
+    def put(content: bytes) -> None:
+        digest.update(content)
+        file.write(content)
+
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            # Read on for a while, so that a client that is still sending finds our answer and not a closed door.
+            if size > limit + DRAINED:
+                break
+            continue
+        waiting += chunk
+        if len(waiting) >= CHUNK:
+            await asyncio.to_thread(put, bytes(waiting))
+            waiting.clear()
+    await asyncio.to_thread(put, bytes(waiting))
+    await asyncio.to_thread(file.flush)
+    return Upload(path, size, "sha256:" + digest.hexdigest(), too_large=size > limit)
+
+
+def announced_digest(header: str | None) -> str:
+    """The SHA-256 of a Content-Digest header (RFC 9530), as ``sha256:<hex>``. Raises DigestMissing."""
+    found = _SHA256.search(header or "")
+    try:
+        raw = base64.b64decode(found.group(1), validate=True) if found else b""
+    except binascii.Error:
+        raw = b""
+    if len(raw) != hashlib.sha256().digest_size:
+        raise DigestMissing("send the body's SHA-256 as `Content-Digest: sha-256=:<base64>:`")
+    return "sha256:" + raw.hex()
+
+
+def expect_digest(upload: Upload, announced: str) -> None:
+    """Refuse a body that is not what was announced. One that was cut off at the limit cannot be compared."""
+    if not upload.too_large and upload.sha256 != announced:
+        raise DigestMismatch(f"the body has digest {upload.sha256}; {announced} was announced: send it again")

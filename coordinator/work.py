@@ -1,0 +1,237 @@
+"""Tensor work: initial states, joinings, payloads, aggregates. It runs in a thread, never on the event loop.
+
+Each job reads what is committed, computes, stores blobs, and commits once. Killed anywhere and done again it comes to
+the same bytes, because it depends on nothing but what is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from coordinator import clock
+from coordinator.aggregation import weighted_mean
+from coordinator.faults import point
+from coordinator.ledger import Change
+from coordinator.live import Live, OpenTask
+from coordinator.problems import (
+    CannotStart,
+    InitialStateMismatch,
+    InitialStateMissing,
+    NotEnoughClients,
+    WrongState,
+)
+from coordinator.rounds import NotEnoughTrainers, Start, WorkDone, WrongMoment
+from coordinator.store.blobs import digest_of
+from coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
+from shared.methods.base import ClientUpdate, MethodError, NeedsBackbone, ServerContext
+from shared.seeds import initial_draws
+from shared.tensors import TensorError, Tensors, check, decode, encode, state_hash
+
+if TYPE_CHECKING:
+    from coordinator.engine import Engine
+
+
+def start(engine: Engine, id: str) -> None:
+    """Make the initial state and start.
+
+    Raises:
+        WrongState, NotEnoughClients, InitialStateMissing, InitialStateMismatch, CannotStart: it cannot.
+    """
+    while True:
+        live = engine.live(id)
+        _expect_startable(live)
+        roster = [name for name, member in live.run.members.items() if member.active]
+        context = live.context(roster)
+        with engine.blobs.hold() as held:
+            tensors = _initial_state(engine, live, context)
+            content = encode(tensors)
+            held.put(content)
+            with engine.change(id) as change:
+                if change.live.run != live.run or change.live.supplied_state != live.supplied_state:
+                    continue  # Somebody enrolled meanwhile: the state is made for the clients that there are.
+                _commit_state(change, tensors, content, "initial", None)
+                _send_start(change)
+                point("start-before-commit")
+        point("start-committed")
+        return
+
+
+def _expect_startable(live: Live) -> None:
+    if live.run.state != "enrolling":
+        text = f"{live.name} is {live.run.state}: only a federation that is enrolling can be started"
+        raise WrongState(text, state=live.run.state)
+    trainers, needed = len(live.run.trainers()), live.rules.min_clients
+    if trainers < needed:
+        text = f"{trainers} trainers are enrolled; {needed} are needed: enrol more, or lower participation.min_clients"
+        raise NotEnoughClients(text, enrolled=trainers, needed=needed)
+
+
+def _send_start(change: Change) -> None:
+    try:
+        change.send(Start(clock.monotonic()))
+    except (WrongMoment, NotEnoughTrainers):
+        _expect_startable(change.live)
+        raise
+
+
+def _initial_state(engine: Engine, live: Live, context: ServerContext) -> Tensors:
+    _one_thread(live)
+    try:
+        if live.supplied_state is not None:
+            tensors, _ = decode(engine.blobs.read(live.supplied_state))
+        else:
+            tensors = live.method.initial_state(context, initial_draws(live.spec.seed))
+        check_state(live, tensors, context)
+    except NeedsBackbone as error:
+        raise InitialStateMissing(str(error)) from None
+    except MethodError as error:
+        raise CannotStart(str(error)) from None
+    except TensorError as error:
+        raise InitialStateMismatch(f"{error}; PUT another initial-state") from None
+    return tensors
+
+
+def check_state(live: Live, tensors: Tensors, context: ServerContext) -> None:
+    """Refuse tensors that are not a global state of this federation. Raises TensorError, MethodError."""
+    dims = live.method.dims(context)
+    expected = {spec.name: (spec.resolve(dims), spec.dtype) for spec in live.method.state_tensors()}
+    check(tensors, expected)
+
+
+def join(engine: Engine, id: str) -> None:
+    """Let newcomers into the state, one by one in order of name; each sees a roster that ends with itself."""
+    live = engine.live(id)
+    with engine.database.read() as session:
+        state = current_state(engine, session, id)
+    _one_thread(live)
+    roster = [name for name, member in live.run.members.items() if member.joined]
+    for name in live.run.joining:
+        roster.append(name)
+        state = live.method.join(state, live.clients[name].info(), live.context(roster))
+    check_state(live, state, live.context(roster))
+    with engine.blobs.hold() as held:
+        content = encode(state)
+        held.put(content)
+        with engine.change(id) as change:
+            if (change.live.run.work, change.live.run.joining) != ("join", live.run.joining):
+                return
+            _commit_state(change, state, content, "join", None)
+            change.send(WorkDone(clock.monotonic()))
+
+
+def aggregate(engine: Engine, id: str) -> None:
+    """Compute the state after the closed phase from its stored updates, and commit it once."""
+    live = engine.live(id)
+    point("phase-closed")
+    run = live.run
+    with engine.database.read() as session:
+        state = current_state(engine, session, id)
+        phase_id, phase_name = _closed_phase(session, live)
+        updates = _counted(session, phase_id)
+    _one_thread(live)
+    context = live.context()
+    with engine.measures.work.labels("aggregate").time():
+        stream = _stored_updates(engine, updates)
+        after = live.method.aggregate(state, live.method_phase(run.round, run.step), stream, weighted_mean, context)
+        check_state(live, after, context)
+    point("aggregate-computed")
+    with engine.blobs.hold() as held:
+        content = encode(after)
+        held.put(content)
+        with engine.change(id) as change:
+            now = change.live.run
+            if (now.work, now.round, now.step) != ("aggregate", run.round, run.step):
+                return
+            _commit_state(change, after, content, phase_name, phase_id)
+            change.send(WorkDone(clock.monotonic()))
+            point("state-before-commit")
+    point("state-committed")
+
+
+def fill_payloads(engine: Engine, id: str) -> None:
+    """Make the payload of each open task that has none yet."""
+    live = engine.live(id)
+    pending = [task for task in live.tasks.values() if task.payload_sha256 is None]
+    with engine.database.read() as session:
+        state = current_state(engine, session, id)
+    _one_thread(live)
+    context = live.context()
+    with engine.blobs.hold() as held:
+        made: dict[str, OpenTask] = {}
+        for task in pending:
+            phase = live.method_phase(task.round, task.step) if task.kind == "train" else None
+            content = encode(live.method.payload(state, phase, live.clients[task.client].info(), context))
+            digest = held.put(content)
+            made[task.id] = replace(task, payload_sha256=digest, payload_bytes=len(content))
+        with engine.change(id) as change:
+            _serve(change, made)
+            point("payloads-before-commit")
+    point("payloads-committed")
+
+
+def _serve(change: Change, made: dict[str, OpenTask]) -> None:
+    tasks = {name: made.get(task.id, task) for name, task in change.live.tasks.items()}
+    change.live = replace(change.live, tasks=tasks)
+    unserved = (TaskRow.federation_id == change.live.id, TaskRow.payload_sha256.is_(None))
+    for row in change.session.scalars(select(TaskRow).where(*unserved)):
+        if row.id not in made:
+            continue
+        row.payload_sha256, row.payload_bytes = made[row.id].payload_sha256, made[row.id].payload_bytes
+        row.payload_stored = True
+        change.wake.add(row.client)
+
+
+def current_state(engine: Engine, session: Session, id: str) -> Tensors:
+    """The state that was committed last."""
+    row = session.scalars(
+        select(StateRow).where(StateRow.federation_id == id).order_by(StateRow.id.desc()).limit(1)
+    ).one()
+    return decode(engine.blobs.read(row.sha256))[0]
+
+
+def _closed_phase(session: Session, live: Live) -> tuple[int, str]:
+    here = (PhaseRow.federation_id == live.id, PhaseRow.round == live.run.round, PhaseRow.step == live.run.step)
+    row = session.scalars(select(PhaseRow).where(*here)).one()
+    return row.id, row.name
+
+
+def _counted(session: Session, phase_id: int) -> list[tuple[str, float, str]]:
+    """Client, weight and digest of each counted update, in order of client name."""
+    rows = session.execute(
+        select(TaskRow.client, TaskRow.weight, UpdateRow.sha256)
+        .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+        .where(TaskRow.phase_id == phase_id, TaskRow.counted)
+    )
+    return sorted((row[0], row[1] or 0.0, row[2]) for row in rows)
+
+
+def _stored_updates(engine: Engine, updates: list[tuple[str, float, str]]) -> Iterator[ClientUpdate]:
+    for client, weight, sha256 in updates:
+        yield ClientUpdate(client, weight, decode(engine.blobs.read(sha256))[0])
+
+
+def _commit_state(change: Change, tensors: Tensors, content: bytes, origin: str, phase_id: int | None) -> None:
+    row = StateRow(
+        federation_id=change.live.id,
+        round=change.live.run.round,
+        phase_id=phase_id,
+        origin=origin,
+        state_hash=state_hash(tensors),
+        sha256=digest_of(content),
+        bytes=len(content),
+        committed_at=clock.now(),
+        stored=True,
+    )
+    change.session.add(row)
+    change.tell("state-committed", round=row.round, origin=origin, state_hash=row.state_hash)
+
+
+def _one_thread(live: Live) -> None:
+    # Sums over several threads may come out in another order: the number is part of the spec.
+    torch.set_num_threads(live.spec.training.threads)

@@ -1,0 +1,152 @@
+"""Fake clients over plain httpx: they need no backbone and answer with tensors that only depend on what they got."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import torch
+
+from shared.seeds import generator
+from shared.tensors import Tensors, decode, encode
+
+SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8}
+FINGERPRINT = "sha256:" + "ab" * 32
+CLASSES = ["circle", "square", "star"]
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    """A small federation; sections given are merged over it."""
+    base: dict[str, Any] = {
+        "name": "eyes",
+        "method": {"name": "promptfl", "m": 4},
+        "rounds": 2,
+        "participation": {"min_clients": 2, "deadline_seconds": 60},
+        "seed": 7,
+    }
+    for key, value in changes.items():
+        base[key] = base[key] | value if isinstance(base.get(key), dict) and isinstance(value, dict) else value
+    return base
+
+
+def secret_of(name: str) -> str:
+    """A client's secret; the same name always has the same."""
+    return hashlib.sha256(f"secret of {name}".encode()).hexdigest()
+
+
+def enrolment(name: str, **changes: Any) -> dict[str, Any]:
+    """The body of an enrolment."""
+    return {
+        "name": name,
+        "secret": secret_of(name),
+        "role": "trainer",
+        "num_samples": 10,
+        "class_names": CLASSES,
+        "backbone_fingerprint": FINGERPRINT,
+        "backbone_shape": SHAPE,
+        **changes,
+    }
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The Authorization header."""
+    return {"Authorization": f"Bearer {token}"}
+
+
+def content_digest(body: bytes) -> str:
+    """The Content-Digest header of RFC 9530."""
+    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
+
+
+def trained(tensors: Tensors, name: str, task: dict[str, Any]) -> Tensors:
+    """A deterministic "training": the payload plus noise that depends on client, round and phase alone."""
+    draws = generator(0, task["round"], name, task["phase"])
+    return {key: value + torch.randn(value.shape, generator=draws) for key, value in tensors.items()}
+
+
+def update_body(tensors: Tensors, task: dict[str, Any], **about: Any) -> bytes:
+    """An update as a client sends it."""
+    metadata = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {"loss": 0.5}}
+    return encode(tensors, metadata | about)
+
+
+@dataclass
+class FakeClient:
+    """A client by hand: every method is one request."""
+
+    http: httpx.Client
+    federation: str
+    name: str
+    accuracy: float = 0.5
+    sent: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return f"/v1/federations/{self.federation}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return bearer(secret_of(self.name))
+
+    def enrol(self, token: str, **changes: Any) -> httpx.Response:
+        return self.http.post(f"{self.path}/clients", json=enrolment(self.name, **changes), headers=bearer(token))
+
+    def task(self, wait: float = 0) -> httpx.Response:
+        return self.http.get(f"{self.path}/task", params={"wait": wait}, headers=self.headers)
+
+    def payload(self, task: dict[str, Any]) -> Tensors:
+        response = self.http.get(task["payload"]["url"], headers=self.headers)
+        response.raise_for_status()
+        assert "sha256:" + hashlib.sha256(response.content).hexdigest() == task["payload"]["sha256"]
+        assert len(response.content) == task["payload"]["bytes"]
+        return decode(response.content)[0]
+
+    def send(self, task: dict[str, Any], body: bytes, **headers: str) -> httpx.Response:
+        url = f"{self.path}/tasks/{task['task_id']}/update"
+        return self.http.put(
+            url, content=body, headers={**self.headers, "Content-Digest": content_digest(body), **headers}
+        )
+
+    def evaluate(self, task: dict[str, Any], accuracy: float | None = None) -> httpx.Response:
+        result = {"accuracy": self.accuracy if accuracy is None else accuracy, "num_samples": 20}
+        body = {"splits": {"test": result}, "zero_shot": {"test": {"accuracy": 0.25, "num_samples": 20}}}
+        return self.http.put(f"{self.path}/tasks/{task['task_id']}/evaluation", json=body, headers=self.headers)
+
+    def fail(self, task: dict[str, Any]) -> httpx.Response:
+        body = {"type": "out-of-memory", "detail": "no room"}
+        return self.http.post(f"{self.path}/tasks/{task['task_id']}/failure", json=body, headers=self.headers)
+
+    def answer(self, task: dict[str, Any]) -> httpx.Response:
+        """Carry out a task of either kind."""
+        if task["kind"] == "evaluate":
+            self.payload(task)
+            return self.evaluate(task)
+        # As the protocol asks of clients: what was made once is sent again, never made again.
+        if task["task_id"] not in self.sent:
+            self.sent[task["task_id"]] = update_body(trained(self.payload(task), self.name, task), task)
+        return self.send(task, self.sent[task["task_id"]])
+
+    def work(self, until: float = 30.0) -> bool:
+        """Answer tasks until the federation has ended (true), or until there is none for a moment (false)."""
+        end = time.monotonic() + until
+        while time.monotonic() < end:
+            response = self.task()
+            if response.status_code == 410:
+                return True
+            if response.status_code == 204:
+                return False
+            response.raise_for_status()
+            self.answer(response.json()).raise_for_status()
+        raise AssertionError("the federation does not end")
+
+
+def drive(clients: list[FakeClient], seconds: float = 30.0) -> None:
+    """Let all clients work until the federation has ended."""
+    end = time.monotonic() + seconds
+    while [client for client in clients if not client.work()]:
+        assert time.monotonic() < end, "the federation does not end"
+        time.sleep(0.005)
