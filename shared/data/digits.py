@@ -1,4 +1,4 @@
-"""``digits``: the 1,797 handwritten digits that scikit-learn's package ships, real images, dark on light or inverted."""
+"""``digits``: the 1,797 handwritten digits of scikit-learn's package, real images, dark on light or inverted."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Draws:
-    """Random numbers for a batch of keys: each call gives fresh ones, the same for a key whatever else is in the batch."""
+    """Random numbers for a batch of keys: each call gives fresh ones, whatever other keys are in the batch."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self.keys = keys
@@ -137,7 +137,7 @@ def _font_path(name: str) -> str:
 def place(glyphs: Tensor, draws: Draws, wobble: float, amount: float = 1.0) -> Tensor:
     """The glyphs' masks, each turned, scaled, sheared, shifted and bent: (B, ATLAS, ATLAS) -> (B, 1, SIZE, SIZE).
 
-    ``wobble`` is the largest bend, as a part of half the image's width; ``amount`` in [0, 1] scales every change of pose.
+    ``wobble`` is the largest bend, as a part of half the image's width; ``amount`` in [0, 1] scales all changes.
     """
     x, y = grid()
     angle = amount * draws.uniform(-0.45, 0.45)

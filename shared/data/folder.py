@@ -65,7 +65,7 @@ def _class_items(root: Path, split: str | None) -> list[_Item]:
         for path in files:
             if path.is_dir():
                 raise DataError(
-                    f"{path} is a folder where images should be; if {name} is a domain, add domain={name} to the options."
+                    f"{path} is a folder where images should be; if {name} is a domain, add domain={name} to the URI."
                 )
             items.append(_Item(path, name.replace("_", " "), split))
     return items
@@ -120,8 +120,15 @@ def _source(items: list[_Item], domain: str | None, options: Options, where: str
     else:
         is_train = torch.tensor([item.split == "train" for item in items])
         train, test = is_train.nonzero()[:, 0], (~is_train).nonzero()[:, 0]
-    about = None if domain is None else Domain(domain, f"a {domain.replace('_', ' ')} of a {{}}")
-    return Source(options.uri, names, about, TEMPLATE, whole.select(train), whole.select(test))
+    return Source(options.uri, names, _domain(domain), TEMPLATE, whole.select(train), whole.select(test))
+
+
+def _domain(name: str | None) -> Domain | None:
+    if name is None:
+        return None
+    words = name.replace("_", " ")
+    article = "an" if words[:1].lower() in "aeiou" else "a"
+    return Domain(name, f"{article} {words} of a {{}}")
 
 
 def _existing(body: str, options: Options, folder: bool = True) -> Path:

@@ -1,4 +1,4 @@
-"""How one data set is divided over clients. Every division is seeded, disjoint and complete, or refused with a reason."""
+"""How one data set is divided over clients: seeded, disjoint and complete, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
     if shots < 1:
         raise DataError(f"shots={shots} is not at least 1.")
     chosen = []
-    for label in labels.unique().tolist():
+    for label in torch.unique(labels).tolist():
         rows = np.flatnonzero(labels.numpy() == label)
         chosen.append(_rng(seed, "shots", label).permutation(rows)[:shots])
     return torch.from_numpy(np.sort(np.concatenate(chosen)))
@@ -120,7 +120,7 @@ def few_shot(labels: Tensor, shots: int, seed: int) -> Tensor:
 def train_test(labels: Tensor, seed: int, test_share: float = 0.2) -> tuple[Tensor, Tensor]:
     """Rows of train and test: a seeded share of each class, at least one image on each side."""
     train, test = [], []
-    for label in labels.unique().tolist():
+    for label in torch.unique(labels).tolist():
         rows = np.flatnonzero(labels.numpy() == label)
         if len(rows) < 2:
             raise DataError(f"class {label} has one image, which cannot be both for training and for testing.")

@@ -22,7 +22,7 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
 def open_source(uri: str) -> Source:
     """The source that ``scheme:body?option=value`` names, cut as its options say.
 
-    Raises DataError, in one sentence, for an unknown scheme, an unknown or bad option, and for data that cannot be used.
+    Raises DataError, one sentence, for an unknown scheme, an unknown or bad option, and data that cannot be used.
     """
     address, _, query = uri.partition("?")
     scheme, _, body = address.partition(":")

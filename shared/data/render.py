@@ -15,7 +15,7 @@ _CHUNK = 256
 
 
 def render(glyphs: Tensor, styles: Sequence[str], keys: np.ndarray, pose: float = 1.0) -> Tensor:
-    """Images (B, 3, SIZE, SIZE) uint8 of glyph masks (B, ATLAS, ATLAS), each in its style, drawn by its key (B,) uint64.
+    """Images (B, 3, SIZE, SIZE) uint8 of glyph masks (B, ATLAS, ATLAS), in their styles, drawn by their keys (B,).
 
     ``pose`` in [0, 1] scales how far things are turned, shifted and bent.
     """

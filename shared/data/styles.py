@@ -1,4 +1,4 @@
-"""The styles that masks are drawn in. Each takes masks (B, 1, SIZE, SIZE) and gives RGB (B, 3, SIZE, SIZE) in [0, 1]."""
+"""The styles that masks are drawn in: masks (B, 1, SIZE, SIZE) -> RGB (B, 3, SIZE, SIZE) in [0, 1]."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _photo(mask: Tensor, draws: Draws) -> Tensor:
     ground = hsv(hue, draws.uniform(0.1, 0.6), draws.uniform(0.25, 0.85)) + 0.14 * draws.cells(4, 3)
     ground = ground + 0.08 * draws.cells(12)
     thing = hsv((hue + draws.uniform(0.2, 0.8)) % 1, draws.uniform(0.2, 0.9), draws.uniform(0.1, 0.95))
-    lift = torch.where(ground.mean((1, 2, 3), keepdim=True) > 0.5, -0.4, 0.4)
+    lift = torch.where(ground.mean((1, 2, 3), keepdim=True) > 0.5, -0.45, 0.45)
     thing = thing * 0.5 + (ground.mean((2, 3), keepdim=True) + lift) * 0.5 + 0.18 * draws.cells(2)
     shadow = blur(torch.roll(mask, (3, 2), (2, 3)), 2)
     ground = ground * (1 - draws.uniform(0, 0.6) * shadow)
-    image = over(ground, thing, mask * draws.uniform(0.6, 1.0))
+    image = over(ground, thing, mask * draws.uniform(0.7, 1.0))
     image = over(image, blur(image, 1), draws.chance(0.4))
-    return image + draws.uniform(0.02, 0.12) * draws.noise(channels=3)
+    return image + draws.uniform(0.02, 0.09) * draws.noise(channels=3)
 
 
 def _clipart(mask: Tensor, draws: Draws) -> Tensor:
@@ -84,7 +84,7 @@ def _painting(mask: Tensor, draws: Draws) -> Tensor:
     x, y = grid()
     angle = draws.uniform(0, math.pi)
     streak = _along(draws.noise(), angle, 4) * 2.2
-    push = 0.16 * streak
+    push = 0.08 * streak
     where = torch.stack(
         ((x + push * torch.cos(angle)).expand(-1, 1, SIZE, SIZE)[:, 0], (y + push * torch.sin(angle))[:, 0]), dim=-1
     )
@@ -93,7 +93,9 @@ def _painting(mask: Tensor, draws: Draws) -> Tensor:
     ground = hsv((hue + 0.12 * draws.cells(5)) % 1, draws.uniform(0.2, 0.7), draws.uniform(0.35, 0.9))
     thing_hue = (hue + draws.uniform(0.2, 0.8) + 0.15 * draws.cells(6)) % 1
     thing = hsv(thing_hue, draws.uniform(0.3, 0.9), draws.uniform(0.2, 0.95))
-    image = over(ground, thing, (smeared * 1.5).clamp(0, 1) * 0.85) + 0.18 * streak
+    lift = torch.where(ground.mean((1, 2, 3), keepdim=True) > 0.5, -0.3, 0.3)
+    thing = thing * 0.6 + (ground.mean((2, 3), keepdim=True) + lift) * 0.4
+    image = over(ground, thing, (smeared * 1.5).clamp(0, 1) * 0.9) + 0.13 * streak
     return image + 0.04 * _waves(draws, 70.0)
 
 
@@ -124,11 +126,11 @@ def _sketch(mask: Tensor, draws: Draws) -> Tensor:
 def _quickdraw(mask: Tensor, draws: Draws) -> Tensor:
     """A hasty thin outline on white, wobbling, with gaps."""
     x, y = grid()
-    wobble = 0.12 * draws.cells(7, 2)
+    wobble = 0.09 * draws.cells(7, 2)
     where = torch.stack(((x + wobble[:, :1])[:, 0], (y + wobble[:, 1:])[:, 0]), dim=-1)
     bent = F.grid_sample(mask, where, mode="bilinear", padding_mode="zeros", align_corners=False)
     line = (grow(bent) - bent).clamp(0, 1)
-    gaps = (draws.cells(9) > draws.uniform(0.35, 0.7)).float()
+    gaps = (draws.cells(9) > draws.uniform(0.45, 0.8)).float()
     return (1 - line * (1 - gaps)).expand(-1, 3, SIZE, SIZE)
 
 
@@ -136,7 +138,7 @@ def _neon(mask: Tensor, draws: Draws) -> Tensor:
     """A glowing tube along the outline in the dark."""
     tube = _edge(mask)
     hue = draws.uniform()
-    glow = hsv(hue, torch.ones_like(hue), torch.ones_like(hue)) * (blur(tube, 3) * 1.1 + blur(tube, 1) * 0.5)
+    glow = hsv(hue, torch.ones_like(hue), torch.ones_like(hue)) * (blur(tube, 3) * 0.6 + tube * 0.6)
     wall = 0.10 + 0.08 * draws.cells(8, 3)
     flicker = 1 - draws.uniform(0.3, 1) * (draws.cells(5) > 0.35).float()
     return wall + glow * flicker + 0.6 * tube * tube * draws.uniform(0.2, 1) * flicker
@@ -146,7 +148,7 @@ def _chalk(mask: Tensor, draws: Draws) -> Tensor:
     """Broken chalk outline and a dusty fill on a board."""
     board = hsv(draws.uniform(0.33, 0.5), draws.uniform(0.1, 0.5), draws.uniform(0.15, 0.35))
     dust = 0.06 * draws.cells(6) + 0.05 * draws.noise()
-    grain = (draws.noise() > draws.uniform(-0.5, 0.2)).float()
+    grain = (draws.noise() > draws.uniform(-0.8, -0.1)).float()
     stroke = torch.maximum(_edge(mask) * grain, mask * draws.uniform(0.1, 0.4) * grain)
     return over(board + dust, draws.uniform(0.8, 1), stroke * draws.uniform(0.6, 1))
 
@@ -164,12 +166,21 @@ def _mosaic(mask: Tensor, draws: Draws) -> Tensor:
     joint = torch.zeros(1, 1, SIZE, SIZE)
     joint[..., ::tile, :] = 1
     joint[..., :, ::tile] = 1
-    return over(image, draws.uniform(0.2, 0.9), joint * 0.7)
+    return over(image, draws.uniform(0.2, 0.9), joint * 0.45)
+
+
+def _blueprint(mask: Tensor, draws: Draws) -> Tensor:
+    """White outline on blue squared paper."""
+    x, y = grid()
+    squares = ((torch.sin(40 * x) > 0.93) | (torch.sin(40 * y) > 0.93)).float()
+    paper = hsv(draws.uniform(0.55, 0.65), draws.uniform(0.7, 1), draws.uniform(0.3, 0.6))
+    paper = over(paper, torch.ones(1), squares * draws.uniform(0.05, 0.25))
+    return over(paper, torch.ones(1), _edge(mask) * draws.uniform(0.6, 1))
 
 
 @dataclass(frozen=True)
 class StyleInfo:
-    """A style's renderer, what captions call it, how much it bends its things, and if pre-training sees little of it."""
+    """A style's renderer, its words in captions, how much it bends its things, if pre-training sees little of it."""
 
     draw: Style
     wording: str
@@ -188,6 +199,7 @@ STYLES: dict[str, StyleInfo] = {
     "quickdraw": StyleInfo(_quickdraw, "a quick drawing of a {}", 0.10, rare=True),
     "neon": StyleInfo(_neon, "a neon sign of a {}", 0.05, rare=True),
     "chalk": StyleInfo(_chalk, "a chalk drawing of a {}", 0.08, rare=True),
+    "blueprint": StyleInfo(_blueprint, "a blueprint of a {}", 0.05, rare=True),
     "mosaic": StyleInfo(_mosaic, "a mosaic of a {}", 0.05, rare=True),
 }
 """Every style by the name that a data URI uses."""

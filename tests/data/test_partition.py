@@ -1,0 +1,150 @@
+"""Partitions: disjoint, complete, seeded, and refused where impossible."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.data import partition
+from shared.data.source import DataError
+
+settings.register_profile("any_speed", deadline=None)
+settings.load_profile("any_speed")
+
+SEEDS = st.integers(0, 10)
+
+
+def assert_divides(parts: list[torch.Tensor], count: int) -> None:
+    together = torch.cat(parts)
+    assert len(together) == count
+    assert together.sort().values.tolist() == list(range(count))
+
+
+@given(st.integers(1, 200), st.integers(1, 20), SEEDS)
+def test_iid_divides_evenly(count: int, clients: int, seed: int) -> None:
+    if clients > count:
+        with pytest.raises(DataError, match="fewer clients"):
+            partition.iid(count, clients, seed)
+        return
+    parts = partition.iid(count, clients, seed)
+    assert_divides(parts, count)
+    sizes = [len(p) for p in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(torch.equal(a, b) for a, b in zip(parts, partition.iid(count, clients, seed), strict=True))
+
+
+@given(st.integers(1, 120), st.integers(1, 20), SEEDS)
+def test_pathological_gives_the_remainder_to_the_last(classes: int, clients: int, seed: int) -> None:
+    if clients > classes:
+        with pytest.raises(DataError, match="disjoint"):
+            partition.pathological(classes, clients, seed)
+        return
+    parts = partition.pathological(classes, clients, seed)
+    assert sorted(chain.from_iterable(parts)) == list(range(classes))
+    assert [len(p) for p in parts[:-1]] == [classes // clients] * (clients - 1)
+    assert len(parts[-1]) == classes // clients + classes % clients
+
+
+@given(st.integers(1, 120), st.integers(1, 30), SEEDS)
+def test_classes_each_gives_every_client_its_number(classes: int, each: int, seed: int) -> None:
+    if each > classes:
+        with pytest.raises(DataError, match="classes_per_client"):
+            partition.classes_each(classes, each, seed)
+        return
+    parts = partition.classes_each(classes, each, seed)
+    assert sorted(chain.from_iterable(parts)) == list(range(classes))
+    assert all(len(p) == each for p in parts[:-1])
+    assert 1 <= len(parts[-1]) <= each
+
+
+def test_classes_each_refuses_a_number_of_clients_that_does_not_fit() -> None:
+    assert len(partition.classes_each(100, 20, 0, clients=5)) == 5
+    with pytest.raises(DataError, match="need 5 clients, not 4"):
+        partition.classes_each(100, 20, 0, clients=4)
+
+
+@given(st.integers(8, 12), st.integers(1, 4), st.floats(0.3, 100), SEEDS)
+def test_dirichlet_divides_every_split(classes: int, clients: int, alpha: float, seed: int) -> None:
+    train = torch.arange(classes).repeat_interleave(20)
+    test = torch.arange(classes).repeat_interleave(5)
+    parts = partition.dirichlet([train, test], clients, alpha, seed)
+    assert_divides(parts[0], len(train))
+    assert_divides(parts[1], len(test))
+    assert all(len(rows) for part in parts for rows in part)
+
+
+def test_dirichlet_test_data_follow_the_train_mix() -> None:
+    train, test = torch.arange(5).repeat_interleave(400), torch.arange(5).repeat_interleave(100)
+    parts = partition.dirichlet([train, test], 4, 0.5, 3)
+    for rows, test_rows in zip(*parts, strict=True):
+        mix = torch.bincount(train[rows], minlength=5) / 400
+        test_mix = torch.bincount(test[test_rows], minlength=5) / 100
+        assert (mix - test_mix).abs().max() <= 0.02
+
+
+def test_a_small_alpha_is_more_uneven_than_a_large_one() -> None:
+    labels = torch.arange(10).repeat_interleave(100)
+
+    def largest_share(alpha: float) -> float:
+        parts = partition.dirichlet([labels], 5, alpha, 0)[0]
+        return max(torch.bincount(labels[rows], minlength=10).max().item() for rows in parts) / 100
+
+    assert largest_share(0.1) > 0.8
+    assert largest_share(1000.0) < 0.3
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan")])
+def test_dirichlet_refuses_alpha(alpha: float) -> None:
+    with pytest.raises(DataError, match="alpha"):
+        partition.dirichlet([torch.tensor([0, 1])], 1, alpha, 0)
+
+
+def test_dirichlet_refuses_more_clients_than_images() -> None:
+    with pytest.raises(DataError, match="without an image"):
+        partition.dirichlet([torch.tensor([0, 1, 1])], 4, 1.0, 0)
+
+
+@given(st.integers(2, 101))
+def test_halves_by_label_order(count: int) -> None:
+    base, novel = partition.halves(count)
+    assert [*base, *novel] == list(range(count))
+    assert len(base) - len(novel) in (0, 1)
+
+
+def test_halves_refuses_one_class() -> None:
+    with pytest.raises(DataError, match="base and novel"):
+        partition.halves(1)
+
+
+def test_by_domain_is_one_client_a_domain() -> None:
+    parts = partition.by_domain(["b", "a", "b", "c"])
+    assert {k: v.tolist() for k, v in parts.items()} == {"a": [1], "b": [0, 2], "c": [3]}
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 8), SEEDS)
+def test_few_shot_takes_so_many_of_each_class(labels: list[int], shots: int, seed: int) -> None:
+    target = torch.tensor(labels)
+    rows = partition.few_shot(target, shots, seed)
+    assert len(rows.unique()) == len(rows)
+    for label in set(labels):
+        assert int((target[rows] == label).sum()) == min(shots, labels.count(label))
+
+
+@given(st.lists(st.integers(2, 20), min_size=1, max_size=6), SEEDS)
+def test_train_test_divides_each_class(counts: list[int], seed: int) -> None:
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    train, test = partition.train_test(labels, seed)
+    assert_divides([train, test], len(labels))
+    for label, count in enumerate(counts):
+        inside = int((labels[test] == label).sum())
+        assert 1 <= inside < count
+        assert abs(inside - 0.2 * count) <= 1
+
+
+def test_another_seed_is_another_division() -> None:
+    assert not torch.equal(partition.iid(50, 2, 0)[0], partition.iid(50, 2, 1)[0])
+    assert partition.pathological(50, 5, 0) != partition.pathological(50, 5, 1)

@@ -1,0 +1,225 @@
+"""Sources by URI: digits, folders, tables, the options common to all, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from shared.data import DataError, open_source
+
+
+def write_image(path: Path, seed: int, suffix: str = "png") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grey = np.random.default_rng(seed).integers(0, 255, (9, 7, 3), dtype=np.uint8)
+    Image.fromarray(grey).save(path.with_suffix(f".{suffix}"))
+
+
+def class_folders(root: Path, classes: tuple[str, ...] = ("cat", "guinea_pig"), count: int = 5) -> Path:
+    for c, name in enumerate(classes):
+        for i in range(count):
+            write_image(root / name / f"{i}", 100 * c + i)
+    return root
+
+
+# digits
+
+
+def test_digits_split_and_domains() -> None:
+    plain, inverted = open_source("digits"), open_source("digits?domain=inverted")
+    assert len(plain.train) + len(plain.test) == 1797
+    assert torch.equal(plain.test.labels, inverted.test.labels)
+    assert np.array_equal(np.asarray(plain.test.image(3)), 255 - np.asarray(inverted.test.image(3)))
+    assert plain.class_names[7] == "seven"
+    assert plain.train.image(0).size == (48, 48)
+    digests = {plain.train.digest(i) for i in range(len(plain.train))}
+    assert not digests & {plain.test.digest(i) for i in range(len(plain.test))}
+
+
+def test_clients_parts_are_disjoint_and_complete() -> None:
+    for options in ("partition=iid", "partition=dirichlet&alpha=0.5", "partition=pathological"):
+        parts = [open_source(f"digits?{options}&clients=3&client={k}") for k in range(3)]
+        assert sum(len(p.train) for p in parts) == len(open_source("digits").train)
+        assert sum(len(p.test) for p in parts) == len(open_source("digits").test)
+        seen = [{p.train.digest(i) for i in range(0, len(p.train), 7)} for p in parts]
+        assert not seen[0] & seen[1]
+
+
+def test_pathological_parts_have_their_own_classes() -> None:
+    first = open_source("digits?partition=pathological&classes_per_client=4&client=0")
+    last = open_source("digits?partition=pathological&classes_per_client=4&client=2")
+    assert set(first.train.labels.tolist()) == set(first.test.labels.tolist())
+    assert len(set(first.train.labels.tolist())) == 4
+    assert len(set(last.train.labels.tolist())) == 2
+    assert len(first.class_names) == 10
+
+
+def test_shots_cut_train_alone() -> None:
+    source = open_source("digits?shots=2&split_seed=5")
+    assert torch.bincount(source.train.labels).tolist() == [2] * 10
+    assert len(source.test) == len(open_source("digits?split_seed=5").test)
+    other = open_source("digits?shots=2&split_seed=6")
+    assert {source.train.digest(i) for i in range(20)} != {other.train.digest(i) for i in range(20)}
+
+
+def test_base_and_novel_halves() -> None:
+    base, novel = open_source("digits?classes=base"), open_source("digits?classes=novel")
+    assert base.class_names == ("zero", "one", "two", "three", "four")
+    assert novel.class_names == ("five", "six", "seven", "eight", "nine")
+    assert set(novel.test.labels.tolist()) == set(range(5))
+
+
+# folders
+
+
+def test_folder_of_class_folders(tmp_path: Path) -> None:
+    source = open_source(f"folder:{class_folders(tmp_path)}")
+    assert source.class_names == ("cat", "guinea pig")
+    assert len(source.train) == 8
+    assert len(source.test) == 2
+    assert source.domain is None
+    assert source.train.image(0).mode == "RGB"
+    again = open_source(f"folder:{tmp_path}")
+    assert [source.test.digest(i) for i in range(2)] == [again.test.digest(i) for i in range(2)]
+
+
+def test_folder_with_train_and_test(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", count=3)
+    class_folders(tmp_path / "test", count=1)
+    source = open_source(f"folder:{tmp_path}")
+    assert (len(source.train), len(source.test)) == (6, 2)
+
+
+def test_folder_of_domains(tmp_path: Path) -> None:
+    class_folders(tmp_path / "sketch", count=4)
+    class_folders(tmp_path / "art_painting", count=4)
+    source = open_source(f"folder:{tmp_path}?domain=art_painting")
+    assert source.domain is not None
+    assert source.domain.description == "an art painting of a {}"
+    with pytest.raises(DataError, match="no domain folder photo; it has art_painting, sketch"):
+        open_source(f"folder:{tmp_path}?domain=photo")
+    with pytest.raises(DataError, match="add domain=art_painting"):
+        open_source(f"folder:{tmp_path}")
+
+
+def test_digest_depends_on_pixels_not_on_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for i in range(2):
+            write_image(tmp_path / "x" / name / f"{i}", i, "png")
+            write_image(tmp_path / "y" / name / f"{i}", i, "bmp")
+    x, y = open_source(f"folder:{tmp_path}/x"), open_source(f"folder:{tmp_path}/y")
+    assert x.train.digest(0) == y.train.digest(0)
+
+
+def refuse(uri: str, *says: str) -> None:
+    with pytest.raises(DataError) as caught:
+        open_source(uri)
+    for part in says:
+        assert part in str(caught.value)
+
+
+def test_unreadable_images_are_named(tmp_path: Path) -> None:
+    class_folders(tmp_path)
+    (tmp_path / "cat" / "broken.png").write_bytes(b"not an image")
+    refuse(f"folder:{tmp_path}", "broken.png", "cannot be read")
+
+
+def test_truncated_images_are_named(tmp_path: Path) -> None:
+    class_folders(tmp_path)
+    write_image(tmp_path / "cat" / "9", 9, "jpg")
+    whole = (tmp_path / "cat" / "9.jpg").read_bytes()
+    (tmp_path / "cat" / "9.jpg").write_bytes(whole[: len(whole) - 30])
+    refuse(f"folder:{tmp_path}", "9.jpg", "cannot be read")
+
+
+def test_bad_folders_are_refused(tmp_path: Path) -> None:
+    refuse(f"folder:{tmp_path}/none", "there is no folder")
+    refuse("folder:", "names no folder")
+    refuse(f"folder:{tmp_path}", "has no class folder")
+    class_folders(tmp_path)
+    (tmp_path / "dog").mkdir()
+    refuse(f"folder:{tmp_path}", "dog", "is empty")
+
+
+def test_one_image_cannot_be_split(tmp_path: Path) -> None:
+    class_folders(tmp_path, count=3)
+    write_image(tmp_path / "dog" / "0", 1)
+    refuse(f"folder:{tmp_path}", "dog", "one image")
+
+
+def test_a_missing_split_is_refused(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train")
+    refuse(f"folder:{tmp_path}", "has train but no test")
+    class_folders(tmp_path / "test", classes=("cat",))
+    refuse(f"folder:{tmp_path}", "no folder for the class guinea pig")
+
+
+# tables
+
+
+def table(root: Path, *lines: str) -> str:
+    (root / "labels.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"csv:{root}/labels.csv"
+
+
+def test_csv_with_split_and_domain(tmp_path: Path) -> None:
+    for i in range(4):
+        write_image(tmp_path / f"{i}", i)
+    uri = table(
+        tmp_path,
+        "path,label,split,domain",
+        "0.png,cat,train,ink",
+        "1.png,cat,test,ink",
+        "2.png,dog,train,ink",
+        "3.png,dog,test,oil",
+    )
+    source = open_source(f"{uri}?domain=ink")
+    assert source.class_names == ("cat", "dog")
+    assert (len(source.train), len(source.test)) == (2, 1)
+    refuse(f"{uri}?domain=wax", "no image of the domain wax")
+
+
+def test_bad_tables_are_refused(tmp_path: Path) -> None:
+    write_image(tmp_path / "0", 0)
+    refuse(f"csv:{tmp_path}/labels.csv", "there is no file")
+    refuse(table(tmp_path, "path,class", "0.png,cat"), "no column label")
+    refuse(table(tmp_path, "path,label"), "has no image")
+    refuse(table(tmp_path, "path,label", "0.png,"), "line 2", "must not be empty")
+    refuse(table(tmp_path, "path,label,split", "0.png,cat,dev"), "line 2", "dev")
+    refuse(table(tmp_path, "path,label,split", "0.png,cat,train"), "only the split train")
+    refuse(table(tmp_path, "path,label", "gone.png,cat", "0.png,cat"), "gone.png", "cannot be read")
+
+
+# every URI
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("pictures:/x", "known are csv, digits, folder, symbols"),
+        ("", "unknown data source"),
+        ("digits:/x", "takes nothing before its options"),
+        ("digits?domain=green", "domain=green is not known; choose one of plain, inverted"),
+        ("digits?shots=two", "shots=two is not a whole number"),
+        ("digits?shots=0", "shots=0 is less than 1"),
+        ("digits?shots=1&shots=2", "given twice"),
+        ("digits?shots", "options are written"),
+        ("digits?classes=half", "classes=half is not known"),
+        ("digits?client=1", "client needs partition="),
+        ("digits?partition=iid", "needs clients="),
+        ("digits?partition=iid&clients=3", "needs client=0 to 2"),
+        ("digits?partition=iid&clients=3&client=3", "not one of the 3 clients"),
+        ("digits?partition=iid&clients=3&client=0&alpha=1", "alpha is for"),
+        ("digits?partition=iid&clients=3&client=0&classes_per_client=1", "classes_per_client is for"),
+        ("digits?partition=dirichlet&clients=3&client=0&alpha=x", "alpha=x is not a number"),
+        ("digits?partition=pathological&clients=11&client=0", "10 classes cannot be disjoint over 11 clients"),
+    ],
+)
+def test_bad_uris_are_refused_in_one_sentence(uri: str, says: str) -> None:
+    with pytest.raises(DataError) as caught:
+        open_source(uri)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
