@@ -1,0 +1,44 @@
+"""What ``promptfed demo`` runs: three clients with data of their own, and a domain that none of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One demonstration. ``clients`` and ``unseen`` are (name, data URI); ``training`` is a section of a spec."""
+
+    clients: tuple[tuple[str, str], ...]
+    unseen: tuple[str, str]
+    template: str
+    rounds: int
+    training: Mapping[str, int | float | str]
+
+
+DEMOS: dict[str, Demo] = {
+    "symbols": Demo(
+        clients=(
+            ("architect", "symbols:blueprint"),
+            ("pencil", "symbols:sketch"),
+            ("signmaker", "symbols:neon"),
+        ),
+        unseen=("blackboard", "symbols:chalk"),
+        template="a photo of a {}.",
+        rounds=8,
+        training={"epochs": 1, "batch_size": 64, "learning_rate": 0.02},
+    ),
+    "digits": Demo(
+        clients=(
+            ("first", "digits?partition=iid&clients=3&client=0"),
+            ("second", "digits?partition=iid&clients=3&client=1"),
+            ("third", "digits?partition=iid&clients=3&client=2"),
+        ),
+        unseen=("negative", "digits?domain=inverted"),
+        template="a photo of the digit {}.",
+        rounds=8,
+        training={"epochs": 1, "batch_size": 64, "learning_rate": 0.1},
+    ),
+}
+"""Settings chosen on validation images, never on the test images that the demo reports."""
