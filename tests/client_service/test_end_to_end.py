@@ -21,6 +21,9 @@ TRAINERS = {"north": "symbols:painting", "south": "symbols:cartoon"}
 EVALUATOR = ("lab", "symbols:sketch")
 SIZE = "?topic={topic}&per_class=2&test_per_class=1"
 ROUNDS = 2
+PATIENCE = 240.0  # seconds that a busy machine may take for what else takes ten
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def data(domain: str) -> str:
@@ -60,7 +63,10 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinato
         yield Coordinator(port_file.read_text().strip(), (folder / "data" / "operator.token").read_text().strip())
     finally:
         process.terminate()
-        assert process.wait(10) == 0, (folder / "log").read_text()
+        try:
+            assert process.wait(60) == 0, (folder / "log").read_text()
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +115,13 @@ class Federation:
 
     def start(self) -> None:
         """Start once all have enrolled."""
-        wait_for(lambda: self.died() or len(self.get("/clients")["clients"]) == len(self.clients), 150, 0.1)
+        wait_for(lambda: self.died() or len(self.get("/clients")["clients"]) == len(self.clients), PATIENCE, 0.1)
         assert not self.died(), self.logs()
         self.coordinator.call("POST", self.path + "/start")
 
     def end(self) -> dict[str, Any]:
         """The final view, when all clients have gone home."""
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + PATIENCE
         for client in self.clients.values():
             assert client.wait(max(1.0, deadline - time.monotonic())) == Exit.OK, self.logs()
         found: dict[str, Any] = self.get("")
@@ -174,7 +180,7 @@ def test_a_client_killed_in_training_leads_to_the_same_state(
     try:
         federation.start()
         victim = federation.clients["north"]
-        wait_for(lambda: victim.stage() == "training", 150, 0.005)
+        wait_for(lambda: victim.stage() == "training", PATIENCE, 0.005)
         victim.kill()
         assert federation.get("")["round"] == 1
         secret = (victim.state_dir / "identity.json").read_text()
