@@ -28,7 +28,7 @@ from coordinator.problems import (
     WrongTask,
     WrongTaskKind,
 )
-from coordinator.rounds import ENDED, Answered, Failed
+from coordinator.run import ENDED, Answered, Failed
 from coordinator.store.blobs import digest_of
 from coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
 from shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata

@@ -8,12 +8,15 @@ import logging
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator import access, bootstrap, federations
 from coordinator.api import clients, events, health, methods, results, tasks
@@ -38,11 +41,42 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import Blobs
 from coordinator.store.database import Database
 from coordinator.uploads import Uploads
+from shared.messages import Problem
 
 log = logging.getLogger("promptfed.coordinator")
 
 JSON_BYTES = 8 << 20
+ENROL_BYTES = 32 << 20  # class names
+TENSOR_PATHS = ("/update", "/initial-state")
 ROUTERS = (methods, federations_api, clients, tasks, results, events, health)
+
+
+class BodyLimit:
+    """Refuses JSON bodies over a limit as they arrive. Tensors have limits of their own (``uploads``).
+
+    The framework's own limit answers in plain text; this one raises within the request, so that it becomes a problem.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, counting."""
+        if scope["type"] != "http" or scope["path"].endswith(TENSOR_PATHS):
+            await self._app(scope, receive, send)
+            return
+        limit = ENROL_BYTES if scope["path"].endswith("/clients") else JSON_BYTES
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > limit:
+                raise HTTPException(413)
+            return message
+
+        await self._app(scope, counted, send)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -51,12 +85,15 @@ def create_app(settings: Settings) -> FastAPI:
         title="promptfed coordinator",
         version="1",
         summary="Federated prompt learning: rounds, tasks and updates as resources",
-        lifespan=_lifespan,
+        lifespan=lifespan,
         responses=documented(*ANY_REQUEST),
-        max_body_size=JSON_BYTES,
+        docs_url=None,  # its page would load scripts from elsewhere
+        redoc_url=None,
         separate_input_output_schemas=False,
     )
     app.state.settings = settings
+    app.add_middleware(BodyLimit)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for module in ROUTERS:
         app.include_router(module.router)
     app.add_exception_handler(Refusal, _refused)
@@ -68,8 +105,24 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's own description, with the form of refusals and the names of clients' messages."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title,
+            version=app.version,
+            summary=app.summary,
+            routes=app.routes,
+            separate_input_output_schemas=False,
+        )
+        schema["components"]["schemas"]["Problem"] = Problem.model_json_schema()
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
 @asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Open the data folder and drive its federations for the length of a block; servers enter it by themselves."""
     settings: Settings = app.state.settings
     lock = FolderLock(settings.data_dir)
     engine = await asyncio.to_thread(_open, settings, lock)

@@ -7,6 +7,7 @@ clock and at what is due.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from coordinator.ledger import Change
 from coordinator.live import Live
 from coordinator.measures import Measures
 from coordinator.problems import NotFound, Refusal
-from coordinator.rounds import ENDED, CannotStart, Fail, Restarted, Tick, WrongMoment
+from coordinator.rounds import WrongMoment
+from coordinator.run import ENDED, CannotStart, Fail, Restarted, Tick
 from coordinator.store.blobs import Blobs
 from coordinator.store.database import Database
 
@@ -30,7 +32,12 @@ log = logging.getLogger("promptfed.coordinator")
 
 FLUSH_SECONDS = 2.0
 RETRY_SECONDS = 2.0
+STOP_SECONDS = 1.0
 EVENTS = "*events"
+
+
+class Stopped(Exception):
+    """The engine has let go of its data folder: what is still computing must not write any more."""
 
 
 class Engine:
@@ -44,7 +51,10 @@ class Engine:
         self.activity = Activity(database)
         self.lives: dict[str, Live] = {}
         self.retired: dict[str, int] = {}
+        self.configs: dict[str, tuple[object, object, str]] = {}
         self.ready = False
+        self.left_behind: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._turn = threading.RLock()
         self._tensors = ThreadPoolExecutor(1, "tensors")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,9 +83,16 @@ class Engine:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
         if self._jobs:
-            await asyncio.wait(self._jobs.values(), timeout=1.0)
+            _, self.left_behind = await asyncio.wait(self._jobs.values(), timeout=STOP_SECONDS)
+            for job in self.left_behind:
+                job.cancel()
         self._tensors.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self.activity.flush)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self.activity.flush()
+        with self._turn:
+            self._closed = True
 
     def _load(self) -> None:
         with self.database.read() as session:
@@ -108,6 +125,8 @@ class Engine:
     def change(self, id: str) -> Iterator[Change]:
         """One transaction on one federation. What it leads to is seen by others only once it is on the disk."""
         with self._turn:
+            if self._closed:
+                raise Stopped
             with self.database.write() as session:
                 change = Change(session, self.live(id))
                 yield change
@@ -131,6 +150,7 @@ class Engine:
         """Let go of a federation that has just been deleted."""
         with self._turn:
             gone = self.lives.get(id)
+            self.configs.pop(id, None)
             self.lives = {key: live for key, live in self.lives.items() if key != id}
         self.ring([(id, EVENTS), *((id, name) for name in (gone.clients if gone else ()))])
 
@@ -148,15 +168,14 @@ class Engine:
 
     async def _drive(self) -> None:
         flushed = clock.monotonic()
-        while True:
+        while not self.bells.silenced:
             bell = self.bells.listen("driver")
             for live in self.lives.values():
                 self._look_at(live)
             if clock.monotonic() - flushed > FLUSH_SECONDS:
                 await self._flush()
                 flushed = clock.monotonic()
-            if await wait(bell, self._pause()) and self.bells.silenced:
-                return
+            await wait(bell, self._pause())
 
     def _pause(self) -> float:
         now = clock.monotonic()
@@ -204,26 +223,26 @@ class Engine:
 
     async def _carry_out(self, id: str, job: Callable[[Engine, str], None]) -> None:
         try:
-            await asyncio.get_running_loop().run_in_executor(self._tensors, job, self, id)
-        except (NotFound, WrongMoment):
-            pass  # Deleted, cancelled or moved on meanwhile.
-        except (OSError, OperationalError):
-            # The disk may have room again soon: the same job is due again.
+            await asyncio.get_running_loop().run_in_executor(self._tensors, self._attempt, id, job)
+        except Exception:
+            # The disk may have room again soon: the same job is due again then.
             log.exception("the store failed; trying again", extra={"federation": id})
             await asyncio.sleep(RETRY_SECONDS)
-        except Exception as error:
-            log.exception("the method failed", extra={"federation": id})
-            await asyncio.to_thread(self._fail, id, f"{type(error).__name__}: {error}")
         finally:
             del self._jobs[id]
             self.bells.ring(["driver"])
 
-    def _fail(self, id: str, reason: str) -> None:
+    def _attempt(self, id: str, job: Callable[[Engine, str], None]) -> None:
         try:
-            with self.change(id) as change:
-                change.send(Fail(reason[:2000]))
-        except (NotFound, WrongMoment):
-            pass
+            job(self, id)
+        except (NotFound, WrongMoment, Stopped):
+            pass  # Deleted, cancelled or moved on meanwhile.
+        except (OSError, OperationalError):
+            raise
+        except Exception as error:
+            log.exception("the method failed", extra={"federation": id})
+            with contextlib.suppress(NotFound, WrongMoment, Stopped), self.change(id) as change:
+                change.send(Fail(f"{type(error).__name__}: {error}"[:2000]))
 
 
 def _tick(engine: Engine, id: str) -> None:

@@ -24,7 +24,7 @@ from coordinator.problems import (
     Withdrawn,
     WrongState,
 )
-from coordinator.rounds import ENDED, Enrolled
+from coordinator.run import ENDED, Enrolled
 from coordinator.store.tables import ClientRow
 from shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from shared.methods.base import MethodError

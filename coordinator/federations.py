@@ -24,7 +24,8 @@ from coordinator.problems import (
     Refusal,
     WrongState,
 )
-from coordinator.rounds import Cancel, Event, Pause, Resume, Withdraw, WrongMoment
+from coordinator.rounds import WrongMoment
+from coordinator.run import Cancel, Event, Pause, Resume, Withdraw
 from coordinator.store.tables import ClientRow, EventRow, FederationRow, TokenRow
 from shared.methods import resolve_spec
 from shared.methods.base import MethodError

@@ -12,7 +12,8 @@ from sqlalchemy.orm import Session
 from coordinator import clock
 from coordinator.aggregation import shares
 from coordinator.live import Live, OpenTask
-from coordinator.rounds import (
+from coordinator.rounds import step
+from coordinator.run import (
     ENDED,
     Asked,
     AskStatus,
@@ -26,7 +27,6 @@ from coordinator.rounds import (
     Moved,
     Opened,
     Settled,
-    step,
 )
 from coordinator.store.tables import ClientRow, EventRow, FederationRow, PhaseRow, TaskRow
 
@@ -195,13 +195,12 @@ class _Recorder:
             weights = shares({name: live.clients[name].num_samples for name in fact.counted}, live.spec.aggregation)
         for name in fact.counted:
             tasks[name].counted, tasks[name].weight = True, weights.get(name)
-        self._change.live = replace(live, tasks={})
+        self._change.live = replace(live, tasks={}, deadline=None)
         self._change.tell("phase-closed", **self._where(), counted=list(fact.counted))
 
     def _completed(self) -> None:
         self._stage().completed_at = clock.now()
         self._change.tell("phase-completed", **self._where())
-        self._change.live = replace(self._change.live, deadline=None)
         self._phase = None
 
     def _joined(self, names: tuple[str, ...]) -> None:

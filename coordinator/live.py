@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from coordinator.rounds import PhasePlan, Rules, Run
+from coordinator.run import PhasePlan, Rules, Run
 from shared.messages import Domain, Peer, Role, TaskKind
 from shared.methods import method_for
 from shared.methods.base import ClientInfo, Method, Phase, ServerContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from coordinator.ledger import Change
-from coordinator.rounds import Closed, Completed, Moved, Settled
+from coordinator.run import Closed, Completed, Moved, Settled
 
 SECONDS = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 1800, 7200)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
 
-from shared.messages import PROBLEM_BASE, Problem
+from shared.messages import PROBLEM_BASE
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -45,9 +45,8 @@ def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
         by_status[kind.status].append(kind)
     return {
         status: {
-            "model": Problem,
             "description": "; ".join(dict.fromkeys(f"`{kind.kind}`: {kind.title}" for kind in found)),
-            "content": {MEDIA_TYPE: {}},
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
         }
         for status, found in sorted(by_status.items())
     }

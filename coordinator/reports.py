@@ -22,7 +22,7 @@ from coordinator.api.schemas import (
 )
 from coordinator.live import Live
 from coordinator.problems import NoState
-from coordinator.rounds import ENDED
+from coordinator.run import ENDED
 from coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 
 
@@ -37,13 +37,9 @@ class Stored:
 
 def state_of(session: Session, live: Live, round: int | None) -> Stored:
     """The last state of ``round``, or of all. Raises NoState."""
-    query = select(StateRow).where(StateRow.federation_id == live.id).order_by(StateRow.id.desc()).limit(1)
-    if round is not None:
-        if round > live.run.round or (round == live.run.round and not _is_over(live)):
-            raise NoState(f"round {round} is not over; {live.name} is in round {live.run.round}")
-        # A round without phases leaves the state of the round before; one's joinings belong to its own opening.
-        query = query.where(StateRow.round <= round)
-    row = session.scalars(query).one_or_none()
+    if round is not None and not _has_state(live, round):
+        raise NoState(f"round {round} is not over; {live.name} is in round {live.run.round}")
+    row = _state_row(session, live, round)
     if row is None:
         raise NoState(f"{live.name} has not started: it has no state yet")
     if not row.stored:
@@ -51,11 +47,19 @@ def state_of(session: Session, live: Live, round: int | None) -> Stored:
     return Stored(row.round, row.state_hash, row.sha256)
 
 
-def _is_over(live: Live) -> bool:
-    """Whether the current round's phases are all committed."""
+def _state_row(session: Session, live: Live, round: int | None) -> StateRow | None:
+    query = select(StateRow).where(StateRow.federation_id == live.id).order_by(StateRow.id.desc()).limit(1)
+    if round is not None:
+        # A round without phases leaves the state of the round before.
+        query = query.where(StateRow.round <= round)
+    return session.scalars(query).one_or_none()
+
+
+def _has_state(live: Live, round: int) -> bool:
+    """Whether all phases of ``round`` are committed."""
     run = live.run
     phases = live.rules.phases(run.round) if run.round > 0 else ()
-    return run.state in ENDED or run.step >= len(phases)
+    return round < run.round or (round == run.round and run.step >= len(phases))
 
 
 def rounds(session: Session, id: str) -> list[int]:
@@ -70,19 +74,14 @@ def round_report(session: Session, live: Live, round: int) -> RoundReport:
     stages = list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.step)))
     phases = [_phase_report(session, live, stage) for stage in stages if stage.kind == "train"]
     evaluations = [_evaluation_report(session, live, stage) for stage in stages if stage.kind == "evaluate"]
-    state = session.scalar(
-        select(StateRow.state_hash)
-        .where(StateRow.federation_id == live.id, StateRow.round <= round)
-        .order_by(StateRow.id.desc())
-        .limit(1)
-    )
+    state = _state_row(session, live, round) if _has_state(live, round) else None
     over = round < live.run.round or live.run.state in ENDED
     ended = stages[-1].completed_at if over else None
     everything = [*phases, *evaluations]
     return RoundReport.model_validate(
         {
             "round": round,
-            "state_hash": state,
+            "state_hash": state.state_hash if state is not None else None,
             "started_at": stages[0].opened_at,
             "ended_at": ended,
             "seconds": clock.seconds_between(stages[0].opened_at, ended),

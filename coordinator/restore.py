@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from coordinator import clock
 from coordinator.ledger import open_task
 from coordinator.live import Client, Live, fresh
-from coordinator.rounds import ENDED, AskStatus, Member, Run, Stage, Work
+from coordinator.run import ENDED, AskStatus, Member, Run, Stage, Work
 from coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from shared.messages import Domain, FederationState, Role
 from shared.spec import BackboneShape, FederationSpec

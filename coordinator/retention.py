@@ -9,7 +9,7 @@ from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.live import Live
-from coordinator.rounds import ENDED
+from coordinator.run import ENDED
 from coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 
 if TYPE_CHECKING:

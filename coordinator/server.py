@@ -76,6 +76,10 @@ def serve(settings: Settings) -> int:
 
     app = create_app(settings)
     Server(_config(settings, app), app, ready).run(sockets=[listening])
+    if app.state.engine.left_behind:
+        # The interpreter would wait for the computing thread. Nothing is lost: it starts again from what is committed.
+        logging.shutdown()
+        os._exit(0)
     return 0
 
 

@@ -6,13 +6,14 @@ the same bytes, because it depends on nothing but what is committed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from sqlalchemy import select
 from sqlalchemy.orm import Session
+from torch import Tensor
 
 from coordinator import clock
 from coordinator.aggregation import weighted_mean
@@ -26,12 +27,13 @@ from coordinator.problems import (
     NotEnoughClients,
     WrongState,
 )
-from coordinator.rounds import NotEnoughTrainers, Start, WorkDone, WrongMoment
+from coordinator.rounds import NotEnoughTrainers, WrongMoment
+from coordinator.run import Start, WorkDone
 from coordinator.store.blobs import digest_of
 from coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
 from shared.methods.base import ClientUpdate, MethodError, NeedsBackbone, ServerContext
 from shared.seeds import initial_draws
-from shared.tensors import TensorError, Tensors, check, decode, encode, state_hash
+from shared.tensors import Shape, TensorError, Tensors, TensorSpec, check, decode, encode, state_hash
 
 if TYPE_CHECKING:
     from coordinator.engine import Engine
@@ -98,10 +100,22 @@ def _initial_state(engine: Engine, live: Live, context: ServerContext) -> Tensor
 
 
 def check_state(live: Live, tensors: Tensors, context: ServerContext) -> None:
-    """Refuse tensors that are not a global state of this federation. Raises TensorError, MethodError."""
+    """Refuse tensors that are not a global state of this federation. Raises TensorError, MethodError.
+
+    A symbol that the method's dims do not have is free: as many prompts as clients have answered, for one.
+    """
     dims = live.method.dims(context)
-    expected = {spec.name: (spec.resolve(dims), spec.dtype) for spec in live.method.state_tensors()}
+    expected = {
+        spec.name: (_shape(spec, tensors.get(spec.name), dims), spec.dtype) for spec in live.method.state_tensors()
+    }
     check(tensors, expected)
+
+
+def _shape(spec: TensorSpec, tensor: Tensor | None, dims: Mapping[str, int]) -> Shape:
+    found = tuple(tensor.shape) if tensor is not None and tensor.dim() == len(spec.shape) else (0,) * len(spec.shape)
+    return tuple(
+        dims.get(size, n) if isinstance(size, str) else size for size, n in zip(spec.shape, found, strict=True)
+    )
 
 
 def join(engine: Engine, id: str) -> None:

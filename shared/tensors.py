@@ -113,18 +113,21 @@ def check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str
     """Refuse tensors that differ from ``expected`` (name -> shape, dtype) or hold NaN or infinity.
 
     Raises:
-        TensorError: ``unknown-tensor``, ``missing-tensor``, ``wrong-shape``, ``wrong-dtype`` or ``not-finite``.
+        TensorError: ``unknown-tensor``, ``missing-tensor``, ``wrong-shape``, ``wrong-dtype`` or ``not-finite``,
+            in this order over all tensors.
     """
     _refuse("unknown-tensor", "was not asked for", sorted(set(tensors) - set(expected)), expected)
     _refuse("missing-tensor", "is missing", sorted(set(expected) - set(tensors)), expected)
-    for name, (shape, dtype) in sorted(expected.items()):
-        tensor = tensors[name]
-        if tensor.dtype != DTYPES[dtype]:
-            found = str(tensor.dtype).removeprefix("torch.")
-            raise TensorError("wrong-dtype", f"tensor {name!r} is {found}; {dtype} was asked for")
-        if tuple(tensor.shape) != shape:
-            raise TensorError("wrong-shape", f"tensor {name!r} has shape {tuple(tensor.shape)}; expected {shape}")
-        if not bool(torch.isfinite(tensor).all()):
+    for name, (shape, _) in sorted(expected.items()):
+        if tuple(tensors[name].shape) != shape:
+            found = tuple(tensors[name].shape)
+            raise TensorError("wrong-shape", f"tensor {name!r} has shape {found}; expected {shape}")
+    for name, (_, dtype) in sorted(expected.items()):
+        if tensors[name].dtype != DTYPES[dtype]:
+            kind = str(tensors[name].dtype).removeprefix("torch.")
+            raise TensorError("wrong-dtype", f"tensor {name!r} is {kind}; {dtype} was asked for")
+    for name in sorted(expected):
+        if not bool(torch.isfinite(tensors[name]).all()):
             raise TensorError("not-finite", f"tensor {name!r} holds NaN or infinity")
 
 

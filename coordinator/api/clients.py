@@ -34,8 +34,6 @@ from shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
-ENROL_BYTES = 64 << 20
-
 
 @router.get("/enrolment", responses=documented(*ANY_CALLER, TokenExpired))
 def get_enrolment(live: EnrollingAt) -> EnrolmentInfo:
@@ -66,7 +64,6 @@ def get_enrolment(live: EnrollingAt) -> EnrolmentInfo:
             StorageFull,
         ),
     },
-    max_body_size=ENROL_BYTES,
 )
 def post_client(engine: EngineOf, live: EnrollingAt, request: EnrolRequest, response: Response) -> EnrolResponse:
     """Enrol under a name, with a secret of the client's own making; from then on it is its bearer token."""

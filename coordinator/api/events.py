@@ -14,7 +14,7 @@ from coordinator.api.deps import EngineOf, Operated
 from coordinator.bells import wait
 from coordinator.engine import EVENTS, Engine
 from coordinator.problems import ANY_CALLER, documented
-from coordinator.rounds import ENDED
+from coordinator.run import ENDED
 from coordinator.store.tables import EventRow
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])

@@ -166,7 +166,6 @@ def cancel(engine: EngineOf, live: Operated) -> FederationView:
     "/{federation}/initial-state",
     responses=documented(*ANY_CALLER, WrongState, *TENSORS),
     openapi_extra=TENSOR_BODY,
-    max_body_size=1 << 40,
 )
 async def put_initial_state(request: Request, engine: EngineOf, live: Operated) -> SuppliedState:
     """Supply the state of round 0, as safetensors; before the start, any number of times."""

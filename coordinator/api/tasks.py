@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 from anyio.to_thread import run_sync
@@ -14,7 +15,7 @@ from coordinator.api.federations import TENSOR_BODY, TENSORS
 from coordinator.api.schemas import Receipt, UpdateReceipt
 from coordinator.bells import wait
 from coordinator.engine import Engine
-from coordinator.live import Live, OpenTask
+from coordinator.live import Client, Live, OpenTask
 from coordinator.problems import (
     ANY_CALLER,
     AlreadyAnswered,
@@ -25,15 +26,16 @@ from coordinator.problems import (
     PayloadGone,
     PhaseClosed,
     StorageFull,
+    Unauthorized,
     Withdrawn,
     WrongPayload,
     WrongTask,
     WrongTaskKind,
     documented,
 )
-from coordinator.rounds import ENDED
+from coordinator.run import ENDED
 from coordinator.uploads import announced_digest, expect_digest
-from shared.messages import EvaluationRequest, FailureRequest, PayloadRef, Task, TaskConfig
+from shared.messages import EvaluationRequest, FailureRequest, Task, TaskConfig
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
@@ -49,18 +51,18 @@ async def get_task(
     engine: EngineOf,
     caller: Calling,
     wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
-) -> Task | Response:
+) -> Response:
     """The client's open task; waits for one."""
-    key, name = (caller.live.id, caller.client.name), caller.client.name
+    key = (caller.live.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
     engine.measures.waiting.inc()
     try:
         while True:
             bell = engine.bells.listen(key)
-            found = _open_task(engine, caller.live.id, name)
+            found = _open_task(engine, caller.live.id, caller.client)
             left = until - clock.monotonic()
             if found is not None:
-                return _message(*found)
+                return Response(_message(engine, *found), media_type="application/json")
             if left <= 0 or engine.bells.silenced:
                 return Response(status_code=status.HTTP_204_NO_CONTENT)
             await wait(bell, left)
@@ -68,8 +70,10 @@ async def get_task(
         engine.measures.waiting.dec()
 
 
-def _open_task(engine: Engine, id: str, name: str) -> tuple[Live, OpenTask] | None:
-    live = engine.live(id)
+def _open_task(engine: Engine, id: str, client: Client) -> tuple[Live, OpenTask] | None:
+    live, name = engine.live(id), client.name
+    if live.clients[name].secret_digest != client.secret_digest:
+        raise Unauthorized("the operator has reset this client's name: enrol again")
     if not live.run.members[name].active:
         raise Withdrawn("the operator has withdrawn this client from the federation")
     if live.run.state in ENDED:
@@ -80,33 +84,42 @@ def _open_task(engine: Engine, id: str, name: str) -> tuple[Live, OpenTask] | No
     return live, task
 
 
-def _message(live: Live, task: OpenTask) -> Task:
-    assert live.deadline is not None
-    assert task.payload_sha256 is not None
+def _message(engine: Engine, live: Live, task: OpenTask) -> str:
+    """A ``shared.messages.Task`` as JSON."""
     assert live.run.stage is not None
-    return Task(
-        task_id=task.id,
-        kind=task.kind,
-        round=task.round,
-        phase=task.phase,
-        deadline=clock.parse(live.deadline),
-        seconds_left=round(max(0.0, live.run.stage.deadline - clock.monotonic()), 3),
-        payload=PayloadRef(
-            url=f"/v1/federations/{live.id}/tasks/{task.id}/payload",
-            bytes=task.payload_bytes,
-            sha256=task.payload_sha256,
-        ),
-        config=TaskConfig(
-            method=live.spec.method,
-            training=live.spec.training.model_dump(),
-            backbone=live.spec.backbone.model_copy(update={"fingerprint": live.fingerprint, "shape": live.shape}),
-            class_names=live.spec.class_names,
-            template=live.spec.template,
-            rounds=live.spec.rounds,
-            seed=live.spec.seed,
-            peers=live.peers(),
-        ),
-    )
+    own = {
+        "task_id": task.id,
+        "kind": task.kind,
+        "round": task.round,
+        "phase": task.phase,
+        "deadline": live.deadline,
+        "seconds_left": round(max(0.0, live.run.stage.deadline - clock.monotonic()), 3),
+        "payload": {
+            "url": f"/v1/federations/{live.id}/tasks/{task.id}/payload",
+            "bytes": task.payload_bytes,
+            "sha256": task.payload_sha256,
+        },
+    }
+    return f'{json.dumps(own)[:-1]}, "config": {_config(engine, live)}}}'
+
+
+def _config(engine: Engine, live: Live) -> str:
+    """The part of a task that is the same for all clients: made again only when the clients have changed."""
+    known = engine.configs.get(live.id)
+    if known is not None and known[0] is live.run.members and known[1] is live.clients:
+        return known[2]
+    config = TaskConfig(
+        method=live.spec.method,
+        training=live.spec.training.model_dump(),
+        backbone=live.spec.backbone.model_copy(update={"fingerprint": live.fingerprint, "shape": live.shape}),
+        class_names=live.spec.class_names,
+        template=live.spec.template,
+        rounds=live.spec.rounds,
+        seed=live.spec.seed,
+        peers=live.peers(),
+    ).model_dump_json()
+    engine.configs[live.id] = (live.run.members, live.clients, config)
+    return config
 
 
 @router.get(
@@ -143,7 +156,6 @@ def get_payload(engine: EngineOf, caller: Calling, task_id: TaskId) -> FileRespo
         ),
     },
     openapi_extra=TENSOR_BODY,
-    max_body_size=1 << 40,
 )
 async def put_update(
     request: Request,

@@ -1,0 +1,296 @@
+"""A federation's run as plain values: its rules, where it stands, what may happen to it, and what has to be noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, Decimal
+from typing import Literal
+
+from shared.messages import FederationState, Role, TaskKind
+
+AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
+Work = Literal["join", "aggregate"]
+ENDED: tuple[FederationState, ...] = ("finished", "failed", "cancelled")
+QUORUM_MISSED = "quorum_missed"
+EVALUATION = "evaluation"
+
+
+def ceil_fraction(fraction: float, count: int) -> int:
+    """⌈fraction·count⌉ with the fraction as it was written: 0.7 of 10 is 7, not the 8 of binary arithmetic."""
+    return int((Decimal(repr(fraction)) * count).to_integral_value(ROUND_CEILING))
+
+
+# Rules and state
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """A phase as the method declares it: whom it asks if it is not the round's first."""
+
+    name: str
+    ask: Literal["answered", "all"] = "answered"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a spec says about rounds; ``phases(round)`` is the method's plan."""
+
+    seed: int
+    rounds: int
+    min_clients: int
+    fraction: float
+    quorum: float
+    deadline_seconds: float
+    on_missed_quorum: Literal["pause", "fail"]
+    evaluate_every: int
+    phases: Callable[[int], tuple[PhasePlan, ...]]
+
+    def evaluates(self, round: int) -> bool:
+        """Whether the state after ``round`` is evaluated."""
+        return round % self.evaluate_every == 0 or round == self.rounds
+
+    def sample_size(self, eligible: int) -> int:
+        """K = max(min_clients, ⌈fraction·eligible⌉)."""
+        return max(self.min_clients, ceil_fraction(self.fraction, eligible))
+
+
+@dataclass(frozen=True)
+class Member:
+    """An enrolled client. ``joined``: the state knows it; a newcomer joins when a round opens."""
+
+    role: Role
+    active: bool = True
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An open or closed exchange: a phase of a round, or its evaluation. ``sample_size`` is the round's K."""
+
+    kind: TaskKind
+    name: str
+    asks: Mapping[str, AskStatus]
+    sample_size: int
+    deadline: float
+    extended: bool = False
+    closed: bool = False
+
+    def having(self, *statuses: AskStatus) -> list[str]:
+        """Names of those asked that have one of ``statuses``, in order of name."""
+        return sorted(name for name, status in self.asks.items() if status in statuses)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a federation stands. ``step`` counts a round's phases from 0; the last step is its evaluation."""
+
+    state: FederationState = "enrolling"
+    reason: str | None = None
+    round: int = 0
+    step: int = 0
+    members: Mapping[str, Member] = field(default_factory=dict)
+    stage: Stage | None = None
+    work: Work | None = None
+    joining: tuple[str, ...] = ()
+    answered_first: tuple[str, ...] = ()
+    sample_size: int = 0
+
+    def trainers(self) -> list[str]:
+        """Active trainers, newcomers included, in order of name."""
+        return sorted(name for name, one in self.members.items() if one.active and one.role == "trainer")
+
+    def eligible(self) -> list[str]:
+        """Active trainers that the state knows, in order of name."""
+        return [name for name in self.trainers() if self.members[name].joined]
+
+    def newcomers(self) -> tuple[str, ...]:
+        """Active clients of any role that the state does not know yet, in order of name."""
+        return tuple(sorted(name for name, one in self.members.items() if one.active and not one.joined))
+
+
+# Events
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """A client enrolled, or came back under its name after the operator had reset it."""
+
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True)
+class Start:
+    """The operator starts; the initial state is at hand."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class CannotStart:
+    """An automatic start was tried and refused; it is tried again when something changes."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The operator pauses."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The operator resumes."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The operator ends it for good."""
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The method cannot go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """The operator takes a client out; ``discard`` drops its accepted update of the open stage too."""
+
+    name: str
+    discard: bool
+    now: float
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A client's answer to the open stage was accepted."""
+
+    name: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A client said that it cannot answer."""
+
+    name: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class WorkDone:
+    """The due work is done and its state is committed with this event."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The coordinator was away: that time does not count."""
+
+    now: float
+
+
+Event = (
+    Enrolled
+    | Start
+    | CannotStart
+    | Pause
+    | Resume
+    | Cancel
+    | Fail
+    | Withdraw
+    | Answered
+    | Failed
+    | Tick
+    | WorkDone
+    | Restarted
+)
+
+
+# Facts: what has to be written down
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The federation's state changed."""
+
+    state: FederationState
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A stage opened and asks ``names``."""
+
+    round: int
+    step: int
+    kind: TaskKind
+    name: str
+    names: tuple[str, ...]
+    sample_size: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The open stage asks ``names`` too."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Extended:
+    """The open stage missed its quorum and got its one extension (or lost it again, at a resume)."""
+
+    extended: bool
+
+
+@dataclass(frozen=True)
+class DeadlineSet:
+    """The open stage has ``seconds`` from now."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A client's part of the open stage is over."""
+
+    name: str
+    status: AskStatus
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The open stage closed; ``counted`` are the clients whose answers count, in order of name."""
+
+    counted: tuple[str, ...]
+    sample_size: int
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The closed stage is done with: its state is committed, or it was an evaluation."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The state knows these clients now."""
+
+    names: tuple[str, ...]
+
+
+Fact = Moved | Opened | Asked | Extended | DeadlineSet | Settled | Closed | Completed | Joined

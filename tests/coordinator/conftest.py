@@ -1,0 +1,82 @@
+"""A coordinator per test; after every committed change the database must hold just what memory holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import clock, restore
+from coordinator.engine import Engine
+from coordinator.ledger import Change
+from coordinator.live import Live
+from coordinator.store.tables import FederationRow
+from tests.coordinator.running import InThread, in_thread
+
+
+def without_deadline(live: Live) -> dict[str, Any]:
+    """What of a federation must be the same after a restart."""
+    stage = replace(live.run.stage, deadline=0.0) if live.run.stage is not None else None
+    kept = ("fingerprint", "shape", "supplied_state", "clients", "by_secret", "tasks", "tokens", "deadline")
+    return {"run": replace(live.run, stage=stage), **{name: getattr(live, name) for name in kept}}
+
+
+@pytest.fixture(autouse=True)
+def memory_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After each change: what a restart would load is what is in memory."""
+    change = Engine.change
+    wrong: list[str] = []
+
+    @contextmanager
+    def checked(self: Engine, id: str) -> Iterator[Change]:
+        with self.exclusively():
+            with change(self, id) as one:
+                yield one
+            with self.database.read() as session:
+                loaded = restore.load(session, session.get_one(FederationRow, id), 0.0)
+            stored, held = without_deadline(loaded), without_deadline(self.lives[id])
+            different = [key for key in held if stored[key] != held[key]]
+            wrong.extend(f"{key}: {stored[key]} is stored, {held[key]} is held" for key in different)
+
+    monkeypatch.setattr(Engine, "change", checked)
+    yield
+    assert wrong == []
+
+
+@pytest.fixture
+def leap(monkeypatch: pytest.MonkeyPatch) -> Callable[[InThread, float], None]:
+    """Moves a coordinator's clock forward, so that no test waits for a deadline."""
+    ahead = [0.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: time.monotonic() + ahead[0])
+
+    def forward(coordinator: InThread, seconds: float) -> None:
+        ahead[0] += seconds
+        coordinator.engine.ring([])
+
+    return forward
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[InThread]:
+    """A coordinator with the default settings."""
+    with in_thread(tmp_path / "data") as server:
+        yield server
+
+
+@pytest.fixture
+def coordinator_with(tmp_path: Path) -> Iterator[Callable[..., InThread]]:
+    """Coordinators with settings of their own, all in one data folder."""
+    servers: list[InThread] = []
+
+    def make(**options: Any) -> InThread:
+        servers.append(InThread(tmp_path / "data", **options))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()

@@ -1,0 +1,187 @@
+"""A coordinator for tests: a real server on a free port, in a thread of this process or as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from coordinator.app import create_app
+from coordinator.engine import Engine
+from coordinator.server import Server, _bind, _config
+from coordinator.settings import Settings
+from tests.coordinator.fakes import FakeClient, bearer, spec
+
+START_SECONDS = 60.0
+TIMEOUT = httpx.Timeout(70.0)
+
+
+class Api:
+    """The operator's calls, and clients of the same coordinator."""
+
+    http: httpx.Client
+    operator: dict[str, str]
+
+    def get(self, path: str, status: int = 200, **options: Any) -> Any:
+        """The JSON at ``path``."""
+        return self._call("GET", path, status, **options)
+
+    def post(self, path: str, json: Any = None, status: int = 200, **options: Any) -> Any:
+        """The JSON that ``path`` answers."""
+        return self._call("POST", path, status, json=json, **options)
+
+    def delete(self, path: str, status: int = 204) -> Any:
+        """Delete what lies at ``path``."""
+        return self._call("DELETE", path, status)
+
+    def _call(self, verb: str, path: str, status: int, **options: Any) -> Any:
+        options["headers"] = self.operator | options.get("headers", {})
+        response = self.http.request(verb, path if path.startswith("/") else f"/v1/federations/{path}", **options)
+        assert response.status_code == status, response.text
+        return response.json() if response.content else None
+
+    def create(self, **changes: Any) -> str:
+        """A federation; its id."""
+        return str(self.post("/v1/federations", spec(**changes), status=201)["id"])
+
+    def token(self, federation: str) -> str:
+        """A fresh enrolment token."""
+        return str(self.post(f"{federation}/enrolment-tokens", status=201)["token"])
+
+    def client(self, federation: str, name: str) -> FakeClient:
+        """A client that may have enrolled before."""
+        return FakeClient(self.http, federation, name)
+
+    def enrol(self, federation: str, *names: str, **changes: Any) -> list[FakeClient]:
+        """Freshly enrolled clients."""
+        token = self.token(federation)
+        clients = [self.client(federation, name) for name in names]
+        for client in clients:
+            response = client.enrol(token, **changes)
+            assert response.status_code == 201, response.text
+        return clients
+
+    def until(self, federation: str, seconds: float = 20.0, **wanted: Any) -> Any:
+        """The federation once its fields are as ``wanted``."""
+        end = time.monotonic() + seconds
+        while True:
+            found = self.get(federation)
+            if all(found[key] == value for key, value in wanted.items()):
+                return found
+            assert time.monotonic() < end, f"{wanted} does not come; it is {found}"
+            time.sleep(0.01)
+
+    def task(self, client: FakeClient, wait: float = 20.0) -> dict[str, Any]:
+        """The client's next task, waited for."""
+        response = client.task(wait)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def training(self, clients: list[FakeClient]) -> list[dict[str, Any]]:
+        """All evaluate; their training tasks."""
+        tasks = []
+        for client in clients:
+            task = self.task(client)
+            if task["kind"] == "evaluate":
+                assert client.evaluate(task).status_code == 201
+        for client in clients:
+            tasks.append(self.task(client))
+            assert tasks[-1]["kind"] == "train"
+        return tasks
+
+
+class InThread(Api):
+    """A server in a thread: its engine can be looked at."""
+
+    def __init__(self, folder: Path, **options: Any):
+        self.settings = Settings(data_dir=folder, port=0, **options)
+        self.app = create_app(self.settings)
+        listening = _bind(self.settings)
+        started = threading.Event()
+        self._server = Server(_config(self.settings, self.app), self.app, started.set)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],))
+        self._thread.start()
+        if not started.wait(START_SECONDS):
+            raise AssertionError("the coordinator does not start")
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
+        self.operator = bearer((folder / "operator.token").read_text().strip())
+
+    @property
+    def engine(self) -> Engine:
+        engine: Engine = self.app.state.engine
+        return engine
+
+    def stop(self) -> None:
+        """As on SIGTERM."""
+        if not self._thread.is_alive():
+            return
+        self.http.close()
+        self._server.handle_exit(15, None)
+        self._thread.join(START_SECONDS)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def in_thread(folder: Path, **options: Any) -> Iterator[InThread]:
+    """A server in a thread for the length of a block."""
+    server = InThread(folder, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Process(Api):
+    """A server as a process of its own, which can be killed and started again on the same folder."""
+
+    def __init__(self, folder: Path, *options: str, fault: str = "", module: str = "coordinator"):
+        self.folder = folder
+        self._module = module
+        self._options = options
+        self._log = folder.with_suffix(".log")
+        self.start(fault)
+
+    def start(self, fault: str = "") -> None:
+        """Start, and wait until it answers or has died."""
+        port_file = self.folder.with_suffix(".url")
+        port_file.unlink(missing_ok=True)
+        arguments = ["-m", self._module, "--data-dir", str(self.folder), "--port", "0", "--port-file", str(port_file)]
+        environment = {**os.environ, "PROMPTFED_FAULT": fault}
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments, *self._options], stderr=log, stdout=log, env=environment
+            )
+        end = time.monotonic() + START_SECONDS
+        while not port_file.exists():
+            if self.process.poll() is not None:
+                break
+            assert time.monotonic() < end, self._log.read_text()
+            time.sleep(0.01)
+        self.url = port_file.read_text().strip() if port_file.exists() else "http://127.0.0.1:1"
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
+        token = self.folder / "operator.token"
+        self.operator = bearer(token.read_text().strip()) if token.exists() else {}
+
+    @property
+    def dead(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        """As a power cut."""
+        self.process.kill()
+        self.process.wait()
+        self.http.close()
+
+    def log(self) -> str:
+        """Everything that it has said."""
+        return self._log.read_text()

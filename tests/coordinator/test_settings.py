@@ -1,0 +1,60 @@
+"""Settings and the command line: what is closed by default, and errors in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.__main__ import main
+from coordinator.settings import Settings
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
+def test_loopback_needs_nothing(host: str) -> None:
+    assert Settings(host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "::", "example.org"])
+def test_another_address_needs_tls_or_a_word(host: str) -> None:
+    with pytest.raises(ValidationError, match="--allow-plain-http"):
+        Settings(host=host)
+    assert Settings(host=host, allow_plain_http=True).host == host
+    assert Settings(host=host, tls_cert=Path("c"), tls_key=Path("k")).host == host
+
+
+def test_settings_come_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMPTFED_COORDINATOR_PORT", "1234")
+    assert Settings().port == 1234
+    assert Settings(port=5).port == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--host", "0.0.0.0"], "can be reached from outside"),
+        (["--port", "99999"], "--port"),
+        (["--tls-cert", "x"], "both a certificate and its key"),
+        (["--enrolment-token-file", "x"], "needs --bootstrap"),
+        (["--bootstrap", "/nowhere/spec.yaml", "--data-dir", "{folder}", "--port", "0"], "cannot read"),
+        (["--data-dir", "/dev/null/x"], "Not a directory"),
+    ],
+)
+def test_what_cannot_start_is_said_in_one_line(
+    arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([one.replace("{folder}", str(tmp_path)) for one in arguments]) == 2
+    output = capsys.readouterr().err
+    assert told in output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_help_needs_no_torch_and_the_app_no_open_clip() -> None:
+    script = (
+        "import sys; from coordinator.__main__ import parser; parser(); assert 'torch' not in sys.modules;"
+        "import coordinator.app; assert 'torch' in sys.modules; assert 'open_clip' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

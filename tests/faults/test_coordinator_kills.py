@@ -1,0 +1,172 @@
+"""Kill -9 on the coordinator at every named instant and at random ones: it ends where an undisturbed run ends.
+
+The clients are fakes over plain httpx that answer with deterministic tensors, try again when nobody answers, and never
+compute an update twice.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import shared.methods
+from coordinator.faults import POINTS
+from tests.coordinator.fakes import FakeClient, spec
+from tests.coordinator.running import Api, InThread, Process, in_thread
+from tests.coordinator.two_phase import TwoPhase
+
+NAMES = ("a", "b", "c")
+ROUNDS = 6
+
+
+class Restarting:
+    """Speaks to a coordinator that dies: starts it again with the next fault and sends the request again."""
+
+    def __init__(self, process: Process, faults: list[str]):
+        self.process = process
+        self._faults = faults
+        self.deaths: list[int] = []
+
+    def request(self, verb: str, url: str, **options: Any) -> httpx.Response:
+        for _ in range(20):
+            try:
+                return self.process.http.request(verb, url, **options)
+            except httpx.TransportError:
+                self._revive()
+        raise AssertionError(f"no answer to {verb} {url}")
+
+    def _revive(self) -> None:
+        if self.process.process.wait(30) != -signal.SIGKILL:
+            raise AssertionError(f"it ended by itself:\n{self.process.log()}")
+        self.deaths.append(self.process.process.returncode)
+        self.process.http.close()
+        self.process.start(self._faults.pop(0) if self._faults else "")
+
+    def get(self, url: str, **options: Any) -> httpx.Response:
+        return self.request("GET", url, **options)
+
+    def put(self, url: str, **options: Any) -> httpx.Response:
+        return self.request("PUT", url, **options)
+
+    def post(self, url: str, **options: Any) -> httpx.Response:
+        return self.request("POST", url, **options)
+
+
+class Disturbed(Api):
+    """The operator of a coordinator that dies."""
+
+    def __init__(self, process: Process, faults: list[str]):
+        self.http = Restarting(process, faults)  # type: ignore[assignment]
+        self.operator = process.operator
+
+
+def run(api: Api, method: str) -> dict[str, Any]:
+    """A whole federation, with a newcomer after the second round; what came of it."""
+    raw = spec(name="kills", method={"name": method}, rounds=ROUNDS)
+    headers = api.operator | {"Idempotency-Key": "kills"}
+    federation = api.http.post("/v1/federations", json=raw, headers=headers).json()["id"]
+    token = api.token(federation)
+    clients = [FakeClient(api.http, federation, name, 0.5 + 0.1 * i) for i, name in enumerate(NAMES[:2])]
+    for client in clients:
+        assert client.enrol(token).status_code in (200, 201)
+    start = api.http.post(f"/v1/federations/{federation}/start", headers=api.operator)
+    assert start.status_code == 200 or start.json()["state"] == "running", start.text
+    late = FakeClient(api.http, federation, NAMES[2], 0.9)
+    end = time.monotonic() + 120
+    while [client for client in clients if not one_task(client)]:
+        assert time.monotonic() < end
+        # The newcomer comes while round 2 trains: the same point of every run.
+        if late not in clients and api.get(federation)["round"] == 2:
+            assert late.enrol(token).status_code in (200, 201)
+            clients.append(late)
+    return outcome(api, federation)
+
+
+def one_task(client: FakeClient) -> bool:
+    """Carry out at most one task; whether the federation has ended."""
+    response = client.task(wait=0.05)
+    if response.status_code == 200:
+        assert client.answer(response.json()).status_code in (200, 201)
+    return response.status_code == 410
+
+
+def outcome(api: Api, federation: str) -> dict[str, Any]:
+    """State hashes, counted lists and accuracies of all rounds."""
+    rounds = api.get(f"{federation}/rounds")["rounds"]
+    return {
+        "state": api.get(federation)["state"],
+        "hashes": [one["state_hash"] for one in rounds],
+        "counted": [
+            [[(u["client"], u["weight"]) for u in phase["counted"]] for phase in one["phases"]] for one in rounds
+        ],
+        "accuracies": [
+            {name: found["splits"] for name, found in one["evaluation"]["clients"].items()} for one in rounds
+        ],
+    }
+
+
+@pytest.fixture
+def two_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shared.methods.METHODS, "two_phase", TwoPhase)
+
+
+def undisturbed(folder: Path, method: str) -> dict[str, Any]:
+    server: InThread
+    with in_thread(folder / "undisturbed") as server:
+        found = run(server, method)
+    assert found["state"] == "finished"
+    assert len(found["counted"][ROUNDS][0]) == 3, "the newcomer took part"
+    return found
+
+
+def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp_path: Path, two_phase: None) -> None:
+    expected = undisturbed(tmp_path, "two_phase")
+    # The second time a point is reached is in another phase than the first: both happen over the chain.
+    faults = [f"{name}:{1 + number % 2}" if number > 3 else f"{name}:1" for number, name in enumerate(POINTS)]
+    process = Process(tmp_path / "killed", fault=faults.pop(0), module="tests.faults.two_phase_server")
+    api = Disturbed(process, faults)
+    try:
+        found = run(api, "two_phase")
+    finally:
+        process.kill()
+    assert faults == [], "every point was reached"
+    assert api.http.deaths == [-signal.SIGKILL] * len(POINTS)  # type: ignore[attr-defined]
+    assert found == expected
+
+
+def test_killed_at_random_instants_it_ends_where_an_undisturbed_run_ends(tmp_path: Path) -> None:
+    expected = undisturbed(tmp_path, "promptfl")
+    process = Process(tmp_path / "killed")
+    api = Disturbed(process, [])
+    done = threading.Event()
+    chance = random.Random(5)
+
+    def kill_now_and_then() -> None:
+        for _ in range(5):
+            if done.wait(chance.uniform(0.05, 0.4)):
+                return
+            while process.dead and not done.is_set():
+                time.sleep(0.01)
+            port = process.folder.with_suffix(".url")
+            while not port.exists() and not done.is_set():
+                time.sleep(0.01)
+            if not done.is_set():
+                process.process.send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    try:
+        found = run(api, "promptfl")
+    finally:
+        done.set()
+        killer.join()
+        process.kill()
+    assert len(api.http.deaths) >= 2  # type: ignore[attr-defined]
+    assert found == expected
