@@ -21,13 +21,13 @@ DEMOS: dict[str, Demo] = {
     "symbols": Demo(
         clients=(
             ("architect", "symbols:blueprint"),
-            ("pencil", "symbols:sketch"),
+            ("doodler", "symbols:quickdraw"),
             ("signmaker", "symbols:neon"),
         ),
-        unseen=("blackboard", "symbols:chalk"),
+        unseen=("sketchbook", "symbols:sketch"),
         template="a photo of a {}.",
         rounds=8,
-        training={"epochs": 1, "batch_size": 64, "learning_rate": 0.02},
+        training={"epochs": 1, "batch_size": 64, "learning_rate": 0.05, "schedule": "cosine"},
     ),
     "digits": Demo(
         clients=(
@@ -38,7 +38,7 @@ DEMOS: dict[str, Demo] = {
         unseen=("negative", "digits?domain=inverted"),
         template="a photo of the digit {}.",
         rounds=8,
-        training={"epochs": 1, "batch_size": 64, "learning_rate": 0.1},
+        training={"epochs": 1, "batch_size": 64, "learning_rate": 0.05},
     ),
 }
 """Settings chosen on validation images, never on the test images that the demo reports."""

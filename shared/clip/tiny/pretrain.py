@@ -60,8 +60,10 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 30) -> float
 def pretrain(args: argparse.Namespace, recipe: Recipe) -> open_clip.CLIP:
     """Train from scratch; the model comes back in evaluation mode."""
     register()
-    torch.manual_seed(derive_seed(args.seed, "pretrain", "initial"))
-    model = open_clip.create_model(MODEL)
+    # open_clip draws initial weights from the global generator; outside of this block it is as before.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(args.seed, "pretrain", "initial"))
+        model = open_clip.create_model(MODEL)
     model.token_embedding.weight.requires_grad_(False)
     model.train()
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
@@ -100,11 +102,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, help="where the weights go")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2300)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--check", type=int, default=500, help="steps between two looks at the bars; 0 for none")
+    parser.add_argument("--check", type=int, default=575, help="steps between two looks at the bars; 0 for none")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     save(pretrain(args, Recipe()), Path(args.out))
