@@ -123,7 +123,7 @@ def _show(result: Result, method: str, seconds: float, as_json: bool) -> None:
     text = (
         f"{seconds:.0f} s in all; the clients sent {size(result.bytes_up)} up and took {size(result.bytes_down)} down"
     )
-    console.print(f"{text}, and not one image.", highlight=False)
+    console.print(f"{text}, and not one image.", highlight=False, soft_wrap=True)
 
 
 def _split(row: Row) -> str:

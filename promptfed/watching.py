@@ -87,6 +87,7 @@ class Watcher:
         self._progress = Progress(*columns, console=messages, disable=quiet, transient=True)
         self._task = self._progress.add_task("", total=rounds)
         self._plain = not quiet and not messages.is_terminal
+        self._last: tuple[str, int, str | None] | None = None
 
     def __enter__(self) -> Watcher:
         if not self._plain:
@@ -108,9 +109,11 @@ class Watcher:
         """Show where the federation stands."""
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
-        self.say(
-            f"round {snapshot.round}, {snapshot.describe()}" if snapshot.state == "running" else snapshot.describe()
-        )
+        key = (snapshot.state, snapshot.round, snapshot.phase)
+        if not self._plain or key != self._last:  # a log gets a line for each phase, not for each answer
+            where = f"round {snapshot.round}, " if snapshot.state == "running" else ""
+            self.say(where + snapshot.describe())
+        self._last = key
 
 
 @dataclass(frozen=True)
