@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.data.demo import DEMOS, Demo
-
 from promptfed.api import CommandError
 from promptfed.exits import Exit
 from promptfed.local import LocalFederation, Site
 from promptfed.output import console, print_json, size
 from promptfed.processes import Processes, ProcessFailed, interrupt_on_sigterm
 from promptfed.watching import Result, Row, Watcher, follow, read_result, result_table
+from shared.data.demo import DEMOS, Demo
 
 
 @dataclass(frozen=True)
