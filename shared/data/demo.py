@@ -38,7 +38,7 @@ DEMOS: dict[str, Demo] = {
         unseen=("negative", "digits?domain=inverted"),
         template="a photo of the digit {}.",
         rounds=8,
-        training={"epochs": 1, "batch_size": 64, "learning_rate": 0.05},
+        training={"epochs": 1, "batch_size": 128, "learning_rate": 0.05, "schedule": "cosine"},
     ),
 }
 """Settings chosen on validation images, never on the test images that the demo reports."""
