@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from client_service.exits import ClientError, Exit
+from client_service.exits import Exit, leave
 from client_service.settings import Settings, one_line
 
 
@@ -54,11 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValidationError as error:
         print(one_line(error), file=sys.stderr)
         return Exit.USAGE
-    except ClientError as error:
-        print(error, file=sys.stderr)
-        return error.exit
     return start(settings)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

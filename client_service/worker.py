@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import sys
 from concurrent.futures import Executor
 
 import httpx
@@ -15,7 +13,7 @@ from client_service.api import create_app, running_api
 from client_service.compute import Compute
 from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
 from client_service.enrolment import explain
-from client_service.exits import ClientError, Exit
+from client_service.exits import ClientError, Exit, leave
 from client_service.joining import FederationEnded, Joining, Parts
 from client_service.monitor import Hook, Monitor, Status
 from client_service.prediction import Predictor
@@ -155,8 +153,5 @@ def run(settings: Settings) -> int:
         log.exception("the client failed")
         code = Exit.FAILED
     if worker.compute.busy:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)
     return int(code)

@@ -1,11 +1,15 @@
-"""A federation of real processes over HTTP: a coordinator, two trainers and an evaluator; undisturbed and killed."""
+"""A federation over HTTP with a real coordinator process, two trainers and an evaluator.
+
+Once with all clients in this process, undisturbed, and once in processes of their own, one killed: the same state.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,9 @@ import httpx
 import pytest
 
 from client_service.exits import Exit
-from shared.clip import tiny
+from client_service.settings import make_settings
+from client_service.worker import Worker
+from shared.clip import load_backbone, tiny
 from tests.client_service.processes import ClientProcess, wait_for
 
 TRAINERS = {"north": "symbols:painting", "south": "symbols:cartoon"}
@@ -75,122 +81,122 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Federation:
-    """A federation with its client processes."""
+    """A federation of a real coordinator, and what its clients are started with."""
 
     def __init__(self, coordinator: Coordinator, name: str, folder: Path, features: Path):
-        self.coordinator, self.folder = coordinator, folder
+        self.coordinator = coordinator
+        self.folder = folder
+        folder.mkdir()
         spec = {
             "name": name,
             "method": {"name": "promptfl", "m": 4},
-            "backbone": {
-                "model": tiny.MODEL,
-                "pretrained": tiny.PRETRAINED if tiny.weights_path().exists() else "random",
-            },
             "rounds": ROUNDS,
             "training": {"epochs": 12, "batch_size": 4, "learning_rate": 0.02},
             "participation": {"min_clients": len(TRAINERS), "deadline_seconds": 300.0},
-            "start": "manual",
             "seed": 3,
         }
         self.path = "/v1/federations/" + coordinator.call("POST", "/v1/federations", json=spec).json()["id"]
         minted = coordinator.call("POST", self.path + "/enrolment-tokens").json()
-        folder.mkdir()
         (folder / "token").write_text(minted["token"])
-        sites = [(client, "trainer", uri) for client, uri in TRAINERS.items()] + [
-            (EVALUATOR[0], "evaluator", EVALUATOR[1])
-        ]
-        self.clients = {
-            client: ClientProcess(
-                folder / client,
-                coordinator=coordinator.url,
-                federation=name,
-                enrolment_token_file=str(folder / "token"),
-                name=client,
-                role=role,
-                data=data(uri),
-                feature_cache=str(features),
-            )
-            for client, role, uri in sites
+        common = {
+            "coordinator": coordinator.url,
+            "federation": name,
+            "enrolment_token_file": str(folder / "token"),
+            "feature_cache": str(features),
         }
-
-    def start(self) -> None:
-        """Start once all have enrolled."""
-        wait_for(lambda: self.died() or len(self.get("/clients")["clients"]) == len(self.clients), PATIENCE, 0.1)
-        assert not self.died(), self.logs()
-        self.coordinator.call("POST", self.path + "/start")
-
-    def end(self) -> dict[str, Any]:
-        """The final view, when all clients have gone home."""
-        deadline = time.monotonic() + PATIENCE
-        for client in self.clients.values():
-            assert client.wait(max(1.0, deadline - time.monotonic())) == Exit.OK, self.logs()
-        found: dict[str, Any] = self.get("")
-        return found
+        sites = [*((site, "trainer", uri) for site, uri in TRAINERS.items()), (EVALUATOR[0], "evaluator", EVALUATOR[1])]
+        self.options = {site: common | {"name": site, "role": role, "data": data(uri)} for site, role, uri in sites}
 
     def get(self, path: str) -> Any:
         return self.coordinator.get(self.path + path)
 
-    def died(self) -> bool:
-        return any(client.process.poll() is not None for client in self.clients.values())
+    def all_enrolled(self) -> bool:
+        return len(self.get("/clients")["clients"]) == len(self.options)
 
-    def logs(self) -> str:
-        return "\n\n".join(f"{name}:\n{client.text()}" for name, client in self.clients.items())
-
-    def stop(self) -> None:
-        for client in self.clients.values():
-            client.stop()
+    def start(self) -> None:
+        self.coordinator.call("POST", self.path + "/start")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    coordinator: Coordinator, features: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Federation, dict[str, Any]]]:
+def undisturbed(coordinator: Coordinator, features: Path, tmp_path_factory: pytest.TempPathFactory) -> Federation:
+    """The same federation with its clients in this process, sharing a thread and a backbone."""
     federation = Federation(coordinator, "undisturbed", tmp_path_factory.mktemp("runs") / "undisturbed", features)
-    try:
-        federation.start()
-        yield federation, federation.end()
-    finally:
-        federation.stop()
+    weights = load_backbone(tiny.MODEL, tiny.PRETRAINED)
+
+    async def run() -> list[Exit]:
+        with ThreadPoolExecutor(1) as executor:
+            workers = [
+                Worker(
+                    make_settings(state_dir=federation.folder / site, device="cpu", **options),
+                    backbone=weights,
+                    executor=executor,
+                )
+                for site, options in federation.options.items()
+            ]
+            running = [asyncio.ensure_future(worker.run()) for worker in workers]
+            await asyncio.to_thread(wait_for, federation.all_enrolled, PATIENCE, 0.1)
+            await asyncio.to_thread(federation.start)
+            return await asyncio.gather(*running)
+
+    assert set(asyncio.run(run())) == {Exit.OK}
+    return federation
 
 
-def test_it_runs_from_enrolment_to_the_last_evaluation(undisturbed: tuple[Federation, dict[str, Any]]) -> None:
-    federation, final = undisturbed
+def test_it_runs_from_enrolment_to_the_last_evaluation(undisturbed: Federation) -> None:
+    final = undisturbed.get("")
     assert final["state"] == "finished", final["reason"]
     assert final["round"] == ROUNDS
-    reports = [federation.get(f"/rounds/{round}") for round in range(ROUNDS + 1)]
+    reports = [undisturbed.get(f"/rounds/{round}") for round in range(ROUNDS + 1)]
     assert len({report["state_hash"] for report in reports}) == ROUNDS + 1
     for report in reports[1:]:
         (phase,) = report["phases"]
         assert [counted["client"] for counted in phase["counted"]] == ["north", "south"]
         assert {"loss", "train_seconds"} <= set(phase["updates"][0]["metrics"])
         assert phase["failed"] == phase["expired"] == []
+    zero_shot = []
     for report in reports:
         found = report["evaluation"]["clients"]
         assert set(found) == {"north", "south", "lab"}
-        for client in found.values():
-            assert set(client["splits"]) == set(client["zero_shot"]) == {"test"}
-    assert {client["zero_shot"]["test"]["accuracy"] for client in [r["evaluation"]["clients"]["lab"] for r in reports]}
-    assert "Traceback" not in federation.logs()
+        assert all(set(client["splits"]) == set(client["zero_shot"]) == {"test"} for client in found.values())
+        zero_shot.append({name: client["zero_shot"] for name, client in found.items()})
+    assert zero_shot[0] == zero_shot[1] == zero_shot[2]
 
 
-def test_a_client_killed_in_training_leads_to_the_same_state(
-    coordinator: Coordinator, features: Path, undisturbed: tuple[Federation, dict[str, Any]], tmp_path: Path
+def test_many_processes_one_of_them_killed_in_training_reach_the_same_state(
+    coordinator: Coordinator, features: Path, undisturbed: Federation, tmp_path: Path
 ) -> None:
     federation = Federation(coordinator, "killed", tmp_path / "killed", features)
+    clients = {site: ClientProcess(tmp_path / site, **options) for site, options in federation.options.items()}
+
+    def logs() -> str:
+        return "\n\n".join(f"{site}:\n{client.text()}" for site, client in clients.items())
+
+    def died() -> bool:
+        return any(client.process.poll() is not None for client in clients.values())
+
     try:
+        wait_for(lambda: died() or federation.all_enrolled(), PATIENCE, 0.1)
+        assert not died(), logs()
         federation.start()
-        victim = federation.clients["north"]
+        victim = clients["north"]
         wait_for(lambda: victim.stage() == "training", PATIENCE, 0.005)
         victim.kill()
         assert federation.get("")["round"] == 1
-        secret = (victim.state_dir / "identity.json").read_text()
+        identity = (victim.state_dir / "identity.json").read_text()
         victim.start()
-        final = federation.end()
+        for client in clients.values():
+            assert client.wait(PATIENCE) == Exit.OK, logs()
     finally:
-        federation.stop()
+        for client in clients.values():
+            client.stop()
+
+    final = federation.get("")
     assert final["state"] == "finished", final["reason"]
-    assert final["state_hash"] == undisturbed[1]["state_hash"]
-    assert (victim.state_dir / "identity.json").read_text() == secret
-    evaluations = [run.get(f"/rounds/{ROUNDS}")["evaluation"]["clients"] for run in (federation, undisturbed[0])]
-    results = [{name: client["splits"] for name, client in found.items()} for found in evaluations]
+    assert final["state_hash"] == undisturbed.get("")["state_hash"]
+    assert (victim.state_dir / "identity.json").read_text() == identity
+    results = [
+        {name: client["splits"] for name, client in run.get(f"/rounds/{ROUNDS}")["evaluation"]["clients"].items()}
+        for run in (federation, undisturbed)
+    ]
     assert results[0] == results[1]
+    assert "Traceback" not in logs()

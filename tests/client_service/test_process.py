@@ -1,8 +1,7 @@
-"""Real client processes: signals, kill -9, exit codes, and the command line."""
+"""Real client processes: signals, exit codes, predictions after the end, and the command line."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -19,11 +18,8 @@ import pytest
 
 from client_service.__main__ import main
 from client_service.exits import Exit
-from client_service.settings import make_settings
-from client_service.worker import Worker
 from shared.data import open_source
 from shared.spec import TrainingSpec
-from shared.tensors import state_hash
 from tests.client_service.conftest import MakeCoordinator
 from tests.client_service.fake import TOKEN, FakeCoordinator
 from tests.client_service.processes import ClientProcess, served, wait_for
@@ -66,28 +62,6 @@ def start(tmp_path: Path, options: dict[str, str]) -> Iterator[Start]:
 def small(make_coordinator: MakeCoordinator, **changes: Any) -> FakeCoordinator:
     training = TrainingSpec(epochs=15, batch_size=4, learning_rate=0.05).model_dump()
     return make_coordinator(**({"class_names": None, "rounds": 2, "training": training} | changes))
-
-
-def test_killed_in_the_middle_of_training_the_result_is_the_same(
-    make_coordinator: MakeCoordinator, start: Start, options: dict[str, str], tmp_path: Path
-) -> None:
-    undisturbed, coordinator = small(make_coordinator), small(make_coordinator)
-    own = make_settings(coordinator="http://127.0.0.1:1", state_dir=tmp_path / "undisturbed", **options)
-    assert asyncio.run(Worker(own, http=undisturbed.http()).run()) is Exit.OK
-
-    with served(coordinator.app) as url:
-        process = start(url)
-        wait_for(lambda: coordinator.plan[0] == ("train", 2) and process.stage() == "training")
-        process.kill()
-        assert coordinator.client is not None
-        secret = coordinator.client.secret
-        assert coordinator.plan[0] == ("train", 2)
-        process.start()
-        assert process.wait() == Exit.OK, process.text()
-    assert state_hash(coordinator.global_state) == state_hash(undisturbed.global_state)
-    assert coordinator.evaluations[-1]["splits"] == undisturbed.evaluations[-1]["splits"]
-    assert coordinator.client.secret == secret
-    assert [call[2] for call in coordinator.calls if call[1].endswith("/clients")] == [201, 200]
 
 
 @pytest.mark.parametrize(
