@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
-from coordinator import clock, restore, retention, work
+from coordinator import clock, logs, restore, retention, work
 from coordinator.activity import Activity
 from coordinator.bells import Bells, wait
 from coordinator.ledger import Change
@@ -161,6 +161,9 @@ class Engine:
 
     def _announce(self, change: Change) -> None:
         live = change.live
+        for kind, data in change.told:
+            known = {name: data[name] for name in logs.FIELDS if name in data}
+            log.info("%s %s", kind, data, extra={"federation": live.name, **known})
         names = live.clients if change.everyone else change.wake
         self.ring([(live.id, EVENTS), *((live.id, name) for name in names)])
 

@@ -35,16 +35,23 @@ POINTS = (
     "state-committed",
 )
 
-_wanted, _, _nth = os.environ.get(VARIABLE, "").partition(":")
+_armed = os.environ.get(VARIABLE, "")
 _reached: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
+def arm(fault: str) -> None:
+    """Die at ``fault`` (``name:count``; empty: nowhere), whatever the environment says."""
+    global _armed
+    _armed = fault
+
+
 def point(name: str) -> None:
-    """Die here if the environment says so."""
-    if name != _wanted:
+    """Die here if it is armed."""
+    wanted, _, count = _armed.partition(":")
+    if name != wanted:
         return
     with _lock:
         _reached[name] += 1
-        if _reached[name] == int(_nth or 1):
+        if _reached[name] == int(count or 1):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -43,6 +43,7 @@ class Change:
     wake: set[str] = field(default_factory=set)
     everyone: bool = False
     facts: list[Fact] = field(default_factory=list)
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def send(self, event: Event) -> None:
         """Step the round machine and write down what follows.
@@ -64,6 +65,7 @@ class Change:
     def tell(self, kind: str, /, **data: Any) -> None:
         """Add an event to the federation's stream."""
         self.session.add(EventRow(federation_id=self.live.id, kind=kind, data=data, at=clock.now()))
+        self.told.append((kind, data))
 
     def federation_row(self) -> FederationRow:
         """The federation's own row."""

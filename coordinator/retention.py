@@ -41,7 +41,19 @@ def collect(engine: Engine, digests: Iterable[str]) -> None:
 
 def sweep(engine: Engine) -> None:
     """Remove every blob that no row names: what a crash between a blob and its row has left."""
-    collect(engine, engine.blobs.all())
+    with engine.database.read() as session:
+        named = {digest for query in _stored() for digest in session.scalars(query)}
+    for digest in set(engine.blobs.all()) - named:
+        engine.blobs.remove(digest)
+
+
+def _stored() -> tuple[Select[Any], ...]:
+    return (
+        select(StateRow.sha256).where(StateRow.stored),
+        select(UpdateRow.sha256).where(UpdateRow.stored),
+        select(TaskRow.payload_sha256).where(TaskRow.payload_stored),
+        select(FederationRow.supplied_state),
+    )
 
 
 def digests_of(session: Session, id: str) -> set[str]:
@@ -76,10 +88,6 @@ def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
 
 
 def _is_named(session: Session, digest: str) -> bool:
-    queries = (
-        select(StateRow.id).where(StateRow.sha256 == digest, StateRow.stored),
-        select(UpdateRow.task_id).where(UpdateRow.sha256 == digest, UpdateRow.stored),
-        select(TaskRow.id).where(TaskRow.payload_sha256 == digest, TaskRow.payload_stored),
-        select(FederationRow.id).where(FederationRow.supplied_state == digest),
-    )
-    return any(session.execute(query.limit(1)).first() is not None for query in queries)
+    columns = (StateRow.sha256, UpdateRow.sha256, TaskRow.payload_sha256, FederationRow.supplied_state)
+    queries = (query.where(column == digest).limit(1) for query, column in zip(_stored(), columns, strict=True))
+    return any(session.execute(query).first() is not None for query in queries)

@@ -267,7 +267,7 @@ class _Machine:
         for name in stage.having("open"):
             self._settle(name, "expired")
         counted = tuple(stage.having("answered"))
-        self._set_stage(closed=True)
+        self._set_stage(closed=True, sample_size=sample_size)
         if stage.kind == "train" and self.run.step == 0:
             self._set(answered_first=counted, sample_size=sample_size)
         self.facts.append(Closed(counted, sample_size))

@@ -15,6 +15,7 @@ from coordinator.api.federations import TENSOR_BODY, TENSORS
 from coordinator.api.schemas import Receipt, UpdateReceipt
 from coordinator.bells import wait
 from coordinator.engine import Engine
+from coordinator.faults import point
 from coordinator.live import Client, Live, OpenTask
 from coordinator.problems import (
     ANY_CALLER,
@@ -170,6 +171,7 @@ async def put_update(
     live, client = caller.live, caller.client
     async with request.app.state.uploads.receive(request, live.spec.admission.max_bytes) as upload:
         expect_digest(upload, announced)
+        point("update-received")
         new = await run_sync(admission.accept_update, engine, live, client, task_id, upload)
     if not new:
         response.status_code = status.HTTP_200_OK

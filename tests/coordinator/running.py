@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,8 +18,10 @@ import httpx
 
 from coordinator.app import create_app
 from coordinator.engine import Engine
+from coordinator.faults import VARIABLE
 from coordinator.server import Server, _bind, _config
 from coordinator.settings import Settings
+from tests.coordinator import forked
 from tests.coordinator.fakes import FakeClient, bearer, spec
 
 START_SECONDS = 60.0
@@ -144,44 +148,77 @@ def in_thread(folder: Path, **options: Any) -> Iterator[InThread]:
 class Process(Api):
     """A server as a process of its own, which can be killed and started again on the same folder."""
 
-    def __init__(self, folder: Path, *options: str, fault: str = "", module: str = "coordinator"):
+    def __init__(self, folder: Path, *options: str, fault: str = ""):
         self.folder = folder
-        self._module = module
         self._options = options
         self._log = folder.with_suffix(".log")
+        self._port_file = folder.with_suffix(".url")
         self.start(fault)
 
     def start(self, fault: str = "") -> None:
         """Start, and wait until it answers or has died."""
-        port_file = self.folder.with_suffix(".url")
-        port_file.unlink(missing_ok=True)
-        arguments = ["-m", self._module, "--data-dir", str(self.folder), "--port", "0", "--port-file", str(port_file)]
-        environment = {**os.environ, "PROMPTFED_FAULT": fault}
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments, *self._options], stderr=log, stdout=log, env=environment
-            )
+        self._port_file.unlink(missing_ok=True)
+        arguments = ["--data-dir", str(self.folder), "--port", "0", "--port-file", str(self._port_file)]
+        self._spawn([*arguments, *self._options], fault)
         end = time.monotonic() + START_SECONDS
-        while not port_file.exists():
-            if self.process.poll() is not None:
-                break
-            assert time.monotonic() < end, self._log.read_text()
+        while not self._port_file.exists() and not self.dead:
+            assert time.monotonic() < end, self.log()
             time.sleep(0.01)
-        self.url = port_file.read_text().strip() if port_file.exists() else "http://127.0.0.1:1"
+        self.url = self._port_file.read_text().strip() if self._port_file.exists() else "http://127.0.0.1:1"
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
         token = self.folder / "operator.token"
         self.operator = bearer(token.read_text().strip()) if token.exists() else {}
 
+    def _spawn(self, arguments: list[str], fault: str) -> None:
+        command = [sys.executable, "-m", "coordinator", *arguments]
+        with self._log.open("ab") as log:
+            environment = {**os.environ, VARIABLE: fault}
+            self._process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+
     @property
     def dead(self) -> bool:
-        return self.process.poll() is not None
+        return self._process.poll() is not None
+
+    def wait(self, seconds: float = 30.0) -> int:
+        """Its exit code, once it has ended."""
+        return self._process.wait(seconds)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """As a power cut."""
-        self.process.kill()
-        self.process.wait()
+        if not self.dead:
+            self.signal(signal.SIGKILL)
+        self.wait()
         self.http.close()
 
     def log(self) -> str:
         """Everything that it has said."""
         return self._log.read_text()
+
+
+_server = multiprocessing.get_context("forkserver")
+
+
+class Forked(Process):
+    """The same from a process that has imported everything already: a start takes a moment, not seconds."""
+
+    def _spawn(self, arguments: list[str], fault: str) -> None:
+        _server.set_forkserver_preload(["coordinator.server", "tests.coordinator.forked"])
+        self._child = _server.Process(target=forked.run, args=(arguments, fault, str(self._log)))
+        self._child.start()
+
+    @property
+    def dead(self) -> bool:
+        return self._child.exitcode is not None
+
+    def wait(self, seconds: float = 30.0) -> int:
+        self._child.join(seconds)
+        assert self._child.exitcode is not None, "it does not end"
+        return self._child.exitcode
+
+    def signal(self, number: int) -> None:
+        assert self._child.pid is not None
+        os.kill(self._child.pid, number)

@@ -100,8 +100,8 @@ def test_a_newcomer_gets_its_row_where_its_name_stands(coordinator: InThread) ->
 def test_a_method_that_breaks_fails_the_federation_with_its_reason(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> Tensors:
-        return {"prompt": torch.full((4, 8), torch.nan)}
+    def broken(self: TwoPhase, state: Tensors, *_: object) -> Tensors:
+        return state | {"prompt": torch.full((4, 8), torch.nan)}
 
     federation, clients = federation_of(coordinator, "a", "b")
     tasks = coordinator.training(clients)

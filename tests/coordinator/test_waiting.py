@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.coordinator.fakes import bearer, drive
-from tests.coordinator.running import InThread, Process
+from tests.coordinator.running import Forked, InThread, Process
 
 
 def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:
@@ -138,8 +138,8 @@ def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: Process, se
     until_waiting(process, "waiting_clients", 1)
     until_waiting(process, "event_streams", 1)
     started = time.monotonic()
-    process.process.send_signal(sent)
-    assert process.process.wait(30) == 0
+    process.signal(sent)
+    assert process.wait() == 0
     took = time.monotonic() - started
     poll.join(10)
     stream.join(10)
@@ -149,11 +149,11 @@ def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: Process, se
 
 
 def test_a_second_coordinator_on_the_same_folder_is_refused(process: Process, tmp_path: Path) -> None:
-    second = Process.__new__(Process)
-    second.folder, second._options, second._log = process.folder, (), tmp_path / "second.log"
-    second._module = "coordinator"
+    second = Forked.__new__(Forked)
+    second.folder, second._options = process.folder, ()
+    second._log, second._port_file = tmp_path / "second.log", tmp_path / "second.url"
     second.start()
-    assert second.process.wait(30) == 2
+    assert second.wait() == 2
     assert "another coordinator works on" in second.log()
     assert "Traceback" not in second.log()
     assert process.get("/v1/federations") == {"federations": [], "next": None}
@@ -170,7 +170,7 @@ def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
         "--enrolment-token-mode",
         "640",
     )
-    server = Process(tmp_path / "data", *options)
+    server = Forked(tmp_path / "data", *options)
     assert token_file.stat().st_mode & 0o777 == 0o640
     token = token_file.read_text().strip()
     assert server.client("boot", "a").enrol(token).status_code == 201
@@ -183,7 +183,7 @@ def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
 
     spec_file.write_text("name: boot\nmethod: {name: nonsense}\n")
     server.start()
-    assert server.process.wait(30) == 2
+    assert server.wait() == 2
     assert "method.name" in server.log().splitlines()[-1]
 
 

@@ -19,7 +19,7 @@ import pytest
 import shared.methods
 from coordinator.faults import POINTS
 from tests.coordinator.fakes import FakeClient, spec
-from tests.coordinator.running import Api, InThread, Process, in_thread
+from tests.coordinator.running import Api, Forked, InThread, in_thread
 from tests.coordinator.two_phase import TwoPhase
 
 NAMES = ("a", "b", "c")
@@ -29,7 +29,7 @@ ROUNDS = 6
 class Restarting:
     """Speaks to a coordinator that dies: starts it again with the next fault and sends the request again."""
 
-    def __init__(self, process: Process, faults: list[str]):
+    def __init__(self, process: Forked, faults: list[str]):
         self.process = process
         self._faults = faults
         self.deaths: list[int] = []
@@ -43,9 +43,10 @@ class Restarting:
         raise AssertionError(f"no answer to {verb} {url}")
 
     def _revive(self) -> None:
-        if self.process.process.wait(30) != -signal.SIGKILL:
+        code = self.process.wait()
+        if code != -signal.SIGKILL:
             raise AssertionError(f"it ended by itself:\n{self.process.log()}")
-        self.deaths.append(self.process.process.returncode)
+        self.deaths.append(code)
         self.process.http.close()
         self.process.start(self._faults.pop(0) if self._faults else "")
 
@@ -62,7 +63,7 @@ class Restarting:
 class Disturbed(Api):
     """The operator of a coordinator that dies."""
 
-    def __init__(self, process: Process, faults: list[str]):
+    def __init__(self, process: Forked, faults: list[str]):
         self.http = Restarting(process, faults)  # type: ignore[assignment]
         self.operator = process.operator
 
@@ -130,7 +131,7 @@ def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp
     expected = undisturbed(tmp_path, "two_phase")
     # The second time a point is reached is in another phase than the first: both happen over the chain.
     faults = [f"{name}:{1 + number % 2}" if number > 3 else f"{name}:1" for number, name in enumerate(POINTS)]
-    process = Process(tmp_path / "killed", fault=faults.pop(0), module="tests.faults.two_phase_server")
+    process = Forked(tmp_path / "killed", fault=faults.pop(0))
     api = Disturbed(process, faults)
     try:
         found = run(api, "two_phase")
@@ -143,7 +144,7 @@ def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp
 
 def test_killed_at_random_instants_it_ends_where_an_undisturbed_run_ends(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path, "promptfl")
-    process = Process(tmp_path / "killed")
+    process = Forked(tmp_path / "killed")
     api = Disturbed(process, [])
     done = threading.Event()
     chance = random.Random(5)
@@ -158,7 +159,7 @@ def test_killed_at_random_instants_it_ends_where_an_undisturbed_run_ends(tmp_pat
             while not port.exists() and not done.is_set():
                 time.sleep(0.01)
             if not done.is_set():
-                process.process.send_signal(signal.SIGKILL)
+                process.signal(signal.SIGKILL)
 
     killer = threading.Thread(target=kill_now_and_then)
     killer.start()

@@ -1,0 +1,21 @@
+"""What a forked coordinator runs; with the tests' two-phase method among its methods."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import shared.methods
+from coordinator import faults
+from coordinator.__main__ import main
+from tests.coordinator.two_phase import TwoPhase
+
+
+def run(arguments: list[str], fault: str, log: str) -> None:
+    """Serve, writing to ``log``, and die at ``fault``."""
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    shared.methods.METHODS["two_phase"] = TwoPhase
+    faults.arm(fault)
+    sys.exit(main(arguments))
