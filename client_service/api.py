@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response, params
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -99,6 +99,11 @@ def create_app(monitor: Monitor, predictor: Predictor, token: str | None, host: 
         """Prometheus metrics."""
         return Response(monitor.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    _add_predict(app, predictor, guarded)
+    return app
+
+
+def _add_predict(app: FastAPI, predictor: Predictor, guarded: list[params.Depends]) -> None:
     @app.post(
         "/v1/predict",
         dependencies=guarded,
@@ -115,8 +120,6 @@ def create_app(monitor: Monitor, predictor: Predictor, token: str | None, host: 
             raise ApiProblem(422, "bad-image", "Not an image", str(error)) from None
         except TooManyPixels as error:
             raise ApiProblem(413, "too-large", "Image too large", str(error)) from None
-
-    return app
 
 
 async def image_body(request: Request) -> bytes:

@@ -154,6 +154,10 @@ class FakeCoordinator:
             body = {"client_id": "client-1", "federation_id": FEDERATION, "name": asked.name}
             return JSONResponse(body, 200 if again else 201)
 
+        self._add_tasks(app, base)
+        return app
+
+    def _add_tasks(self, app: FastAPI, base: str) -> None:
         @app.get(base + "/task")
         async def task(request: Request, wait: int = 30) -> Response:
             if refusal := self._refuse(request):
@@ -183,8 +187,6 @@ class FakeCoordinator:
             self.failures.append(await request.json())
             self.plan.pop(0)
             return Response(status_code=201)
-
-        return app
 
     def _refuse(self, request: Request) -> Response | None:
         if self.client is None or request.headers["authorization"] != f"Bearer {self.client.secret}":
