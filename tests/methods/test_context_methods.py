@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from coordinator.aggregation import weighted_mean
 from torch import Tensor
 
+from coordinator.aggregation import weighted_mean
 from shared.clip import Backbone
 from shared.methods import make_method
 from shared.methods.base import ClientContext, ClientUpdate, MethodError, NeedsBackbone, ServerContext

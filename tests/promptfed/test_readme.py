@@ -30,7 +30,7 @@ def test_the_federation_by_curl(tmp_path: Path) -> None:
     assert text.count(MARK) == 1
     script = text.split(MARK)[1].split("```")[0].replace("8080", str(free_port()))
     # A failing line must end the script, and what it started must end with it.
-    guard = "set -euo pipefail\nmkdir -p run\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n"
+    guard = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n"
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", guard + script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
