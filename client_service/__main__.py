@@ -10,8 +10,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from client_service.exits import Exit, leave
+from client_service.exits import Exit
 from client_service.settings import Settings, one_line
+from shared.leaving import leave
 
 
 class JsonFormatter(logging.Formatter):

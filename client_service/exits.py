@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 from enum import IntEnum
-from typing import NoReturn
 
 
 class Exit(IntEnum):
@@ -33,14 +29,3 @@ class ClientError(Exception):
     def __init__(self, exit: Exit, text: str):
         super().__init__(text)
         self.exit = exit
-
-
-def leave(code: int) -> NoReturn:
-    """End the process without taking the interpreter apart, which takes torch seconds on a busy machine.
-
-    What is on disk stands a kill at any instant, so nothing is lost.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -13,7 +13,7 @@ from client_service.api import create_app, running_api
 from client_service.compute import Compute
 from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
 from client_service.enrolment import explain
-from client_service.exits import ClientError, Exit, leave
+from client_service.exits import ClientError, Exit
 from client_service.joining import FederationEnded, Joining, Parts
 from client_service.monitor import Hook, Monitor, Status
 from client_service.prediction import Predictor
@@ -22,6 +22,7 @@ from client_service.session import Session
 from client_service.settings import Settings, read_token
 from shared.clip import Backbone, FeatureCache
 from shared.data import Source
+from shared.leaving import leave
 
 log = logging.getLogger("promptfed.client")
 

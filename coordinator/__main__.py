@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from coordinator.settings import DEFAULT_PORT, Settings
+from shared.leaving import leave
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,8 +50,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is on the disk by now, and taking torch down in good order would cost a second.
-    os._exit(code)
+    leave(main())

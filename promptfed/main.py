@@ -55,16 +55,18 @@ PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 def coordinator(context: typer.Context) -> None:
     """Run a coordinator (`promptfed coordinator --help` lists its options)."""
     from coordinator.__main__ import main as run_coordinator
+    from shared.leaving import leave
 
-    raise typer.Exit(run_coordinator(context.args))
+    leave(run_coordinator(context.args))
 
 
 @app.command(context_settings=PASS_ON, add_help_option=False)
 def client(context: typer.Context) -> None:
     """Run a client of a federation (`promptfed client --help` lists its options)."""
     from client_service.__main__ import main as run_client
+    from shared.leaving import leave
 
-    raise typer.Exit(run_client(context.args))
+    leave(run_client(context.args))
 
 
 def main() -> None:
