@@ -25,7 +25,6 @@ from coordinator.engine import Engine
 from coordinator.lock import FolderLock
 from coordinator.measures import Measures
 from coordinator.problems import (
-    ANY_REQUEST,
     BodyTooLarge,
     HttpError,
     InternalError,
@@ -35,7 +34,6 @@ from coordinator.problems import (
     Refusal,
     StorageFull,
     UnreadableBody,
-    documented,
 )
 from coordinator.settings import Settings
 from coordinator.store.blobs import Blobs
@@ -86,7 +84,6 @@ def create_app(settings: Settings) -> FastAPI:
         version="1",
         summary="Federated prompt learning: rounds, tasks and updates as resources",
         lifespan=lifespan,
-        responses=documented(*ANY_REQUEST),
         docs_url=None,  # its page would load scripts from elsewhere
         redoc_url=None,
         separate_input_output_schemas=False,

@@ -38,20 +38,6 @@ class Refusal(Exception):
         return JSONResponse(content, self.status, self.headers, MEDIA_TYPE)
 
 
-def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for a route that refuses with ``kinds``."""
-    by_status: dict[int, list[type[Refusal]]] = defaultdict(list)
-    for kind in kinds:
-        by_status[kind.status].append(kind)
-    return {
-        status: {
-            "description": "; ".join(dict.fromkeys(f"`{kind.kind}`: {kind.title}" for kind in found)),
-            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-        }
-        for status, found in sorted(by_status.items())
-    }
-
-
 # Any request
 
 
@@ -386,18 +372,22 @@ class WrongPayload(Refusal):
     status, kind, title = 422, "wrong-payload", "The update was made from another payload"
 
 
-TENSOR_REFUSALS: dict[str, type[Refusal]] = {
-    one.kind: one
-    for one in (
-        NotSafetensors,
-        HeaderTooLarge,
-        BadMetadata,
-        UnknownTensor,
-        MissingTensor,
-        WrongShape,
-        WrongDtype,
-        NotFinite,
-    )
-}
-ANY_REQUEST = (InvalidRequest, BodyTooLarge, InternalError)
-ANY_CALLER = (Unauthorized, WrongRole, NotFound)
+_OF_TENSORS: tuple[type[Refusal], ...]
+_OF_TENSORS = (NotSafetensors, HeaderTooLarge, BadMetadata, UnknownTensor, MissingTensor, WrongShape, WrongDtype)
+TENSOR_REFUSALS = {one.kind: one for one in (*_OF_TENSORS, NotFinite)}
+ANY_REQUEST: tuple[type[Refusal], ...] = (InvalidRequest, UnreadableBody, BodyTooLarge, InternalError)
+ANY_CALLER: tuple[type[Refusal], ...] = (Unauthorized, TokenExpired, WrongRole, NotFound)
+
+
+def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for a route that refuses with ``kinds``, besides those of any request."""
+    by_status: dict[int, list[type[Refusal]]] = defaultdict(list)
+    for kind in (*kinds, *ANY_REQUEST):
+        by_status[kind.status].append(kind)
+    return {
+        status: {
+            "description": "; ".join(dict.fromkeys(f"`{kind.kind}`: {kind.title}" for kind in found)),
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        for status, found in sorted(by_status.items())
+    }

@@ -22,7 +22,6 @@ from coordinator.problems import (
     ProtocolVersion,
     SecretTaken,
     StorageFull,
-    TokenExpired,
     UnknownClass,
     Withdrawn,
     WrongState,
@@ -35,7 +34,7 @@ from shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
 
-@router.get("/enrolment", responses=documented(*ANY_CALLER, TokenExpired))
+@router.get("/enrolment", responses=documented(*ANY_CALLER))
 def get_enrolment(live: EnrollingAt) -> EnrolmentInfo:
     """What a client must know before it can enrol."""
     return enrolment_info(live)
@@ -49,7 +48,6 @@ def get_enrolment(live: EnrollingAt) -> EnrolmentInfo:
         200: {"model": EnrolResponse, "description": "the same name and secret again: the same identity"},
         **documented(
             *ANY_CALLER,
-            TokenExpired,
             Withdrawn,
             NameTaken,
             SecretTaken,

@@ -12,7 +12,7 @@ from coordinator.problems import NotReady, documented
 router = APIRouter(tags=["health"])
 
 
-@router.get("/healthz")
+@router.get("/healthz", responses=documented())
 async def healthz() -> Health:
     """Alive."""
     return Health(status="ok")
@@ -33,7 +33,10 @@ def readyz(engine: EngineOf) -> Health:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {}}, "description": "Prometheus, without the names of clients"}},
+    responses={
+        200: {"content": {"text/plain": {}}, "description": "Prometheus, without the names of clients"},
+        **documented(),
+    },
 )
 async def metrics(engine: EngineOf) -> Response:
     """Prometheus metrics."""

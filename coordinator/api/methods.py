@@ -14,7 +14,7 @@ from shared.spec import SpecError
 router = APIRouter(prefix="/v1/methods", tags=["methods"])
 
 
-@router.get("")
+@router.get("", responses=documented())
 def list_methods() -> MethodList:
     """All methods."""
     return MethodList(methods=[MethodView.model_validate(methods.describe(name)) for name in sorted(methods.METHODS)])

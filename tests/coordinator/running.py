@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,6 +105,32 @@ class Api:
         return tasks
 
 
+class Described:
+    """Checks each answer against the coordinator's own description: a status that it does not name is an error."""
+
+    def __init__(self, schema: dict[str, Any]):
+        self._paths = [
+            (re.compile(re.sub(r"\{[^}]+\}", "[^/]+", path) + "$"), verbs) for path, verbs in schema["paths"].items()
+        ]
+
+    def __call__(self, response: httpx.Response) -> None:
+        request = response.request
+        for pattern, verbs in self._paths:
+            operation = verbs.get(request.method.lower())
+            if operation is not None and pattern.match(request.url.path):
+                self._check(operation["responses"], response)
+                return
+        known = request.url.path == "/openapi.json" or response.status_code in (404, 405)
+        assert known, "an address or verb that is not described"
+
+    def _check(self, described: dict[str, Any], response: httpx.Response) -> None:
+        found = described.get(str(response.status_code))
+        assert found is not None, f"{response.request.url.path} does not describe {response.status_code}"
+        if response.status_code >= 400:
+            kind = str(json.loads(response.read())["type"]).rsplit("/", 1)[-1]
+            assert f"`{kind}`" in found["description"], f"{response.request.url.path} does not describe {kind}"
+
+
 class InThread(Api):
     """A server in a thread: its engine can be looked at."""
 
@@ -117,7 +145,8 @@ class InThread(Api):
         if not started.wait(START_SECONDS):
             raise AssertionError("the coordinator does not start")
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
+        hooks = {"response": [Described(self.app.openapi())]}
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, event_hooks=hooks)
         self.operator = bearer((folder / "operator.token").read_text().strip())
 
     @property

@@ -16,7 +16,9 @@ from tests.coordinator.running import InThread
 
 
 def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
-    federation = coordinator.create()
+    created = coordinator.http.post("/v1/federations", json=spec(), headers=coordinator.operator)
+    federation = created.json()["id"]
+    assert created.headers["location"] == f"/v1/federations/{federation}"
     trainers = coordinator.enrol(federation, "b", "a", num_samples=30)
     evaluators = coordinator.enrol(federation, "z", role="evaluator", num_samples=0)
     assert coordinator.post(f"{federation}/start")["state"] == "running"
