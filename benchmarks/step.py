@@ -1,6 +1,6 @@
 """CPU time of one local training step of promptfl: as released code does it, and with each saving of `shared/clip`.
 
-    python benchmarks/step.py --json step.json --markdown step.md
+    python benchmarks/step.py --json step.json
 
 The step: logits of a batch of images against all classes, cross-entropy, gradient with respect to the context
 `(m, d_t)`, SGD update. The ways differ in what is computed for it, never in the result; equality of text features and
