@@ -88,6 +88,7 @@ class Watcher:
         self._task = self._progress.add_task("", total=rounds)
         self._plain = not quiet and not messages.is_terminal
         self._last: tuple[str, int, str | None] | None = None
+        self._said = ""
 
     def __enter__(self) -> Watcher:
         if not self._plain:
@@ -102,8 +103,9 @@ class Watcher:
     def say(self, text: str) -> None:
         """Show one line instead of the last one; where no terminal is watching, as a line of its own."""
         self._progress.update(self._task, description=escape(text))
-        if self._plain:
+        if self._plain and text != self._said:
             messages.print(escape(text), highlight=False, soft_wrap=True)
+        self._said = text
 
     def show(self, snapshot: Snapshot) -> None:
         """Show where the federation stands."""
