@@ -20,7 +20,8 @@ from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay
 
 from client_service.exits import ClientError, Exit
-from client_service.settings import Settings, is_loopback
+from client_service.settings import Settings
+from shared.addresses import is_loopback
 from shared.messages import (
     EnrolmentInfo,
     EnrolRequest,

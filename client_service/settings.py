@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -11,6 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from client_service.exits import ClientError, Exit
+from shared.addresses import is_loopback
 from shared.messages import Role
 from shared.spec import Name
 
@@ -90,16 +90,6 @@ class Settings(BaseSettings):
     def features_dir(self) -> Path:
         """Where image features are kept."""
         return self.feature_cache or self.state_dir / "features"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` can only be reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def make_settings(**given: Any) -> Settings:
