@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,12 @@ class Described:
             assert f"`{kind}`" in found["description"], f"{response.request.url.path} does not describe {kind}"
 
 
+@cache
+def described() -> Described:
+    """The check, made once: making the description takes longer than most tests."""
+    return Described(create_app(Settings()).openapi())
+
+
 class InThread(Api):
     """A server in a thread: its engine can be looked at."""
 
@@ -145,7 +152,7 @@ class InThread(Api):
         if not started.wait(START_SECONDS):
             raise AssertionError("the coordinator does not start")
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        hooks = {"response": [Described(self.app.openapi())]}
+        hooks = {"response": [described()]}
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, event_hooks=hooks)
         self.operator = bearer((folder / "operator.token").read_text().strip())
 
