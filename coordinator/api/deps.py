@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -116,4 +115,3 @@ def _own(engine: Engine, asked: str, own: str) -> Live:
 Operated = Annotated[Live, Depends(_operated)]
 EnrollingAt = Annotated[Live, Depends(_enrolling)]
 Calling = Annotated[CallingClient, Depends(_client)]
-Handler = Callable[..., Coroutine[Any, Any, Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Body, Header, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 
@@ -169,8 +170,6 @@ def cancel(engine: EngineOf, live: Operated) -> FederationView:
 )
 async def put_initial_state(request: Request, engine: EngineOf, live: Operated) -> SuppliedState:
     """Supply the state of round 0, as safetensors; before the start, any number of times."""
-    from anyio.to_thread import run_sync
-
     limit = live.spec.admission.max_bytes
     async with request.app.state.uploads.receive(request, limit) as upload:
         if upload.too_large:

@@ -9,43 +9,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from coordinator import admission
-from coordinator.engine import Engine
-from coordinator.store.tables import PhaseRow, TaskRow, UpdateRow
 from shared.tensors import canonical_json, encode
-from tests.coordinator.fakes import FakeClient, bearer, content_digest, secret_of, trained, update_body
-from tests.coordinator.running import InThread, in_thread
+from tests.coordinator.fakes import bearer, content_digest, secret_of, trained, update_body
+from tests.coordinator.open_phases import everything, kind, opened
+from tests.coordinator.running import InThread
 
 GOOD = {"context": torch.ones(4, 8)}
-
-
-def kind(response: httpx.Response) -> str:
-    return str(response.json()["type"]).rsplit("/", 1)[-1]
-
-
-def opened(coordinator: InThread, *names: str, **changes: Any) -> tuple[str, list[FakeClient], list[dict[str, Any]]]:
-    """A federation in its first training phase."""
-    federation = coordinator.create(**changes)
-    clients = coordinator.enrol(federation, *(names or ("a", "b")))
-    coordinator.post(f"{federation}/start")
-    return federation, clients, coordinator.training(clients)
-
-
-def everything(engine: Engine, federation: str) -> tuple[Any, ...]:
-    """All that a refusal must not change."""
-    with engine.database.read() as session:
-        rows = [
-            [(row.id, row.status, row.payload_sha256, row.counted) for row in session.query(TaskRow)],
-            [(row.task_id, row.sha256) for row in session.query(UpdateRow)],
-            [(row.id, row.closed_at, row.completed_at) for row in session.query(PhaseRow)],
-        ]
-    return engine.lives[federation].run, rows, sorted(engine.blobs.all())
 
 
 def test_an_update_is_stored_once_and_answered_alike_for_ever(coordinator: InThread) -> None:
@@ -322,77 +294,6 @@ def test_a_full_disk_is_said_and_costs_nothing(coordinator: InThread, monkeypatc
         assert (response.status_code, kind(response)) == (507, "storage-full")
     assert everything(coordinator.engine, federation) == before
     assert a.send(task, update_body(GOOD, task)).status_code == 201
-
-
-mutations = st.lists(
-    st.tuples(st.sampled_from(["flip", "cut", "insert", "repeat", "zero"]), st.integers(0, 10**6), st.integers(0, 255)),
-    min_size=1,
-    max_size=4,
-)
-
-
-def mutate(body: bytes, steps: list[tuple[str, int, int]]) -> bytes:
-    content = bytearray(body)
-    for what, where, value in steps:
-        at = where % max(1, len(content))
-        if what == "flip" and content:
-            content[at] ^= value or 1
-        elif what == "cut":
-            del content[at:]
-        elif what == "insert":
-            content[at:at] = bytes([value]) * (1 + where % 9)
-        elif what == "repeat":
-            content += content[at : at + 50]
-        elif content:
-            content[at : at + 8] = bytes(min(8, len(content) - at))
-    return bytes(content)
-
-
-def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with in_thread(tmp_path_factory.mktemp("fuzz") / "data") as coordinator:
-        federation, (a, _), (task, _) = opened(coordinator)
-        good = update_body(trained(a.payload(task), "a", task), task)
-        live = coordinator.engine.lives[federation]
-        client = live.clients["a"]
-        before = everything(coordinator.engine, federation)
-        seen: set[str] = set()
-
-        @settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(mutations, st.booleans())
-        def one(steps: list[tuple[str, int, int]], over_http: bool) -> None:
-            body = mutate(good, steps)
-            refusal = judged(coordinator.engine, live, client, task, body)
-            if refusal is None:
-                return  # A flipped bit of a number or a metric is still an update.
-            seen.add(refusal)
-            if over_http:
-                response = a.send(task, body)
-                assert 400 <= response.status_code < 500, response.text
-                assert kind(response) == refusal
-            assert coordinator.engine.lives[federation].run == before[0]
-
-        one()
-        assert everything(coordinator.engine, federation) == before
-        assert {"not-safetensors", "bad-metadata", "wrong-task"} <= seen
-        assert a.send(task, good).status_code == 201
-
-
-def judged(engine: Engine, live: Any, client: Any, task: dict[str, Any], body: bytes) -> str | None:
-    """The kind of the refusal that a body meets, or None: the examination by itself, without storing."""
-    from coordinator.problems import Refusal
-    from coordinator.store.blobs import digest_of
-
-    path = engine.blobs.temporary()
-    path.write_bytes(body)
-    try:
-        with engine.database.read() as session:
-            target = admission.target(session, live, client, task["task_id"])
-        admission._examine(live, client, target, admission.Upload(path, len(body), digest_of(body)))
-    except Refusal as refusal:
-        return refusal.kind
-    finally:
-        path.unlink()
-    return None
 
 
 def test_a_secret_is_not_told_in_any_answer(coordinator: InThread) -> None:
