@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ from promptfed.exits import Exit
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
+RESTART_SECONDS = 60.0
+RETRY_SECONDS = 0.2
 TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
 
 
@@ -37,10 +40,15 @@ class Answer:
 
 
 class Coordinator:
-    """Calls one coordinator with an operator token."""
+    """Calls one coordinator with an operator token.
 
-    def __init__(self, url: str, token: str, timeout: float = 60.0):
+    Where the coordinator is our own process, ``meanwhile`` (which starts it again) is called while it is away, and what
+    can be asked again without harm is asked again for a minute.
+    """
+
+    def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
         self.url = url.rstrip("/")
+        self._meanwhile = meanwhile
         self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=timeout)
 
     def __enter__(self) -> Coordinator:
@@ -62,7 +70,7 @@ class Coordinator:
             CommandError: the coordinator cannot be reached, or it refused; the problem's detail and path are told.
         """
         try:
-            response = self._http.request(verb, path, **request)
+            response = self._send(verb, path, **request)
         except httpx.TransportError as error:
             text = f"cannot reach the coordinator at {self.url} ({error}): is it running? See --coordinator"
             raise CommandError(text, Exit.UNREACHABLE) from None
@@ -71,6 +79,19 @@ class Coordinator:
             body = response.json() if is_json and response.content else None
             return Answer(response.status_code, response.headers, response.content, body)
         raise CommandError(*_refusal(response, response.json() if is_json else {}))
+
+    def _send(self, verb: str, path: str, **request: Any) -> httpx.Response:
+        deadline = time.monotonic() + RESTART_SECONDS
+        while True:
+            try:
+                return self._http.request(verb, path, **request)
+            except httpx.TransportError as error:
+                # What was not sent, or only reads, can be sent again.
+                harmless = verb == "GET" or isinstance(error, httpx.ConnectError)
+                if self._meanwhile is None or not harmless or time.monotonic() > deadline:
+                    raise
+            self._meanwhile()
+            time.sleep(RETRY_SECONDS)
 
     def get(self, path: str, **query: Any) -> Any:
         """The JSON that ``path`` answers."""

@@ -97,4 +97,5 @@ class LocalFederation:
         # Started again, it must be found where the clients know it.
         port = url.rsplit(":", 1)[1]
         managed.command = [f"--port={port}" if part == "--port=0" else part for part in managed.command]
-        return Coordinator(url, (data_dir / "operator.token").read_text().strip())
+        token = (data_dir / "operator.token").read_text().strip()
+        return Coordinator(url, token, meanwhile=self.processes.watch)

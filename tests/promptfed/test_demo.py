@@ -65,7 +65,7 @@ def check_result(result: dict[str, Any], data: str, method: str, rounds: int) ->
     assert all(0 < accuracy <= 1 for accuracy in [*result["zero_shot"].values(), *result["federated"].values()])
 
 
-def test_symbols_survive_a_client_killed_on_the_way(tmp_path: Path) -> None:
+def test_symbols_survive_kills_on_the_way(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     demo = start("--rounds", "3", "--json", "--keep", str(folder))
     try:
@@ -74,6 +74,7 @@ def test_symbols_survive_a_client_killed_on_the_way(tmp_path: Path) -> None:
             "a first round", lambda: services(demo.pid) if log_says(folder, f"client-{victim}.log", "trained") else None
         )
         found[victim].kill()
+        found["coordinator"].kill()
         out, errors = demo.communicate(timeout=120)
     finally:
         demo.kill()
