@@ -34,7 +34,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.round_overhead
 
 backbone: $(READY)
-	$(BIN)/python -m shared.clip.tiny.pretrain $(ARGS)
+	$(BIN)/python -m shared.clip.tiny.pretrain --out $(or $(OUT),weights.safetensors) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
