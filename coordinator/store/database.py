@@ -22,6 +22,7 @@ log = logging.getLogger("promptfed.coordinator")
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 TRY_AGAIN_SECONDS = 0.5
+CLOSE_SECONDS = 1.0
 
 
 class Database:
@@ -121,9 +122,14 @@ class Database:
             self.backend.cut()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Let go of it. A thread that still waits for its answer does so no longer."""
+        free = self._turn.acquire(timeout=CLOSE_SECONDS)
+        if not free:
+            self.backend.cut()
         self.backend.reader.dispose()
         self.backend.writer.dispose()
+        if free:
+            self._turn.release()
 
     @contextmanager
     def _session(self, engine: Engine) -> Iterator[Session]:
