@@ -110,26 +110,37 @@ class LoadClient:
 
     async def work(self) -> None:
         """Answer tasks until the federation has ended."""
+        while (task := await self.next_task()) is not None:
+            await self._carry_out(task)
+        self._http.close()
+
+    async def next_task(self) -> dict[str, Any] | None:
+        """The next task, waited for; None once the federation has ended."""
         while True:
-            status, _, body = await self._http.ask("GET", "/v1/federations/load/task?wait=30")
+            status, _, body = await self.poll(30)
             if status == 410:
-                self._http.close()
-                return
-            if status == 204:
-                continue
-            if status != 200:
+                return None
+            if status == 200:
+                found: dict[str, Any] = json.loads(body)
+                return found
+            if status != 204:
                 raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
-            begun = time.perf_counter()
-            task = json.loads(body)
-            path = f"/v1/federations/load/tasks/{task['task_id']}"
-            payload = await expect(self._http, 200, "GET", f"{path}/payload")
-            if len(payload) != task["payload"]["bytes"]:
-                raise SystemExit("a payload is cut off")
-            if task["kind"] == "train":
-                self._record.spans.append((task["round"], begun, await self._send(f"{path}/update", task)))
-            else:
-                result = {"splits": {"test": {"accuracy": 0.5, "num_samples": 10}}}
-                await expect(self._http, 201, "PUT", f"{path}/evaluation", json.dumps(result).encode())
+
+    async def poll(self, seconds: int) -> tuple[int, dict[str, str], bytes]:
+        """Ask for the open task, and wait for one so long."""
+        return await self._http.ask("GET", f"/v1/federations/load/task?wait={seconds}")
+
+    async def _carry_out(self, task: dict[str, Any]) -> None:
+        begun = time.perf_counter()
+        path = f"/v1/federations/load/tasks/{task['task_id']}"
+        payload = await expect(self._http, 200, "GET", f"{path}/payload")
+        if len(payload) != task["payload"]["bytes"]:
+            raise SystemExit("a payload is cut off")
+        if task["kind"] == "train":
+            self._record.spans.append((task["round"], begun, await self._send(f"{path}/update", task)))
+        else:
+            result = {"splits": {"test": {"accuracy": 0.5, "num_samples": 10}}}
+            await expect(self._http, 201, "PUT", f"{path}/evaluation", json.dumps(result).encode())
 
     async def _send(self, path: str, task: dict[str, Any]) -> float:
         """Send the update until it is accepted; when that was."""

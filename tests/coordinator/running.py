@@ -251,25 +251,43 @@ def forks() -> multiprocessing.context.ForkServerContext:
 
 
 class Forked(Process):
-    """The same from a process that has imported everything already: a start takes a moment, not seconds."""
+    """The same from a process that has imported everything already: a start takes a moment, not seconds.
+
+    One thread may start it again while another looks for a moment to kill it.
+    """
+
+    def __init__(self, folder: Path, *options: str, fault: str = ""):
+        self._turn = threading.RLock()
+        super().__init__(folder, *options, fault=fault)
 
     def _spawn(self, arguments: list[str], fault: str) -> None:
-        self._child = forks().Process(target=forked.run, args=(arguments, fault, str(self._log)))
-        self._child.start()
+        child = forks().Process(target=forked.run, args=(arguments, fault, str(self._log)))
+        with self._turn:
+            child.start()
+            self._child = child
 
     @property
     def dead(self) -> bool:
-        return self._child.exitcode is not None
+        # An exit code can be read once only: of two threads that read it, one would be told of a broken pipe.
+        with self._turn:
+            return self._child.exitcode is not None
 
     @property
     def pid(self) -> int:
-        assert self._child.pid is not None
-        return self._child.pid
+        with self._turn:
+            assert self._child.pid is not None
+            return self._child.pid
 
     def wait(self, seconds: float = 30.0) -> int:
-        self._child.join(seconds)
-        assert self._child.exitcode is not None, "it does not end"
-        return self._child.exitcode
+        end = time.monotonic() + seconds
+        while not self.dead:
+            assert time.monotonic() < end, "it does not end"
+            time.sleep(0.002)
+        with self._turn:
+            assert self._child.exitcode is not None
+            return self._child.exitcode
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with self._turn:
+            if not self.dead:
+                os.kill(self.pid, number)

@@ -68,6 +68,7 @@ CASES = {
         Case({"name": "pfedpg", "m": 4}, rounds=8),
         Case({"name": "fast_pt", "m": 4}, rounds=8),
         Case({"name": "fedtpg", "m": 4}, rounds=8),
+        Case({"name": "fedpgp", "m": 4}, rounds=8),
     )
 }
 
