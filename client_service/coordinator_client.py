@@ -59,7 +59,7 @@ class BadAnswer(Exception):
 
 
 class _Unavailable(Exception):
-    """A 5xx answer; ``retry_after`` is in seconds, where a 503 gave it."""
+    """A 5xx, or a 429 that says when to come again; ``retry_after`` is in seconds, where a 503 or 429 gave it."""
 
     def __init__(self, status: int, detail: str, retry_after: float | None):
         super().__init__(f"{status} {detail}")
@@ -85,9 +85,10 @@ class _Answer:
 class CoordinatorClient:
     """Calls one federation of one coordinator. ``token`` is the client's secret once there is one.
 
-    Connection errors and 5xx are tried again with jittered exponential backoff (a 503's Retry-After is kept) until
-    ``give_up_after`` seconds have passed without an answer, then every call raises ClientError(UNREACHABLE). Any other
-    answer that is no success raises Refused at once.
+    Connection errors, 5xx and a 429 with Retry-After (too many wrong tokens came from this address) are tried again
+    with jittered exponential backoff (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have
+    passed without an answer, then every call raises ClientError(UNREACHABLE). Any other answer that is no success
+    raises Refused at once.
     """
 
     http: httpx.AsyncClient
@@ -220,7 +221,7 @@ class CoordinatorClient:
         self.traffic.bytes_down += len(content)
         if response.is_success:
             return _Answer(response.status_code, bytes(content))
-        if response.status_code >= 500:
+        if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
             raise _Unavailable(response.status_code, _problem(response, content)[1], _retry_after(response))
         raise Refused(response.status_code, *_problem(response, content))
 
@@ -310,9 +311,9 @@ def _clean(text: Any, length: int = 500) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds of a 503's Retry-After, which is a number or a date."""
+    """Seconds of a 503's or 429's Retry-After, which is a number or a date."""
     text = response.headers.get("retry-after", "")
-    if response.status_code != 503 or not text:
+    if response.status_code not in (429, 503) or not text:
         return None
     if text.isdigit():
         return float(text)

@@ -33,6 +33,11 @@ def parser() -> argparse.ArgumentParser:
     add("--tls-key", type=Path, help="PEM private key")
     add("--max-uploads", type=int, help="uploads received at once (default: 8)")
     add("--upload-wait-seconds", type=float, help="how long more uploads wait their turn before 503 (default: 20)")
+    add(
+        "--auth-failures-per-minute",
+        type=int,
+        help="wrong tokens that an address may send before it has to wait (default: 60)",
+    )
     add("--token-hours", type=float, help="how long an enrolment token is good (default: 168)")
     add("--bootstrap", type=Path, help="spec (YAML) of a federation to create if it is absent")
     add("--enrolment-token-file", type=Path, help="where --bootstrap writes an enrolment token")

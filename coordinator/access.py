@@ -73,13 +73,12 @@ def write_secret(path: Path, text: str, mode: int) -> None:
     temporary.rename(path)
 
 
-def identify(token: str, operator_digest: str, lives: Iterable[Live]) -> Caller:
-    """Whose token it is.
+def identify(found: str, operator_digest: str, lives: Iterable[Live]) -> Caller:
+    """Whose token it is that has the digest ``found``.
 
     Raises:
         Unauthorized, TokenExpired: nobody's, or no longer anybody's.
     """
-    found = digest(token)
     if compare_digest(found, operator_digest):
         return Operator()
     for live in lives:

@@ -21,6 +21,7 @@ from coordinator import access, bootstrap, federations
 from coordinator.api import clients, events, health, methods, replays, results, tasks
 from coordinator.api import federations as federations_api
 from coordinator.engine import Engine
+from coordinator.guessing import Guessing
 from coordinator.measures import Measures
 from coordinator.problems import (
     BodyTooLarge,
@@ -133,6 +134,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.uploads = Uploads(
         engine, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )
+    app.state.guessing = Guessing(settings.auth_failures_per_minute)
     try:
         await engine.start()
         await asyncio.to_thread(bootstrap.bootstrap, engine, settings)

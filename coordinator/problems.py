@@ -126,6 +126,15 @@ class TokenExpired(Unauthorized):
     kind, title = "token-expired", "This enrolment token has expired"
 
 
+class TooManyFailures(Refusal):
+    """Too many wrong tokens came from one address: no token of its is looked at for a while."""
+
+    status, kind, title = 429, "too-many-failures", "Too many wrong tokens came from this address"
+
+    def __init__(self, detail: str, seconds: int):
+        super().__init__(detail, headers={"Retry-After": str(seconds)})
+
+
 class WrongRole(Refusal):
     """A token of another kind than this call takes."""
 
@@ -409,7 +418,7 @@ _OF_TENSORS: tuple[type[Refusal], ...]
 _OF_TENSORS = (NotSafetensors, HeaderTooLarge, BadMetadata, UnknownTensor, MissingTensor, WrongShape, WrongDtype)
 TENSOR_REFUSALS = {one.kind: one for one in (*_OF_TENSORS, NotFinite)}
 ANY_REQUEST: tuple[type[Refusal], ...] = (InvalidRequest, UnreadableBody, BodyTooLarge, InternalError)
-ANY_CALLER: tuple[type[Refusal], ...] = (Unauthorized, TokenExpired, WrongRole, NotFound, StoreAway)
+ANY_CALLER: tuple[type[Refusal], ...] = (Unauthorized, TokenExpired, TooManyFailures, WrongRole, NotFound, StoreAway)
 
 
 def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:

@@ -36,6 +36,9 @@ class Settings(BaseSettings):
     max_uploads: Annotated[int, Field(ge=1, le=1000)] = 8
     upload_wait_seconds: Annotated[float, Field(ge=0, description="how long more uploads wait before 503")] = 20.0
     upload_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    auth_failures_per_minute: Annotated[
+        int, Field(ge=1, description="wrong tokens that an address may send before it is told to wait")
+    ] = 60
     token_hours: Annotated[float, Field(gt=0, description="how long an enrolment token is good by default")] = 168.0
     bootstrap: Annotated[Path | None, Field(description="spec of a federation to create if it is absent")] = None
     enrolment_token_file: Annotated[Path | None, Field(description="where bootstrap writes a token")] = None

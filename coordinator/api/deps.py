@@ -8,8 +8,9 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from coordinator.access import Caller, ClientCaller, Enrolling, Operator, identify
+from coordinator.access import Caller, ClientCaller, Enrolling, Operator, digest, identify
 from coordinator.engine import Engine
+from coordinator.guessing import Guessing
 from coordinator.live import Client, Live
 from coordinator.problems import NotFound, StoreAway, Unauthorized, Withdrawn, WrongRole
 from coordinator.settings import Settings
@@ -50,7 +51,17 @@ def _identify(request: Request, engine: Engine, credentials: HTTPAuthorizationCr
     wanted = request.path_params.get("federation")
     # The asked-for federation first: a site may use one secret with several federations.
     lives = sorted(engine.lives.values(), key=lambda live: wanted not in (live.id, live.name))
-    return identify(credentials.credentials, request.app.state.operator_digest, lives)
+    guessing: Guessing = request.app.state.guessing
+    address = request.client.host if request.client is not None else "no address"
+    found = digest(credentials.credentials)
+    guessing.check(address, found)
+    try:
+        caller = identify(found, request.app.state.operator_digest, lives)
+    except Unauthorized:
+        guessing.failed(address)
+        raise
+    guessing.succeeded(address, found)
+    return caller
 
 
 async def _operator(

@@ -102,6 +102,13 @@ def test_4xx_is_not_tried_again(status: int) -> None:
     assert (refusal.value.status, refusal.value.kind, refusal.value.detail) == (status, "some-kind", "the reason")
 
 
+def test_a_429_that_says_when_to_come_again_is_tried_again() -> None:
+    script = Scripted(httpx.Response(429, headers={"Retry-After": "3"}), httpx.Response(201))
+    send(script)
+    [delay] = script.delays
+    assert 3 <= delay <= 3.25
+
+
 def test_retry_after_is_kept_on_503_alone() -> None:
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=40), usegmt=True)
     script = Scripted(
