@@ -54,11 +54,13 @@ class TaskWork:
         started = time.monotonic()
         method, context = self._context(task.config, task.round, task.phase, cancelled)
         tensors, _ = decode(payload)
+        trained: list[int] = []
         with torch_settings(context.training, self.backbone):
             private, peers = self._prepared(method, context, task.config.peers)
-            result = method.train(context, tensors, private)
+            result = method.train(replace(context, count_trained=trained.append), tensors, private)
         update = {name: _as_sent(name, tensor) for name, tensor in result.update.items()}
-        metrics = result.metrics | {"train_seconds": round(time.monotonic() - started, 3)}
+        seconds = round(time.monotonic() - started, 3)
+        metrics = result.metrics | {"train_seconds": seconds, "trained_parameters": sum(trained)}
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         about = UpdateMetadata(task_id=task.task_id, payload_sha256=task.payload.sha256, metrics=finite)
         provenance = Provenance(task.task_id, task.round, task.phase, peers)

@@ -25,7 +25,7 @@ from shared.methods import resolve_spec
 from shared.spec import merged
 from shared.tensors import canonical_json
 
-FORMAT = 1  # of a run's file: another number makes it be run again
+FORMAT = 2  # of a run's file: another number makes it be run again
 VARIANT = "@"
 
 
@@ -103,7 +103,7 @@ class Runner:
         """
         path = self.out / "runs" / f"{job.key}.json"
         if path.exists():
-            return read_result(path)
+            return read_result(path) | {"label": job.entry.label}  # another label may have had this very spec
         backbone = self._backbone(job.spec)
         try:
             found = simulate(
@@ -153,10 +153,13 @@ class Runner:
 
 
 def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a client spends in a round, in the mean over rounds and clients: bytes each way, seconds of training."""
+    """What a client spends in a round: bytes each way and seconds of training, in the mean over rounds and clients.
+
+    ``trained``: the numbers that it optimises, in the mean over clients, in the round with most of them.
+    """
     rounds = [report for report in reports if report["phases"]]
     if not rounds:
-        return {"bytes_up": 0.0, "bytes_down": 0.0, "seconds": 0.0}
+        return {"bytes_up": 0.0, "bytes_down": 0.0, "seconds": 0.0, "trained": 0.0}
     first = [len(report["phases"][0]["asked"]) for report in rounds]
     per_client = {
         key: fmean(
@@ -164,12 +167,16 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         )
         for key in ("bytes_up", "bytes_down")
     }
-    seconds = fmean(
-        sum(update["metrics"].get("train_seconds", 0.0) for phase in report["phases"] for update in phase["updates"])
-        / asked
-        for report, asked in zip(rounds, first, strict=True)
+    seconds, trained = (
+        [_sum(report, metric) / asked for report, asked in zip(rounds, first, strict=True)]
+        for metric in ("train_seconds", "trained_parameters")
     )
-    return {**per_client, "seconds": seconds}
+    return {**per_client, "seconds": fmean(seconds), "trained": max(trained)}
+
+
+def _sum(report: Mapping[str, Any], metric: str) -> float:
+    updates = (update for phase in report["phases"] for update in phase["updates"])
+    return float(sum(update["metrics"].get(metric, 0.0) for update in updates))
 
 
 def measured(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ BELOW = "▼"
 
 @dataclass(frozen=True)
 class TableRow:
-    """One line: fractions by column for every seed, and bytes and seconds per client and round (none: zero-shot)."""
+    """One line: fractions by column for every seed, and the costs of a client (`bench.costs`; none: zero-shot)."""
 
     label: str
     scores: tuple[dict[str, float], ...]
@@ -62,7 +62,7 @@ def cells(bench: Bench, rows: Sequence[TableRow]) -> tuple[list[str], list[list[
     """Header and lines of the table, as text."""
     columns = bench.protocol.columns(bench.setting)
     zero_shot = next((row for row in rows if row.label == ZERO_SHOT), None)
-    return ["method", *columns, "up", "down", "seconds"], [_line(row, columns, zero_shot) for row in rows]
+    return ["method", *columns, "trained", "up", "down", "seconds"], [_line(row, columns, zero_shot) for row in rows]
 
 
 def markdown(bench: Bench, rows: Sequence[TableRow]) -> str:
@@ -79,8 +79,8 @@ def caption(bench: Bench) -> str:
     held_out = " on training images held out" if bench.setting.validation is not None else ""
     return (
         f"**{bench.protocol.name}**: {bench.protocol.summary}. Data `{data}`; seeds {seeds}. "
-        f"Accuracy in percent after the last round{held_out}{spread}; bytes and seconds of training per client and "
-        f"round. {BELOW} marks what lies below zero-shot."
+        f"Accuracy in percent after the last round{held_out}{spread}; the numbers that a client trains, and "
+        f"bytes and seconds of training per client and round. {BELOW} marks what lies below zero-shot."
     )
 
 
@@ -91,8 +91,13 @@ def _joined(parts: Sequence[str]) -> str:
 def _line(row: TableRow, columns: Sequence[str], zero_shot: TableRow | None) -> list[str]:
     accuracies = [cell(row, column, zero_shot) for column in columns]
     if row.costs is None:
-        return [row.label, *accuracies, "-", "-", "-"]
-    costs = [size(row.costs["bytes_up"]), size(row.costs["bytes_down"]), f"{row.costs['seconds']:.2f}"]
+        return [row.label, *accuracies, "-", "-", "-", "-"]
+    costs = [
+        f"{row.costs['trained']:,.0f}",
+        size(row.costs["bytes_up"]),
+        size(row.costs["bytes_down"]),
+        f"{row.costs['seconds']:.2f}",
+    ]
     return [row.label, *accuracies, *costs]
 
 

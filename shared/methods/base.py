@@ -151,6 +151,7 @@ class ClientContext:
 
     ``class_names`` are the candidates: in training the label space of ``train``, in an evaluation those of the test
     set that a classifier is made for. ``label_space`` is always that of ``train``: empty means the same names.
+    ``count_trained`` hears how many numbers each training loop optimises.
     """
 
     backbone: Backbone
@@ -166,6 +167,7 @@ class ClientContext:
     seed: int
     train: Split
     cancelled: Callable[[], bool] = field(default=lambda: False)
+    count_trained: Callable[[int], None] = field(default=lambda numbers: None)
     label_space: tuple[str, ...] = ()
 
     def for_training(self) -> ClientContext:

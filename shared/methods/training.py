@@ -55,6 +55,7 @@ def train(context: ClientContext, parameters: Sequence[Tensor], loss: Loss, *, e
     if count == 0:
         raise MethodError(f"client {context.client!r} has no training images")
     epochs = training.epochs if epochs is None else epochs
+    context.count_trained(sum(parameter.numel() for parameter in parameters))
     optimizer = make_optimizer(parameters, training, learning_rate(training, context.round, context.rounds))
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
     steps_per_epoch = math.ceil(count / training.batch_size)

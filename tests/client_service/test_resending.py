@@ -266,4 +266,4 @@ def test_no_private_tensor_is_in_any_byte_that_is_sent(
         assert len(body) == 8 + int.from_bytes(body[:8], "little")
         about = json.loads(header["__metadata__"]["promptfed"])
         assert set(about) == {"task_id", "payload_sha256", "metrics"}
-        assert set(about["metrics"]) == {"loss", "train_seconds"}
+        assert set(about["metrics"]) == {"loss", "train_seconds", "trained_parameters"}

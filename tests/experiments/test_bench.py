@@ -95,7 +95,7 @@ def report(asked: int, up: int, down: int, seconds: list[float]) -> dict[str, An
         "asked": [f"c{k}" for k in range(asked)],
         "bytes_up": up,
         "bytes_down": down,
-        "updates": [{"metrics": {"train_seconds": one}} for one in seconds],
+        "updates": [{"metrics": {"train_seconds": one, "trained_parameters": asked + 1.0}} for one in seconds],
     }
     return {"round": 1, "phases": [phase]}
 
@@ -103,8 +103,8 @@ def report(asked: int, up: int, down: int, seconds: list[float]) -> dict[str, An
 def test_costs_are_per_client_and_round() -> None:
     empty = {"round": 0, "phases": []}
     found = costs([empty, report(2, 200, 100, [1.0, 3.0]), report(4, 800, 400, [1.0, 1.0, 1.0, 1.0])])
-    assert found == {"bytes_up": 150.0, "bytes_down": 75.0, "seconds": 1.5}
-    assert costs([empty]) == {"bytes_up": 0.0, "bytes_down": 0.0, "seconds": 0.0}
+    assert found == {"bytes_up": 150.0, "bytes_down": 75.0, "seconds": 1.5, "trained": 5.0}
+    assert costs([empty]) == {"bytes_up": 0.0, "bytes_down": 0.0, "seconds": 0.0, "trained": 0.0}
 
 
 def accuracy(split: str, value: float, zero_shot: float | None, round: int = 2) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def accuracy(split: str, value: float, zero_shot: float | None, round: int = 2) 
 
 
 def result(*rows: dict[str, Any], label: str = "promptfl", seed: int = 0) -> dict[str, Any]:
-    cost = {"bytes_up": 2000.0, "bytes_down": 10.0, "seconds": 0.5}
+    cost = {"bytes_up": 2000.0, "bytes_down": 10.0, "seconds": 0.5, "trained": 7.0}
     return {"label": label, "seed": seed, "trial": "all", "rounds": 2, "accuracies": list(rows), "costs": cost}
 
 
@@ -139,7 +139,7 @@ def test_seeds_become_mean_and_deviation_and_what_is_below_zero_shot_is_flagged(
     assert [row.label for row in rows] == ["zero-shot", "promptfl"]
     text = markdown(described, rows)
     assert "| zero-shot | 50.0 ± 7.1 |" in text
-    assert "| promptfl | 40.0 ± 14.1 ▼ | 0.0 ± 0.0 | 40.0 ± 14.1 ▼ | 2.0 kB | 10 B | 0.50 |" in text
+    assert "| promptfl | 40.0 ± 14.1 ▼ | 0.0 ± 0.0 | 40.0 ± 14.1 ▼ | 7 | 2.0 kB | 10 B | 0.50 |" in text
     alone = TableRow("x", ({"mean": 0.5},))
     assert cell(alone, "mean", None) == "50.0"
 

@@ -157,7 +157,7 @@ def test_every_byte_that_a_fedpgp_client_sends_is_accounted_for(fedpgp: Finished
             }
             assert isinstance(about, dict)
             assert set(about) == {"task_id", "payload_sha256", "metrics"}
-            assert set(about["metrics"]) == {"loss", "train_seconds"}
+            assert set(about["metrics"]) == {"loss", "train_seconds", "trained_parameters"}
             assert encode(tensors, about) == one.body
         else:
             assert (verb, place) == ("PUT", "evaluation")
