@@ -60,15 +60,18 @@ def rows_of(bench: Bench, results: Sequence[Mapping[str, Any]]) -> list[TableRow
 
 def cells(bench: Bench, rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the table, as text."""
-    columns = bench.protocol.columns(bench.setting)
-    zero_shot = next((row for row in rows if row.label == ZERO_SHOT), None)
-    return ["method", *columns, "trained", "up", "down", "seconds"], [_line(row, columns, zero_shot) for row in rows]
+    return _cells(bench.protocol.columns(bench.setting), rows)
+
+
+def table_of(columns: Sequence[str], rows: Sequence[TableRow]) -> list[str]:
+    """The lines of the table in Markdown."""
+    header, rows_of_text = _cells(columns, rows)
+    return [_joined(header), "|---" + "|--:" * (len(header) - 1) + "|", *map(_joined, rows_of_text)]
 
 
 def markdown(bench: Bench, rows: Sequence[TableRow]) -> str:
     """The table in Markdown, with what it was made of above it."""
-    header, rows_of_text = cells(bench, rows)
-    lines = [caption(bench), "", _joined(header), "|---" * len(header) + "|", *map(_joined, rows_of_text)]
+    lines = [caption(bench), "", *table_of(bench.protocol.columns(bench.setting), rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -82,6 +85,11 @@ def caption(bench: Bench) -> str:
         f"Accuracy in percent after the last round{held_out}{spread}; the numbers that a client trains, and "
         f"bytes and seconds of training per client and round. {BELOW} marks what lies below zero-shot."
     )
+
+
+def _cells(columns: Sequence[str], rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
+    zero_shot = next((row for row in rows if row.label == ZERO_SHOT), None)
+    return ["method", *columns, "trained", "up", "down", "seconds"], [_line(row, columns, zero_shot) for row in rows]
 
 
 def _joined(parts: Sequence[str]) -> str:

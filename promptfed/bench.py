@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments.bench import Bench, Job, Runner, run_all, write_json
+from experiments.benchmark import REDUCED_SEEDS, SEEDS, document, panels, summary
 from experiments.entries import parse_entries
 from experiments.plots import draw
 from experiments.presets import interleaved, preset_names, read_preset
@@ -56,8 +57,32 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     return numbers
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A bench that was run, and whose files are written."""
+
+    bench: Bench
+    rows: list[TableRow]
+    results: list[dict[str, Any]]
+    whole: dict[str, Any]
+    written: tuple[str, ...]
+
+
 def run_bench(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow] = ()) -> None:
-    """Run it, write ``results.json``, ``table.md`` and plots into the runner's folder, and show the table.
+    """Run it and show the table, or one JSON object.
+
+    Raises:
+        CommandError: as `finish`.
+    """
+    finished = finish(bench, runner, paper)
+    if as_json:
+        print_json({key: value for key, value in finished.whole.items() if key != "runs"})
+    else:
+        _show(finished, runner.out)
+
+
+def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Finished:
+    """Run it, and write ``results.json``, ``table.md`` and plots into the runner's folder.
 
     ``paper`` are rows that a paper prints, shown behind ours of the same label.
 
@@ -66,7 +91,6 @@ def run_bench(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[Table
     """
     results = _run(bench, runner)
     rows = interleaved(rows_of(bench, results), paper)
-    text = markdown(bench, rows)
     whole = {
         "protocol": bench.protocol.name,
         "setting": asdict(bench.setting),
@@ -77,14 +101,38 @@ def run_bench(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[Table
         "provenance": provenance(),
     }
     write_json(runner.out / "results.json", whole)
-    write_file(runner.out / "table.md", text.encode())
+    write_file(runner.out / "table.md", markdown(bench, rows).encode())
     plots = draw(bench, rows, results, runner.out)
+    return Finished(bench, rows, results, whole, ("results.json", "table.md", *(path.name for path in plots)))
+
+
+def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
+    """Run all panels of the embedded benchmark, a folder for each, and write ``benchmark.md`` and ``benchmark.json``.
+
+    Both are written anew after every panel, so that an interrupted run shows what it has.
+
+    Raises:
+        CommandError: as `finish`.
+    """
+    described = panels()
+    numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
+    found: dict[str, Any] = {"panels": {}, "provenance": provenance()}
+    for name, panel in described.items():
+        own = replace(runner, out=runner.out / name)
+        finished = finish(panel.bench(numbers, reduced), own)
+        if not as_json:
+            console.print(panel.title, highlight=False, markup=False)
+            _show(finished, own.out)
+        found["panels"][name] = summary(panel, finished.bench, finished.rows, finished.results)
+        write_json(runner.out / "benchmark.json", found)
+        write_file(runner.out / "benchmark.md", document(found, described).encode())
     if as_json:
-        print_json({key: value for key, value in whole.items() if key != "runs"})
-    else:
-        console.print(table(None, *cells(bench, rows)))
-        written = ", ".join(["results.json", "table.md", *(path.name for path in plots)])
-        console.print(f"Wrote {written} in {runner.out}.", highlight=False, soft_wrap=True)
+        print_json(found)
+
+
+def _show(finished: Finished, out: Path) -> None:
+    console.print(table(None, *cells(finished.bench, finished.rows)))
+    console.print(f"Wrote {', '.join(finished.written)} in {out}.", highlight=False, soft_wrap=True)
 
 
 def run_preset(

@@ -90,8 +90,8 @@ def bench(
     protocol: Annotated[
         str,
         typer.Argument(
-            help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE; "
-            "or paper:TABLE"
+            help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
+            "paper:TABLE; or embedded, the whole benchmark on what needs no download"
         ),
     ],
     out: Annotated[Path, typer.Option(help="folder for results; finished federations in it are not run again")],
@@ -102,7 +102,8 @@ def bench(
         list[str] | None, typer.Option(help="data URI, repeatable; {domain} stands for each of --domains")
     ] = None,
     root: Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")] = "data",
-    seeds: Annotated[str, typer.Option(help="by commas")] = "0,1,2",
+    seeds: Annotated[str | None, typer.Option(help="by commas; default: 0,1,2")] = None,
+    reduced: Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")] = False,
     domains: Annotated[str, typer.Option(help="by commas, for data with {domain}")] = "",
     targets: Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")] = "",
     clients: Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")] = 10,
@@ -129,7 +130,7 @@ def bench(
     """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot."""
     from experiments.bench import Runner
     from experiments.protocols import Setting
-    from promptfed.bench import make_bench, run_bench, run_preset, whole_numbers
+    from promptfed.bench import make_bench, run_bench, run_embedded, run_preset, whole_numbers
 
     with reporting_errors():
         runner = Runner(out, pool, device, allow_backbone)
@@ -139,6 +140,10 @@ def bench(
         setting = Setting(
             data=tuple(data or ()),
             domains=tuple(name for name in domains.split(",") if name),
+        if protocol == "embedded":
+            run_embedded(runner, reduced, seeds, as_json)
+            return
+        seeds = seeds or "0,1,2"
             targets=tuple(name for name in targets.split(",") if name),
             clients=clients,
             classes_per_client=classes_per_client,
