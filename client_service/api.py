@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from client_service import page
 from client_service.exits import ClientError, Exit
 from client_service.monitor import Monitor
 from client_service.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
@@ -41,13 +42,21 @@ class ClassProbability(BaseModel):
     zero_shot: float | None = None
 
 
+class DomainShare(BaseModel):
+    """How far the image looks like one of the federation's domains; all shares sum to 1."""
+
+    name: str
+    share: float
+
+
 class Prediction(BaseModel):
-    """Classes by falling probability; ``class_name`` is the first."""
+    """Classes by falling probability; ``class_name`` is the first. ``domains``: where the method mixes prompts."""
 
     method: str
     round: int
     class_name: str
     classes: list[ClassProbability]
+    domains: list[DomainShare] | None = None
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -100,6 +109,7 @@ def create_app(monitor: Monitor, predictor: Predictor, token: str | None, host: 
         return Response(monitor.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     _add_predict(app, predictor, guarded)
+    app.include_router(page.router)
     return app
 
 

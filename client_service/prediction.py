@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from shared.clip import Backbone
-from shared.methods.base import Classifier, ClientContext
+from shared.methods.base import Classifier, ClientContext, Mixes
 
 MAX_PIXELS = 64_000_000
 
@@ -77,6 +77,8 @@ class Predictor:
     def predict(self, content: bytes) -> dict[str, Any]:
         """Probabilities of each class, highest first, with the template's (or None) beside them.
 
+        With them go the shares of the domains that the image looks like, where the method has a mixture (else None).
+
         Raises:
             NoPrompts: no evaluation has brought prompts yet.
             BadImage: the bytes cannot be read as an image.
@@ -90,6 +92,7 @@ class Predictor:
         with self._one_at_a_time, torch.no_grad():
             learned = _probabilities(served.classifier, split, row)
             template = served.template and _probabilities(served.template, split, row)
+            domains = _domains(served.classifier, split, row)
         zero_shot: Sequence[float | None] = template or [None] * len(learned)
         rows = sorted(zip(served.class_names, learned, zero_shot, strict=True), key=lambda row: -row[1])
         return {
@@ -97,12 +100,21 @@ class Predictor:
             "round": served.round,
             "class_name": rows[0][0],
             "classes": [{"name": name, "probability": p, "zero_shot": z} for name, p, z in rows],
+            "domains": domains,
         }
 
 
 def _probabilities(classifier: Classifier, split: OneImage, row: Tensor) -> list[float]:
     found: list[float] = classifier.logits(split, row)[0].softmax(-1).tolist()
     return found
+
+
+def _domains(classifier: Classifier, split: OneImage, row: Tensor) -> list[dict[str, Any]] | None:
+    """The domains that the image looks like, where the classifier tells; in the order in which it knows them."""
+    if not isinstance(classifier, Mixes):
+        return None
+    shares = classifier.shares(split, row)[0].tolist()
+    return [{"name": name, "share": share} for name, share in zip(classifier.domain_names, shares, strict=True)]
 
 
 def read_image(content: bytes) -> Image.Image:

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from promptfed.federation import federation_app
+from promptfed.api import CommandError, open_coordinator
+from promptfed.exits import Exit
+from promptfed.federation import TokenFile, Url, federation_app
 from promptfed.output import reporting_errors
 from promptfed.prompts import prompts_app
 
@@ -21,6 +23,10 @@ app.add_typer(federation_app, name="federation")
 app.add_typer(prompts_app, name="prompts")
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]
+Classes = Annotated[
+    str | None, typer.Option(help="class names by commas, to choose among; default: those that the spec names")
+]
+ClassesOf = Annotated[str | None, typer.Option("--data", help="data URI whose class names are taken instead")]
 
 
 @app.command()
@@ -134,16 +140,16 @@ def bench(
 
     with reporting_errors():
         runner = Runner(out, pool, device, allow_backbone)
+        if protocol == "embedded":
+            run_embedded(runner, reduced, seeds, as_json)
+            return
+        seeds = seeds or "0,1,2"
         if protocol.startswith("paper:"):
             run_preset(protocol, root, seeds, runner, spec, rounds, as_json)
             return
         setting = Setting(
             data=tuple(data or ()),
             domains=tuple(name for name in domains.split(",") if name),
-        if protocol == "embedded":
-            run_embedded(runner, reduced, seeds, as_json)
-            return
-        seeds = seeds or "0,1,2"
             targets=tuple(name for name in targets.split(",") if name),
             clients=clients,
             classes_per_client=classes_per_client,
@@ -155,6 +161,60 @@ def bench(
         )
         described = make_bench(protocol, methods, setting, seeds, spec, rounds, m)
         run_bench(described, runner, as_json)
+
+
+@app.command()
+def export(
+    federation: Annotated[str, typer.Argument(help="its name or id")],
+    out: Annotated[Path, typer.Option(help="a new folder")],
+    round: Annotated[int | None, typer.Option(min=0, help="after this round; default: the last finished one")] = None,
+    classes: Classes = None,
+    data: ClassesOf = None,
+    anonymous: Annotated[bool, typer.Option(help="number the clients in the card instead of naming them")] = False,
+    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Take what a federation learned: prompts, class weights for plain open_clip code, and a card that tells all."""
+    with reporting_errors():
+        from promptfed.export import Asked, check_new, show_export
+        from promptfed.export import export as write_export
+        from promptfed.taking import take
+
+        check_new(out)
+        with open_coordinator(coordinator, token_file) as api:
+            taken = take(api, federation, round)
+        show_export(write_export(taken, out, Asked(classes, data, anonymous, allow_backbone)), out, as_json)
+
+
+@app.command()
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="image files")],
+    export: Annotated[Path | None, typer.Option(help="folder that `promptfed export` has written")] = None,
+    federation: Annotated[str | None, typer.Option(help="or a federation at a coordinator: its name or id")] = None,
+    round: Annotated[int | None, typer.Option(min=0, help="with --federation: after this round")] = None,
+    classes: Classes = None,
+    data: ClassesOf = None,
+    top: Annotated[int, typer.Option(min=1, help="classes that are shown")] = 5,
+    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Classify images with what a federation learned, beside the same backbone's zero-shot answer."""
+    with reporting_errors():
+        if (export is None) == (federation is None):
+            raise CommandError("say what to predict with: --export FOLDER or --federation NAME", Exit.USAGE)
+        from promptfed import predict as predicting
+
+        if export is not None:
+            learned, names = predicting.learned_from_export(export, classes, data)
+        else:
+            assert federation is not None
+            with open_coordinator(coordinator, token_file) as api:
+                learned, names = predicting.learned_from_coordinator(api, federation, round, classes, data)
+        predicting.predict(learned, names, images, allow_backbone, top, as_json)
 
 
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}

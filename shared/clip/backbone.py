@@ -69,6 +69,11 @@ class Backbone:
         config = {"model": self._config, "preprocess": self._preprocess_config}
         return weights_fingerprint(self.model.state_dict(), config)
 
+    @property
+    def open_clip_config(self) -> dict[str, Any]:
+        """Architecture and preprocessing as open_clip's `local-dir:` reads them from `open_clip_config.json`."""
+        return {"model_cfg": self._config, "preprocess_cfg": self._preprocess_config}
+
     @cached_property
     def transform_id(self) -> str:
         """`sha256:<hex>` of the preprocessing's configuration."""

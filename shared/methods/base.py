@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Generator, Tensor
@@ -191,6 +191,29 @@ class Classifier(Protocol):
         """``(B, C)`` logits, already divided by the temperature, of the images at ``indices (B,)``."""
 
 
+@runtime_checkable
+class Fixed(Protocol):
+    """A classifier whose text features no longer change: it can be used without promptfed."""
+
+    def weights(self) -> Tensors | None:
+        """What plain code multiplies normalised image features I ``(B, d_e)`` of the frozen tower with.
+
+        ``class_weights (C, d_e)`` W, logits τ⁻¹·I·Wᵀ; or ``class_weights (k, C, d_e)`` of k domains, of which an image
+        takes the one at the argmax of I·``domain_weight (k, d_e)``ᵀ + ``domain_bias (k,)``. None where texts depend
+        on the image in another way.
+        """
+
+
+@runtime_checkable
+class Mixes(Protocol):
+    """A classifier that tells which domains an image looks like."""
+
+    domain_names: tuple[str, ...]
+
+    def shares(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, k)`` shares of the domains in ``domain_names``, which sum to 1, of the images at ``indices (B,)``."""
+
+
 class Method(ABC):
     """One federated method with its hyperparameters ``hyper``. Subclasses are listed in ``shared.methods``."""
 
@@ -292,6 +315,24 @@ class Method(ABC):
     def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
         """Finite numbers for the report of ``phase``, from the states before and after it."""
         return Measured()
+
+    # What people look at
+
+    def prompts(self, state: Tensors) -> Tensors:
+        """What is learned, by name, to be followed from its start: all float tensors that clients may see."""
+        shared = [spec for spec in self.state_tensors() if spec.shared_with_clients and spec.dtype == "float32"]
+        return {spec.name: state[spec.name] for spec in shared}
+
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """Vectors ``(m, d_t)`` by label that stand where word embeddings do, so that words can be near them.
+
+        ``class_features``: the normalised text feature ``(d_e,)`` of each bare class name, or of none.
+        """
+        return {}
+
+    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """By client, what the state says of it or makes for it, in one shape for all; none where it says nothing."""
+        return {}
 
     def generate(self, state: Tensors, text_features: Tensor, context: ServerContext) -> Tensors:
         """Prompts for classes with normalised ``text_features (C, d_e)``, where the method ``generates`` them."""

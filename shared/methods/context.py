@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
@@ -66,6 +66,10 @@ class TextPromptClassifier:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return cosine_logits(self._scale, split.features(), indices, self._text)
 
+    def weights(self) -> Tensors:
+        """The context's text features."""
+        return {"class_weights": self._text}
+
 
 class ContextMethod(Method):
     """Base of the methods that learn one context ``(m, d_t)`` which stands before every class name."""
@@ -111,6 +115,10 @@ class ContextMethod(Method):
         if len(words) > m:
             raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
         return torch.cat([torch.randn(m - len(words), words.shape[1], generator=generator) * INIT_STD, words])
+
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """The shared context, where the state has one."""
+        return {name: tensor for name, tensor in state.items() if name == self.shared.name}
 
 
 class SharedContextMethod(ContextMethod):

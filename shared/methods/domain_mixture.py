@@ -51,7 +51,7 @@ class MixtureClassifier:
     """Classifies with a mixture of ``domain_prompts (k, m, d_t)`` behind ``general (m, d_t)``, or by themselves.
 
     ``weight (k, d_e)`` and ``bias (k,)`` are φ's rows of the same domains in the same order: its softmax over them is
-    g renormalised over the prompts that there are.
+    g renormalised over the prompts that there are. ``domain_names`` are the k domains' as people know them.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class MixtureClassifier:
         weight: Tensor,
         bias: Tensor,
         mixture: Mixture,
+        domain_names: tuple[str, ...] = (),
     ):
+        self.domain_names = domain_names
         device = context.backbone.device
         self._backbone = context.backbone
         self._general = None if general is None else general.to(device)
@@ -78,6 +80,17 @@ class MixtureClassifier:
         features = features[indices.to(features.device)]
         scores = F.linear(features, self._weight, self._bias)
         return self._soft(features, scores.softmax(dim=-1)) if self._texts is None else self._hard(features, scores)
+
+    def shares(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, k)`` g of the images at ``indices (B,)``."""
+        features = split.features()
+        return F.linear(features[indices.to(features.device)], self._weight, self._bias).softmax(dim=-1)
+
+    def weights(self) -> Tensors | None:
+        """The hard mixture's texts and φ; a soft one makes texts for each image."""
+        if self._texts is None:
+            return None
+        return {"class_weights": self._texts, "domain_weight": self._weight, "domain_bias": self._bias}
 
     def _hard(self, features: Tensor, scores: Tensor) -> Tensor:
         assert self._texts is not None

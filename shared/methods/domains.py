@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shared.messages import Domain
 from shared.methods.base import ClientInfo
@@ -31,3 +31,11 @@ def described_domains(clients: Iterable[ClientInfo]) -> dict[int, Domain]:
         if client.domain is not None:
             found.setdefault(domain_key(client.domain.description), client.domain)
     return dict(sorted(found.items(), key=lambda item: (item[1].name, wording(item[1].description))))
+
+
+def domain_names(keys: Sequence[int], clients: Iterable[ClientInfo], own: Domain | None) -> tuple[str, ...]:
+    """The names of the domains with ``keys``, as far as ``clients`` and ``own`` tell; else "domain 1", "domain 2"."""
+    known = described_domains(clients)
+    if own is not None:
+        known.setdefault(domain_key(own.description), own)
+    return tuple(known[key].name if key in known else f"domain {place}" for place, key in enumerate(keys, 1))

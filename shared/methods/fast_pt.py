@@ -47,7 +47,7 @@ from shared.methods.context import (
     train_context,
 )
 from shared.methods.domain_mixture import BIAS, DOMAINS, WEIGHT, Mixture, MixtureClassifier, has_rows, rows_for
-from shared.methods.domains import described_domains, domain_key, trainer_domains
+from shared.methods.domains import described_domains, domain_key, domain_names, trainer_domains
 from shared.methods.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
 from shared.methods.training import train
 from shared.seeds import generator
@@ -374,7 +374,8 @@ class FastPT(ContextMethod):
         rows = [row_of[key] for key in payload[LISTED.name].tolist()]
         weight, bias = payload[WEIGHT.name][rows], payload[BIAS.name][rows]
         general = payload[GLOBAL.name] if self._general else None
-        return MixtureClassifier(context, general, payload[PROMPTS.name], weight, bias, mixture)
+        names = domain_names(payload[LISTED.name].tolist(), context.peers, context.domain)
+        return MixtureClassifier(context, general, payload[PROMPTS.name], weight, bias, mixture, names)
 
 
 def _one_prompt(updates: list[ClientUpdate], combine: Combine) -> Tensor:

@@ -39,6 +39,10 @@ class TemplateClassifier:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return cosine_logits(self._scale, split.features(), indices, self._text)
 
+    def weights(self) -> Tensors:
+        """The template's text features."""
+        return {"class_weights": self._text}
+
 
 class ZeroShot(Method):
     """No tensor, no phase: a federation of it only evaluates (Radford et al., CLIP, 2021, section 3.1)."""
