@@ -9,12 +9,13 @@ import torch
 
 from client_service.data import TEST, Cancelled, ClientData
 from shared.messages import SplitResult
-from shared.methods.base import Classifier, ClientContext, Method, Split
+from shared.methods.base import Classifier, ClientContext, Method, Mixes, Split
 from shared.methods.training import TaskCancelled
 from shared.methods.zero_shot import TemplateClassifier
 from shared.tensors import Tensors, canonical_json
 
 EVALUATION_BATCH = 256
+SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images
 VARIANT = "@"  # a further classifier's accuracy on a split is reported as split@variant
 
 Results = dict[str, SplitResult]
@@ -75,6 +76,21 @@ class Evaluation:
                 if by_template is not None:
                     zero_shot[name] = self._measure_template(name, context, by_template)
         return splits, zero_shot
+
+    def mixture(self, classifier: Classifier, context: ClientContext) -> dict[str, float]:
+        """The mean share of each domain over the client's own test images, where the classifier mixes domains.
+
+        Domains of one name are one: people tell them apart by it.
+        """
+        if not isinstance(classifier, Mixes) or not self.data.count(TEST):
+            return {}
+        split = self.data.split(TEST, context.class_names)
+        with torch.no_grad():
+            means = classifier.shares(split, torch.arange(len(split))).double().mean(dim=0).tolist()
+        found: dict[str, float] = {}
+        for name, share in zip(classifier.domain_names, means, strict=True):
+            found[SHARE + name] = found.get(SHARE + name, 0.0) + share
+        return found
 
     def _measure(self, name: str, context: ClientContext, classifier: Classifier) -> SplitResult:
         test = self.data.split(name, context.class_names)

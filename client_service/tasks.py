@@ -76,7 +76,8 @@ class TaskWork:
             self.state.save_serving(serving)
         with torch_settings(served.context.training, self.backbone):
             splits, zero_shot = self._evaluation.run(*parts, served.classifier, task.config.template)
-        metrics = {"evaluate_seconds": round(time.monotonic() - started, 3)}
+            metrics = self._evaluation.mixture(served.classifier, served.context)
+        metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
 
     def restore_serving(self, cancelled: Cancelled) -> None:

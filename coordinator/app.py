@@ -18,10 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator import access, bootstrap, federations
-from coordinator.api import clients, events, health, methods, replays, results, tasks
+from coordinator.api import clients, events, health, insights, methods, replays, results, tasks, web
 from coordinator.api import federations as federations_api
 from coordinator.engine import Engine
 from coordinator.guessing import Guessing
+from coordinator.insights import Insights
 from coordinator.measures import Measures
 from coordinator.problems import (
     BodyTooLarge,
@@ -46,8 +47,8 @@ log = logging.getLogger("promptfed.coordinator")
 JSON_BYTES = 8 << 20
 LONG_JSON_BYTES = 32 << 20
 LONG_JSON_PATHS = ("/clients", "/prompts/generate")  # with class names, or text features
-TENSOR_PATHS = ("/update", "/initial-state")
-ROUTERS = (methods, federations_api, clients, tasks, results, replays, events, health)
+TENSOR_PATHS = ("/update", "/initial-state", "/lexicon")
+ROUTERS = (methods, federations_api, clients, tasks, results, replays, insights, events, health, web)
 
 
 class BodyLimit:
@@ -130,6 +131,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     if store is None:
         store = await asyncio.to_thread(open_store, settings)
     app.state.engine = engine = Engine(store.database, store.blobs, Measures())
+    app.state.insights = Insights(engine)
     app.state.operator_digest = access.digest(access.operator_token(settings.data_dir))
     app.state.uploads = Uploads(
         engine, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds

@@ -17,6 +17,7 @@ from coordinator.faults import point
 from coordinator.live import Live, fresh
 from coordinator.problems import (
     TENSOR_REFUSALS,
+    Ended,
     InvalidSpec,
     KeyReused,
     NameTaken,
@@ -228,7 +229,12 @@ def client_name(live: Live, id_or_name: str) -> str:
 
 
 def record_refusal(engine: Engine, id: str, name: str, refusal: Refusal, path: str) -> None:
-    """Count a client's refused request, and keep the last one; nothing else changes."""
+    """Count a client's refused request, and keep the last one; nothing else changes.
+
+    That a federation has ended is how a client's asking for tasks always ends: it would hide the last real refusal.
+    """
+    if isinstance(refusal, Ended) and path.endswith("/task"):
+        return
     with engine.database.write() as session:
         mine = (ClientRow.federation_id == id, ClientRow.name == name)
         row = session.scalars(select(ClientRow).where(*mine)).one_or_none()

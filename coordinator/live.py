@@ -65,6 +65,7 @@ class Live:
     fingerprint: str | None = None
     shape: BackboneShape | None = None
     supplied_state: str | None = None
+    lexicon: str | None = None
     clients: dict[str, Client] = field(default_factory=dict)
     by_secret: dict[str, Client] = field(default_factory=dict)
     tasks: dict[str, OpenTask] = field(default_factory=dict)

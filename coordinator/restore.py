@@ -37,6 +37,7 @@ def load(session: Session, row: FederationRow, now: float) -> Live:
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
+        lexicon=row.lexicon,
         tasks={t.client: open_task(t, stage_row) for t in tasks.values() if t.status == "open"} if stage_row else {},
         tokens={token.digest: clock.parse(token.expires_at) for token in tokens},
         deadline=stage_row.deadline if stage_row is not None and is_open else None,

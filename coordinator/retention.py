@@ -53,6 +53,7 @@ def _stored() -> tuple[Select[Any], ...]:
         select(UpdateRow.sha256).where(UpdateRow.stored),
         select(TaskRow.payload_sha256).where(TaskRow.payload_stored),
         select(FederationRow.supplied_state),
+        select(FederationRow.lexicon),
     )
 
 
@@ -64,6 +65,7 @@ def digests_of(session: Session, id: str) -> set[str]:
         select(UpdateRow.sha256).where(UpdateRow.task_id.in_(mine)),
         select(TaskRow.payload_sha256).where(TaskRow.federation_id == id),
         select(FederationRow.supplied_state).where(FederationRow.id == id),
+        select(FederationRow.lexicon).where(FederationRow.id == id),
     ]
     return {digest for query in queries for digest in session.scalars(query) if digest}
 
@@ -88,6 +90,12 @@ def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
 
 
 def _is_named(session: Session, digest: str) -> bool:
-    columns = (StateRow.sha256, UpdateRow.sha256, TaskRow.payload_sha256, FederationRow.supplied_state)
+    columns = (
+        StateRow.sha256,
+        UpdateRow.sha256,
+        TaskRow.payload_sha256,
+        FederationRow.supplied_state,
+        FederationRow.lexicon,
+    )
     queries = (query.where(column == digest).limit(1) for query, column in zip(_stored(), columns, strict=True))
     return any(session.execute(query).first() is not None for query in queries)

@@ -123,6 +123,21 @@ _steer("cancel", "End for good.")
 
 
 @federation_app.command()
+def words(
+    federation: Federation,
+    allow_backbone: Annotated[bool, typer.Option(help="allow a backbone outside open_clip's registry")] = False,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Give the coordinator the backbone's words, once: its page names those nearest to the prompts of any round."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        from promptfed.words import supply_words
+
+        supply_words(api, federation, allow_backbone, as_json)
+
+
+@federation_app.command()
 def token(
     federation: Federation,
     out: Annotated[Path | None, typer.Option(help="write the token here, readable by you alone")] = None,

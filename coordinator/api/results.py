@@ -71,7 +71,7 @@ def get_prompts(
 ) -> Response:
     """The global state after a round. The ETag is its state hash."""
     with engine.database.read() as session:
-        found = reports.state_of(session, live, _number(round))
+        found = reports.state_of(session, live, round_number(round))
     headers = {"ETag": f'"{found.state_hash}"', "Vary": "Accept", "Cache-Control": "no-cache"}
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
     if found.state_hash in known or "*" in known:
@@ -86,7 +86,8 @@ def get_prompts(
     raise NotAcceptable("the state comes as application/octet-stream (safetensors) or application/json")
 
 
-def _number(round: str) -> int | None:
+def round_number(round: str) -> int | None:
+    """A round, or None for the latest."""
     return None if round == "latest" else int(round)
 
 
@@ -107,7 +108,7 @@ def _as_json(found: reports.Stored, content: bytes, headers: dict[str, str]) -> 
 @router.post("/prompts/generate", responses=documented(*ANY_CALLER, NotAGenerator, NoState, InvalidRequest))
 def generate(engine: EngineOf, live: Operated, request: GenerateRequest, round: RoundQuery = "latest") -> PromptsView:
     """Prompts for classes, from their text features; for methods whose state holds a generator."""
-    return generation.generate(engine, live, request, _number(round))
+    return generation.generate(engine, live, request, round_number(round))
 
 
 @router.get(

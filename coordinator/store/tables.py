@@ -65,6 +65,7 @@ class FederationRow(Base):
     fingerprint: Mapped[str | None]
     shape: Mapped[dict[str, Any] | None]
     supplied_state: Mapped[str | None]
+    lexicon: Mapped[str | None]
 
 
 class TokenRow(Base):

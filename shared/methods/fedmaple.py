@@ -107,6 +107,10 @@ class FedMaple(Method):
         """The weighted mean of prompts and maps."""
         return combine(updates)
 
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """The text prompts at the input: deeper ones stand beside hidden states, not beside words."""
+        return {TEXT.name: state[TEXT.name][0]}
+
     # Client half
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:

@@ -9,7 +9,7 @@ numbers below are the paper's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -147,6 +147,21 @@ class FedTPG(Method):
         """The context ``(m, d_t)`` for classes with text features ``(C, d_e)``."""
         with torch.no_grad():
             return {"context": self.context_of(state, F.normalize(text_features, dim=-1))}
+
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """What f_θ makes ``(m, d_t)`` for each client's own class names, where their features are known."""
+        made: Tensors = {}
+        for client in context.clients:
+            names = self.label_space(context.class_names, client.class_names)
+            if names and all(name in class_features for name in names):
+                rows = torch.stack([class_features[name] for name in names])
+                made[client.name] = self.generate(state, rows, context)["context"]
+        return made
+
+    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """The same contexts, each as one vector."""
+        made = self.contexts(state, context, class_features)
+        return {name: tensor.flatten() for name, tensor in made.items()}
 
     # Client half
 

@@ -254,6 +254,17 @@ class PFedPG(Method):
             joined[name] = torch.cat([tensor[:at], new, tensor[at:]])
         return state | joined
 
+    def prompts(self, state: Tensors) -> Tensors:
+        """The basis, and all clients' descriptors; the generator and its optimizer are no prompts."""
+        return {name: state[name] for name in (BASIS, DESCRIPTORS) if name in self._learned}
+
+    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """The clients' descriptors ``(d_v,)``; of a state that knows them all, since rows go by the roster."""
+        rows = state.get(DESCRIPTORS, ())
+        if len(rows) != len(context.clients):
+            return {}
+        return {client.name: row for client, row in zip(context.clients, rows, strict=True)}
+
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """The client's own prompts P_n, to train from as to be evaluated with."""
         return {PROMPTS.name: self.prompts_of(state, [_row(client.name, context)])[0]}

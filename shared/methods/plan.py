@@ -224,6 +224,14 @@ class Plan(Method):
         kinds = {"float32": torch.float32, "int64": torch.int64}
         return {spec.name: torch.zeros(*spec.resolve({**dims, "K": 0}), dtype=kinds[spec.dtype]) for spec in specs}
 
+    def prompts(self, state: Tensors) -> Tensors:
+        """The global prompts; the aggregators are no prompts."""
+        return {spec.name: state[spec.name] for spec in GLOBAL}
+
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """The first block's text prompts: deeper ones stand beside hidden states, not beside words."""
+        return {prompts_of(TEXT).name: state[prompts_of(TEXT).name][0]}
+
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """What the phase names; for an evaluation the global prompts."""
         return {spec.name: state[spec.name] for spec in (GLOBAL if phase is None else phase.down)}

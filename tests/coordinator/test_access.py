@@ -12,7 +12,7 @@ import pytest
 from tests.coordinator.fakes import bearer, secret_of, update_body
 from tests.coordinator.running import InThread
 
-OPEN = {"/v1/methods", "/v1/methods/{name}", "/healthz", "/readyz", "/metrics"}
+OPEN = {"/v1/methods", "/v1/methods/{name}", "/healthz", "/readyz", "/metrics", "/", "/web/{file}"}
 BODIES: dict[str, Any] = {"/v1/federations": {"name": "x", "method": {"name": "promptfl"}}}
 
 
@@ -51,7 +51,7 @@ def test_every_route_takes_its_own_kind_of_token_and_no_other(coordinator: InThr
     walked = 0
     for verb, path, scheme in routes(coordinator):
         url = path.replace("{federation}", "mine").replace("{client_id}", "a").replace("{task_id}", "t")
-        url = url.replace("{round}", "0").replace("{name}", "promptfl")
+        url = url.replace("{round}", "0").replace("{name}", "promptfl").replace("{file}", "app.js")
         if path in OPEN:
             assert scheme is None, path
             assert coordinator.http.request(verb, url).status_code == 200

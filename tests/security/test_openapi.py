@@ -107,6 +107,7 @@ def aimed(case: schemathesis.Case, place: Place, caller: str, at_victim: bool) -
         "client_id": "a" if federation == place.victim else "member",
         "round": 0,
         "name": "promptfl",
+        "file": "app.js",
     }
     case.path_parameters = {name: real[name] for name in case.path_parameters or {}}
 

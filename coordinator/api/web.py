@@ -1,0 +1,106 @@
+"""``/``: the operator's page. Anyone may load its files; what it shows comes from the API with the operator's token."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Response, status
+
+from coordinator.problems import NotFound, documented
+
+router = APIRouter(tags=["page"])
+
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+# Nothing but the page's own files and the coordinator's own API; no text ever becomes HTML or script.
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in KINDS.values()}
+
+
+@dataclass(frozen=True)
+class _File:
+    content: bytes
+    kind: str
+    etag: str
+
+
+@cache
+def _files() -> dict[str, _File]:
+    """The page's files by name: only these are served, whatever is asked for."""
+    found = {}
+    for entry in (files("coordinator") / "web").iterdir():
+        kind = KINDS.get(f".{entry.name.rpartition('.')[2]}")
+        if kind is not None:
+            content = entry.read_bytes()
+            found[entry.name] = _File(content, kind, f'"{hashlib.sha256(content).hexdigest()}"')
+    return found
+
+
+@router.get(
+    "/",
+    response_class=Response,
+    responses={
+        200: {"content": {"text/html": {}}, "description": "the page"},
+        304: {"description": "it is what If-None-Match names"},
+        **documented(),
+    },
+)
+async def get_page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    """The page with which an operator watches and steers federations."""
+    return _answer("index.html", if_none_match)
+
+
+@router.get(
+    "/web/{file}",
+    response_class=Response,
+    responses={
+        200: {"content": CONTENT, "description": "a file of the page"},
+        304: {"description": "it is what If-None-Match names"},
+        **documented(NotFound),
+    },
+)
+async def get_file(
+    file: Annotated[str, Path(max_length=100)], if_none_match: Annotated[str | None, Header()] = None
+) -> Response:
+    """A script, a style sheet, a picture or a licence of the page."""
+    return _answer(file, if_none_match)
+
+
+def _answer(name: str, known: str | None) -> Response:
+    found = _files().get(name)
+    if found is None:
+        raise NotFound(f"the page has no file {name[:100]!r}")
+    headers = {**HEADERS, "ETag": found.etag}
+    if known is not None and found.etag in known:
+        return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
+    return Response(found.content, media_type=found.kind, headers=headers)

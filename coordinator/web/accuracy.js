@@ -1,0 +1,119 @@
+// Accuracy by round, each client against its zero-shot; many clients are drawn as mean, lowest and highest.
+
+import { Plot } from "./charts.js";
+import { fill, h, panel, table } from "./dom.js";
+import { counted, gain, percent } from "./format.js";
+
+const MANY = 8;
+
+export class Accuracy {
+  constructor() {
+    this.plot = new Plot("line", "Accuracy by round", { x: "round", format: (value) => `${Math.round(100 * value)} %` });
+    this.select = h("select", { id: "split", on: { change: () => this.#draw() } });
+    this.choice = h("p", { class: "choice", hidden: true }, h("label", { for: "split" }, "Test set "), this.select);
+    this.remark = h("p", { class: "remark" });
+    this.table = h("div");
+    this.empty = h("p", { class: "empty" }, "No evaluation yet: the first one is of the start, before round 1.");
+    this.chart = h("div", {}, this.plot.element);
+    this.element = panel("Accuracy", {}, this.choice, this.empty, h("div", { class: "beside" }, this.chart, this.table), this.remark);
+  }
+
+  update(model) {
+    this.model = model;
+    this.evaluated = [...model.rounds.values()].filter((one) => one.evaluation && Object.keys(one.evaluation.clients).length);
+    const splits = [...new Set(this.evaluated.flatMap((one) => Object.values(one.evaluation.clients).flatMap((found) => Object.keys(found.splits))))];
+    splits.sort((one, other) => (one === "test" ? -1 : other === "test" ? 1 : one.localeCompare(other)));
+    const known = [...this.select.options].map((option) => option.value);
+    if (known.join("\n") !== splits.join("\n")) {
+      const chosen = this.select.value;
+      fill(this.select, splits.map((split) => h("option", { value: split }, split === "test" ? "own test images" : split)));
+      if (splits.includes(chosen)) this.select.value = chosen;
+    }
+    this.choice.hidden = splits.length < 2;
+    this.#draw();
+  }
+
+  end() {
+    this.plot.destroy();
+  }
+
+  #draw() {
+    const there = this.evaluated.length > 0;
+    this.empty.hidden = there;
+    this.chart.hidden = !there;
+    if (!there) return;
+    const split = this.select.value;
+    const clients = seriesByClient(this.evaluated, split);
+    const several = clients.length > MANY;
+    const drawn = several ? summarised(clients) : clients.flatMap((one) => [line(one, this.model), zeroShot(one, this.model)]);
+    this.plot.update(drawn.filter((one) => one.data.length), `Accuracy by round on ${split}; the table beside it has the last values`);
+    fill(this.remark, several ? `Mean, lowest and highest of ${counted(clients.length, "client")}.` : "Dotted: zero-shot, which only has the template. Dashed: unseen domains, on which nobody trains.");
+    fill(this.table, resultTable(this.evaluated.at(-1), split));
+  }
+}
+
+/** One series a client: `{name, role, domain, points, zero}`. */
+function seriesByClient(evaluated, split) {
+  const found = new Map();
+  for (const report of evaluated) {
+    for (const [name, one] of Object.entries(report.evaluation.clients)) {
+      if (!one.splits[split]) continue;
+      if (!found.has(name)) found.set(name, { name, role: one.role, domain: one.domain, points: [], zero: [] });
+      found.get(name).points.push({ x: report.round, y: one.splits[split].accuracy });
+      const zero = one.zero_shot[split] ?? one.zero_shot[split.split("@")[0]];
+      if (zero) found.get(name).zero.push({ x: report.round, y: zero.accuracy });
+    }
+  }
+  return [...found.values()].sort((one, other) => byRole(one, other) || one.name.localeCompare(other.name));
+}
+
+function byRole(one, other) {
+  return Number(one.role === "evaluator") - Number(other.role === "evaluator");
+}
+
+function line(one, model) {
+  const label = one.role === "evaluator" ? `unseen: ${one.domain ?? one.name}` : one.name;
+  return { label, place: model.places.get(one.name) ?? 0, data: one.points, dashed: one.role === "evaluator" };
+}
+
+function zeroShot(one, model) {
+  return { label: `${one.name}, zero-shot`, place: model.places.get(one.name) ?? 0, data: one.zero, thin: true };
+}
+
+function summarised(clients) {
+  const drawn = [];
+  for (const [role, label] of [["trainer", "clients"], ["evaluator", "unseen"]]) {
+    const members = clients.filter((one) => one.role === role);
+    const rounds = [...new Set(members.flatMap((one) => one.points.map((point) => point.x)))].sort((a, b) => a - b);
+    const over = (kind, combine) =>
+      rounds.flatMap((x) => {
+        const values = members.flatMap((one) => one[kind].filter((point) => point.x === x).map((point) => point.y));
+        return values.length ? [{ x, y: combine(values) }] : [];
+      });
+    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+    const place = drawn.length;
+    const dashed = role === "evaluator";
+    drawn.push({ label: `mean of ${label}`, place, data: over("points", mean), dashed });
+    drawn.push({ label: `${label}, zero-shot`, place, data: over("zero", mean), thin: true });
+    if (!dashed) {
+      drawn.push({ label: "lowest", place: 6, data: over("points", (values) => Math.min(...values)) });
+      drawn.push({ label: "highest", place: 2, data: over("points", (values) => Math.max(...values)) });
+    }
+  }
+  return drawn;
+}
+
+function resultTable(report, split) {
+  const clients = Object.entries(report.evaluation.clients).filter(([, one]) => one.splits[split]);
+  clients.sort(([a, one], [b, other]) => byRole(one, other) || a.localeCompare(b));
+  const base = split.split("@")[0];
+  const cells = (name, domain, zero, now) => [[name, domain ? h("small", { class: "under" }, domain) : null], percent(zero), percent(now), gain(zero, now)];
+  const rows = clients.map(([name, one]) => cells(name, one.role === "evaluator" ? `${one.domain ?? ""} (unseen)` : one.domain, (one.zero_shot[split] ?? one.zero_shot[base])?.accuracy, one.splits[split].accuracy));
+  for (const [role, label] of [["trainer", "mean of clients"], ["evaluator", "mean of unseen"]]) {
+    const mean = report.evaluation.by_split[role]?.[split];
+    const zero = mean?.zero_shot ?? report.evaluation.by_split[role]?.[base]?.zero_shot;
+    if (mean && clients.filter(([, one]) => one.role === role).length > 1) rows.push(cells(label, "", zero, mean.accuracy));
+  }
+  const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain"].map((title) => ({ title, class: "number" }))];
+  return table(`Accuracy after round ${report.round}`, columns, rows, { class: "results" });
+}

@@ -1,0 +1,43 @@
+// What has happened, newest first.
+
+import { fill, h, panel } from "./dom.js";
+import { clock, names } from "./format.js";
+
+const MOST = 60;
+
+export class Activity {
+  constructor() {
+    this.list = h("ol", { class: "activity", tabindex: "0", "aria-label": "Activity, newest first" });
+    this.element = panel("Activity", {}, this.list);
+    this.shown = -1;
+  }
+
+  update({ events }) {
+    if (events.length === this.shown) return;
+    this.shown = events.length;
+    const newest = events.slice(-MOST).reverse();
+    fill(this.list, newest.map((one) => h("li", {}, h("time", { datetime: one.at }, clock(one.at)), h("span", {}, sentence(one)))));
+  }
+}
+
+function sentence(one) {
+  const where = `round ${one.round}, ${one.phase}`;
+  switch (one.kind) {
+    case "federation-created": return "created";
+    case "federation-state": return `the federation is ${one.state}${one.reason ? `: ${one.reason}` : ""}`;
+    case "client-enrolled": return `${one.client ?? one.name} enrolled`;
+    case "phase-opened": return `${where}: ${names(one.asked)} asked`;
+    case "clients-asked": return `${where}: ${names(one.asked)} asked too`;
+    case "phase-extended": return `${where}: too few answered, extended once`;
+    case "task-settled": return `${where}: ${one.client} ${one.status}`;
+    case "phase-closed": return `${where}: closed, ${one.counted.length} counted`;
+    case "phase-completed": return `${where}: completed`;
+    case "clients-joined": return `${names(one.clients)} joined the state`;
+    case "client-withdrawn": return `${one.client} was withdrawn`;
+    case "client-reset": return `the name ${one.client} was reset`;
+    case "state-committed": return `state of round ${one.round} committed (${one.origin})`;
+    case "initial-state-supplied": return "an initial state was supplied";
+    case "lexicon-supplied": return `${one.words} words of the backbone were supplied`;
+    default: return one.kind.replaceAll("-", " ");
+  }
+}

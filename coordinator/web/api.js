@@ -1,0 +1,100 @@
+// The coordinator's API. The token lives in this object, in memory, and travels in a header: never in an address.
+
+/** A refusal, in the coordinator's own words. */
+export class Refused extends Error {
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+export class Api {
+  #token;
+
+  constructor(token) {
+    this.#token = token;
+  }
+
+  get(path) {
+    return this.#call("GET", path);
+  }
+
+  post(path) {
+    return this.#call("POST", path);
+  }
+
+  /** Everything on the pages of a list. */
+  async all(path, key, after = null, limit = 100) {
+    const found = [];
+    let next = after;
+    do {
+      const query = new URLSearchParams({ limit, ...(next === null ? {} : { after: next }) });
+      const page = await this.get(`${path}?${query}`);
+      found.push(...page[key]);
+      next = page.next;
+    } while (next !== null);
+    return found;
+  }
+
+  async #call(method, path) {
+    const answer = await this.#fetch(path, { method });
+    return answer.status === 204 ? null : answer.json();
+  }
+
+  async #fetch(path, options = {}) {
+    const headers = { ...options.headers, Authorization: `Bearer ${this.#token}` };
+    let answer;
+    try {
+      answer = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store", redirect: "error" });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Refused(0, "The coordinator does not answer. Is it running?");
+    }
+    if (!answer.ok) throw new Refused(answer.status, await detailOf(answer));
+    return answer;
+  }
+
+  /**
+   * Server-sent events after `last`, each handed to `take({id, kind, data})`, until the stream ends or `signal` aborts.
+   * Browsers' own EventSource can send no header, so the stream is read by hand.
+   */
+  async stream(path, last, take, signal) {
+    const headers = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
+    const answer = await this.#fetch(path, { headers, signal });
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value.replaceAll("\r\n", "\n")).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = parsed(block);
+        if (event !== null) take(event);
+      }
+    }
+  }
+}
+
+function parsed(block) {
+  const event = { id: null, kind: "message", data: "" };
+  for (const line of block.split("\n")) {
+    const at = line.indexOf(":");
+    if (at <= 0) continue; // a comment, which keeps the connection alive
+    const value = line.slice(at + 1).replace(/^ /, "");
+    const field = line.slice(0, at);
+    if (field === "id") event.id = value;
+    if (field === "event") event.kind = value;
+    if (field === "data") event.data += value;
+  }
+  return event.data === "" ? null : { ...event, data: JSON.parse(event.data) };
+}
+
+async function detailOf(answer) {
+  try {
+    const problem = await answer.json();
+    return problem.detail ?? problem.title ?? answer.statusText;
+  } catch {
+    return answer.statusText || `status ${answer.status}`;
+  }
+}

@@ -1,0 +1,97 @@
+// The page: sign in, then a list of federations beside the one that the address names (#/federations/ID).
+
+import { Api, Refused } from "./api.js";
+import { fill, h } from "./dom.js";
+import { Federation } from "./federation.js";
+import { List } from "./list.js";
+import { signIn } from "./signin.js";
+
+const main = document.getElementById("main");
+const signOut = document.getElementById("sign-out");
+const link = document.getElementById("link");
+const TITLE = "promptfed";
+
+let session = null;
+
+class Session {
+  constructor(api) {
+    this.api = api;
+    this.open = null;
+    this.place = h("div", { class: "place" });
+    this.list = new List(api, (error) => this.failed(error));
+    this.root = h("div", { class: "desk" }, this.list.element, h("main", { class: "stage" }, this.place));
+    this.route = () => this.show(opened());
+  }
+
+  async begin() {
+    fill(main, this.root);
+    window.addEventListener("hashchange", this.route);
+    await this.list.begin();
+    const only = this.list.federations.length === 1 ? this.list.federations[0].id : null;
+    if (opened() === null && only !== null) window.location.replace(`#/federations/${only}`);
+    else this.route();
+  }
+
+  end() {
+    window.removeEventListener("hashchange", this.route);
+    this.list.end();
+    this.open?.end();
+    link.hidden = true;
+    document.title = TITLE;
+  }
+
+  show(id) {
+    this.open?.end();
+    this.open = null;
+    link.hidden = true;
+    this.root.classList.toggle("one", id !== null);
+    this.list.mark(id);
+    if (id === null) {
+      document.title = TITLE;
+      fill(this.place, h("p", { class: "empty" }, this.list.federations.length ? "Choose a federation." : ""));
+      return;
+    }
+    const hooks = { failed: (error) => this.failed(error), connection: showLink, changed: () => this.list.refresh() };
+    this.open = new Federation(this.api, id, hooks);
+    fill(this.place, this.open.element);
+    this.open.begin();
+  }
+
+  /** A token that is no longer good ends the session; true where that was it. */
+  failed(error) {
+    if (!(error instanceof Refused) || (error.status !== 401 && error.status !== 403)) return false;
+    leave(`You have been signed out: ${error.message}`);
+    return true;
+  }
+}
+
+function opened() {
+  const found = /^#\/federations\/([\w-]{1,100})$/.exec(window.location.hash);
+  return found ? found[1] : null;
+}
+
+function showLink(state, text) {
+  link.hidden = false;
+  link.dataset.state = state;
+  fill(link, text);
+}
+
+function leave(remark = "") {
+  session?.end();
+  session = null;
+  signOut.hidden = true;
+  welcome(remark);
+}
+
+function welcome(remark) {
+  signIn(main, remark, async (token) => {
+    const api = new Api(token);
+    await api.get("/v1/federations?limit=1");
+    session = new Session(api);
+    signOut.hidden = false;
+    await session.begin();
+  });
+}
+
+signOut.addEventListener("click", () => leave());
+welcome("");

@@ -1,0 +1,172 @@
+// Charts by Chart.js, in the page's own colours, light or dark; each has its legend as buttons that keyboards reach.
+
+import { fill, h } from "./dom.js";
+
+const SHAPES = ["circle", "rect", "triangle", "rectRot", "star", "crossRot", "cross", "rectRounded"];
+const MANY = SHAPES.length;
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const still = window.matchMedia("(prefers-reduced-motion: reduce)");
+const all = new Set();
+
+dark.addEventListener("change", () => {
+  for (const one of all) one.recolour();
+});
+
+function variable(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** The colour of the series in this place. */
+export function colour(place) {
+  return variable(`--series-${(place % MANY) + 1}`);
+}
+
+/**
+ * A chart of series `{label, place, data: [{x, y}], dashed, thin, hidden}`; `place` chooses colour and marker, so that
+ * one client has the same ones in every chart.
+ */
+export class Plot {
+  constructor(kind, label, options = {}) {
+    this.kind = kind;
+    this.options = options;
+    this.series = [];
+    this.off = new Set();
+    this.canvas = h("canvas", { role: "img", "aria-label": label });
+    this.legend = h("ul", { class: "legend", "aria-label": `Series of: ${label}` });
+    this.element = h("div", { class: "plot" }, h("div", { class: `canvas ${options.class ?? ""}` }, this.canvas), this.legend);
+    this.chart = null;
+  }
+
+  /** Draw these series; whatever was switched off stays off. */
+  update(series, described = "") {
+    this.series = series;
+    if (described) this.canvas.setAttribute("aria-label", described);
+    if (this.chart === null) {
+      if (!this.canvas.isConnected) {
+        queueMicrotask(() => this.canvas.isConnected && this.chart === null && this.update(this.series));
+        return;
+      }
+      this.chart = new window.Chart(this.canvas, this.#configuration());
+      all.add(this);
+    }
+    this.chart.data.datasets = series.map((one) => this.#dataset(one));
+    this.chart.update(still.matches ? "none" : undefined);
+    this.#showLegend();
+  }
+
+  recolour() {
+    if (this.chart === null) return;
+    Object.assign(this.chart.options, this.#configuration().options);
+    this.update(this.series);
+  }
+
+  destroy() {
+    all.delete(this);
+    this.chart?.destroy();
+    this.chart = null;
+  }
+
+  #dataset(one) {
+    const ink = colour(one.place);
+    const bar = this.kind === "bar";
+    return {
+      label: one.label,
+      data: one.data,
+      hidden: this.off.has(one.label),
+      borderColor: ink,
+      backgroundColor: bar ? ink : variable("--surface"),
+      borderWidth: bar ? 0 : one.thin ? 1.25 : 2,
+      borderDash: one.thin ? [2, 3] : one.dashed ? [7, 4] : [],
+      borderRadius: bar ? 2 : 0,
+      pointStyle: SHAPES[one.place % MANY],
+      pointRadius: one.thin ? 0 : this.kind === "scatter" ? 6 : one.data.length > 30 ? 0 : 3,
+      pointHoverRadius: one.thin ? 0 : 6,
+      pointBorderWidth: 1.75,
+      pointBackgroundColor: this.kind === "scatter" ? ink : variable("--surface"),
+      tension: 0,
+      maxBarThickness: 28,
+      stack: bar ? "all" : undefined,
+    };
+  }
+
+  #configuration() {
+    const ink = variable("--muted");
+    const grid = variable("--line");
+    const { x = "", y = "", format = (value) => value, min, max, zero = false, square = false } = this.options;
+    const whole = this.kind !== "scatter";
+    const axis = (text) => ({
+      title: { display: text !== "", text, color: ink, font: { size: 11 } },
+      grid: { color: grid, drawTicks: false },
+      border: { display: false },
+      ticks: { color: ink, padding: 6, font: { size: 11 }, maxRotation: 0 },
+    });
+    const across = axis(x);
+    const up = { ...axis(y), min, max, beginAtZero: zero, stacked: this.kind === "bar", grace: square ? "12%" : 0 };
+    up.ticks = { ...up.ticks, callback: (value) => format(value), maxTicksLimit: 6 };
+    if (whole) across.ticks.callback = (value) => (Number.isInteger(value) ? value : "");
+    else across.grace = "12%";
+    if (this.kind === "bar") across.stacked = true;
+    return {
+      type: this.kind,
+      data: { datasets: [] },
+      options: {
+        responsive: true,
+        maintainAspectRatio: false,
+        animation: still.matches ? false : { duration: 250 },
+        parsing: true,
+        interaction: { mode: whole ? "index" : "nearest", intersect: !whole, axis: "x" },
+        scales: {
+          x: { type: "linear", ...across, ticks: { ...across.ticks, precision: 0 }, grid: { ...across.grid, display: !whole }, offset: this.kind === "bar" },
+          y: up,
+        },
+        plugins: { legend: { display: false }, tooltip: this.#tooltip(format, whole) },
+        font: { family: variable("--font") },
+      },
+    };
+  }
+
+  #tooltip(format, whole) {
+    return {
+      backgroundColor: variable("--ink"),
+      titleColor: variable("--surface"),
+      bodyColor: variable("--surface"),
+      padding: 10,
+      cornerRadius: 6,
+      usePointStyle: true,
+      filter: (item) => !this.series[item.datasetIndex]?.thin,
+      callbacks: {
+        title: (items) => (whole && items.length ? `round ${items[0].parsed.x}` : ""),
+        label: (item) => (whole ? ` ${item.dataset.label}: ${format(item.parsed.y)}` : ` ${item.dataset.label}`),
+      },
+    };
+  }
+
+  #showLegend() {
+    const shown = this.series.filter((one) => !one.thin);
+    const known = [...this.legend.querySelectorAll("button")].map((button) => button.textContent).join("\n");
+    if (known === shown.map((one) => one.label).join("\n")) {
+      for (const [at, mark] of [...this.legend.querySelectorAll(".swatch")].entries()) paint(mark, shown[at]);
+      return;
+    }
+    fill(this.legend, shown.map((one) => h("li", {}, this.#legendButton(one))));
+  }
+
+  #legendButton(one) {
+    const mark = h("span", { class: "swatch", "aria-hidden": "true" });
+    paint(mark, one);
+    const toggle = (event) => {
+      const on = this.off.has(one.label);
+      if (on) this.off.delete(one.label);
+      else this.off.add(one.label);
+      event.currentTarget.setAttribute("aria-pressed", String(on));
+      this.update(this.series);
+    };
+    const pressed = String(!this.off.has(one.label));
+    return h("button", { type: "button", "aria-pressed": pressed, title: `Show or hide ${one.label}`, on: { click: toggle } }, mark, one.label);
+  }
+}
+
+function paint(mark, one) {
+  mark.style.setProperty("--swatch", `var(--series-${(one.place % MANY) + 1})`);
+  mark.classList.toggle("dashed", Boolean(one.dashed));
+}

@@ -1,0 +1,63 @@
+// Numbers and times as people read them.
+
+const UNITS = ["B", "kB", "MB", "GB", "TB"];
+
+/** 0.3875 -> "38.8 %". */
+export function percent(fraction) {
+  return fraction === null || fraction === undefined ? "–" : `${(100 * fraction).toFixed(1)} %`;
+}
+
+/** Percentage points between two fractions, signed. */
+export function gain(before, after) {
+  if (before === null || before === undefined || after === null || after === undefined) return "–";
+  const points = 100 * (after - before);
+  return `${points < 0 ? "−" : "+"}${Math.abs(points).toFixed(1)}`;
+}
+
+/** 179700 -> "179.7 kB". */
+export function bytes(count) {
+  let value = count;
+  let unit = 0;
+  while (value >= 1000 && unit < UNITS.length - 1) {
+    value /= 1000;
+    unit += 1;
+  }
+  return `${unit === 0 ? value : value.toFixed(1)} ${UNITS[unit]}`;
+}
+
+/** 75 -> "1 min 15 s". */
+export function duration(seconds) {
+  const whole = Math.max(0, Math.round(seconds));
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+}
+
+/** How long ago an RFC 3339 time was. */
+export function ago(time) {
+  if (!time) return "never";
+  const seconds = (Date.now() - Date.parse(time)) / 1000;
+  return seconds < 3 ? "just now" : `${duration(seconds)} ago`;
+}
+
+/** The clock time of an RFC 3339 time. */
+export function clock(time) {
+  return time ? new Date(time).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" }) : "–";
+}
+
+/** A few digits of a number. */
+export function figure(value, digits = 2) {
+  if (value === null || value === undefined) return "–";
+  return Math.abs(value) >= 1000 ? value.toExponential(1) : value.toFixed(digits).replace("-", "−");
+}
+
+/** "1 round", "2 rounds". */
+export function counted(count, noun) {
+  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+/** "a, b and 3 more". */
+export function names(list, most = 4) {
+  const shown = list.slice(0, most).join(", ");
+  return list.length > most ? `${shown} and ${list.length - most} more` : shown;
+}

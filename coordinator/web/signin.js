@@ -1,0 +1,62 @@
+// Signing in: the operator's token goes into memory and nowhere else, so that closing or reloading the page forgets it.
+
+import { fill, h } from "./dom.js";
+
+/** Show the form in `place`; `enter(token)` raises where the token is not good. */
+export function signIn(place, remark, enter) {
+  const alert = h("p", { class: "error", role: "alert", id: "refused" }, remark);
+  const field = h("input", {
+    id: "token",
+    type: "password",
+    autocomplete: "off",
+    autocapitalize: "none",
+    spellcheck: "false",
+    required: true,
+    "aria-describedby": "where refused",
+  });
+  const button = h("button", { type: "submit", class: "primary" }, "Sign in");
+  const submit = async (event) => {
+    event.preventDefault();
+    const token = field.value.trim();
+    if (!/^[\x21-\x7e]+$/.test(token)) {
+      fill(alert, token ? "A token has no spaces or special characters: copy the whole line." : "Paste the operator token.");
+      field.focus();
+      return;
+    }
+    button.disabled = true;
+    fill(alert);
+    try {
+      await enter(token);
+    } catch (error) {
+      fill(alert, error.status === 401 ? "This token is not known here." : error.message);
+      field.focus();
+      field.select();
+    }
+    button.disabled = false;
+  };
+  fill(
+    place,
+    h(
+      "main",
+      { class: "welcome" },
+      h(
+        "form",
+        { class: "card", on: { submit } },
+        h("h1", {}, "Sign in"),
+        h("p", {}, "Watch and steer the federations of this coordinator."),
+        h("label", { for: "token" }, "Operator token"),
+        field,
+        alert,
+        button,
+        h(
+          "p",
+          { class: "remark", id: "where" },
+          "The coordinator wrote it into ",
+          h("code", {}, "operator.token"),
+          " in its data folder. It is kept in this page's memory only: reloading the page forgets it.",
+        ),
+      ),
+    ),
+  );
+  field.focus();
+}

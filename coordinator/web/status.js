@@ -1,0 +1,180 @@
+// Where a federation stands, what it waits for and until when; and the four things an operator can do.
+
+import { announce, fill, h, say } from "./dom.js";
+import { bytes, counted, duration, gain, percent } from "./format.js";
+import { badge } from "./list.js";
+
+const VERBS = { start: ["enrolling"], pause: ["running"], resume: ["paused"], cancel: ["enrolling", "running", "paused"] };
+const REASONS = {
+  quorum_missed: "Too few clients answered in time, twice. Resume asks those who failed once more and allows one more extension.",
+};
+
+export class Status {
+  constructor(steer) {
+    this.steer = steer;
+    this.view = null;
+    this.heading = h("h1", { tabindex: "-1" });
+    this.badge = h("span");
+    this.what = h("p", { class: "what" });
+    this.reason = h("p", { class: "reason", hidden: true });
+    this.buttons = Object.fromEntries(Object.keys(VERBS).map((verb) => [verb, this.#button(verb)]));
+    this.dialog = this.#confirmation();
+    this.figures = h("dl", { class: "figures" });
+    this.rounds = h("progress", { class: "rounds", "aria-label": "rounds completed" });
+    this.phase = h("p", { class: "phase" });
+    this.left = h("span", { class: "left" });
+    this.roll = h("ul", { class: "roll" });
+    this.element = h(
+      "section",
+      { class: "panel status", "aria-label": "Where it stands" },
+      h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")),
+      h(
+        "div",
+        { class: "title" },
+        h("div", {}, h("div", { class: "named" }, this.heading, this.badge), this.what),
+        h("div", { class: "steer", role: "group", "aria-label": "Steer this federation" }, Object.values(this.buttons)),
+      ),
+      this.reason,
+      this.figures,
+      this.rounds,
+      h("div", { class: "now" }, h("p", { class: "phase-line" }, this.phase, this.left), this.roll),
+      this.dialog,
+    );
+  }
+
+  update({ view, rounds }) {
+    const moved = this.view?.state !== view.state;
+    this.view = view;
+    say(this.heading, view.name);
+    if (moved) fill(this.badge, badge(view.state));
+    say(this.what, [view.spec.method.name, view.spec.backbone.model, counted(view.clients.trainers, "trainer"), counted(view.clients.evaluators, "evaluator")].join(" · "));
+    this.reason.hidden = !view.reason;
+    say(this.reason, view.reason ? REASONS[view.reason] ?? view.reason : "");
+    this.#showButtons();
+    this.#showFigures([...rounds.values()]);
+    this.rounds.max = Math.max(1, view.spec.rounds);
+    this.rounds.value = completed(view);
+    this.#showNow();
+  }
+
+  /** Once a second: what is left of the deadline. */
+  tick() {
+    const stage = this.view?.stage;
+    if (!stage || stage.seconds_left === null || !stage.deadline) {
+      say(this.left, "");
+      return;
+    }
+    const left = (Date.parse(stage.deadline) - Date.now()) / 1000;
+    say(this.left, left > 0 ? `${duration(left)} left${stage.extended ? ", extended" : ""}` : "deadline reached");
+  }
+
+  #button(verb) {
+    const act = () => (verb === "cancel" ? this.dialog.showModal() : this.#act(verb));
+    const title = verb[0].toUpperCase() + verb.slice(1);
+    return h("button", { type: "button", class: verb === "cancel" ? "danger" : "primary", on: { click: act } }, title);
+  }
+
+  async #act(verb) {
+    this.buttons[verb].disabled = true;
+    await this.steer(verb);
+    this.#showButtons();
+    // The button that was pressed may be gone: the keyboard goes on at what can be done next.
+    if (document.activeElement === document.body) (this.#possible()[0] ?? this.heading).focus();
+  }
+
+  #confirmation() {
+    const close = (yes) => () => {
+      this.dialog.close();
+      if (yes) this.#act("cancel");
+      else announce("Not cancelled");
+    };
+    return h(
+      "dialog",
+      { "aria-labelledby": "sure" },
+      h("h2", { id: "sure" }, "Cancel this federation?"),
+      h("p", {}, "It ends for good. Its rounds so far, their prompts and metrics stay."),
+      h(
+        "div",
+        { class: "choices" },
+        h("button", { type: "button", on: { click: close(false) } }, "Keep it"),
+        h("button", { type: "button", class: "danger", on: { click: close(true) } }, "Cancel it for good"),
+      ),
+    );
+  }
+
+  #possible() {
+    return Object.keys(VERBS).filter((verb) => VERBS[verb].includes(this.view.state)).map((verb) => this.buttons[verb]);
+  }
+
+  #showButtons() {
+    const possible = this.#possible();
+    for (const button of Object.values(this.buttons)) {
+      button.hidden = !possible.includes(button);
+      button.disabled = button.hidden;
+    }
+    const short = this.view.state === "enrolling" && this.view.clients.trainers < this.view.spec.participation.min_clients;
+    this.buttons.start.title = short ? `${this.view.spec.participation.min_clients} trainers are needed` : "";
+  }
+
+  #showFigures(rounds) {
+    const { view } = this;
+    const up = rounds.reduce((sum, one) => sum + one.bytes_up, 0);
+    const down = rounds.reduce((sum, one) => sum + one.bytes_down, 0);
+    const evaluated = rounds.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1);
+    const mean = evaluated?.evaluation.mean ?? {};
+    const shown = [
+      ["Round", `${view.round} of ${view.spec.rounds}`, null],
+      ["Clients' accuracy", percent(mean.trainer?.accuracy), againstZeroShot(mean.trainer)],
+      ["Unseen domains", percent(mean.evaluator?.accuracy), againstZeroShot(mean.evaluator)],
+      ["Sent up", bytes(up), "and not one image"],
+      ["Taken down", bytes(down), null],
+    ];
+    fill(this.figures, shown.map(([name, value, remark]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, remark ? h("small", {}, remark) : null))));
+  }
+
+  #showNow() {
+    const { view } = this;
+    say(this.phase, sentence(view));
+    this.tick();
+    const waiting = new Set(view.awaited.map((one) => one.name));
+    const until = view.stage?.deadline ? new Date(view.stage.deadline).toLocaleTimeString() : "";
+    const marked = (name) => {
+      if (view.answered.includes(name)) return ["answered", "✓", "answered"];
+      if (view.failed.includes(name)) return ["failed", "✕", "failed"];
+      if (waiting.has(name)) return ["awaited", "…", view.state === "running" && until ? `awaited until ${until}` : "awaited"];
+      return ["gone", "–", "no longer awaited"];
+    };
+    const over = ["finished", "failed", "cancelled"].includes(view.state);
+    fill(
+      this.roll,
+      (over ? [] : view.asked).map((name) => {
+        const [state, mark, text] = marked(name);
+        return h("li", { "data-state": state }, h("span", { "aria-hidden": "true" }, mark), h("b", {}, name), h("small", {}, text));
+      }),
+    );
+  }
+}
+
+function completed(view) {
+  if (view.state === "finished") return view.spec.rounds;
+  return Math.max(0, view.round - (view.stage?.kind === "evaluate" ? 0 : 1));
+}
+
+function againstZeroShot(mean) {
+  return mean?.zero_shot === undefined ? null : `${gain(mean.zero_shot, mean.accuracy)} against zero-shot`;
+}
+
+function sentence(view) {
+  const { stage, state, spec } = view;
+  if (state === "enrolling") {
+    const needed = spec.participation.min_clients;
+    const more = Math.max(0, needed - view.clients.trainers);
+    return more ? `Enrolling: ${counted(more, "more trainer")} needed before the start` : "Enrolling: ready to start";
+  }
+  if (["finished", "failed", "cancelled"].includes(state)) return `${state[0].toUpperCase()}${state.slice(1)} after round ${view.round}`;
+  if (!stage) return state === "paused" ? "Paused" : `Round ${view.round}: opening`;
+  const phase = stage.kind === "evaluate" ? "evaluation" : stage.phase;
+  if (stage.closing) return `Round ${stage.round}, ${phase}: aggregating`;
+  const answered = `${view.answered.length} of ${view.asked.length} answered`;
+  return `Round ${stage.round}, ${phase}: ${answered}${state === "paused" ? " (paused)" : ""}`;
+}
