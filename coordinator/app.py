@@ -148,7 +148,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _answer(request: Request, refusal: Refusal) -> JSONResponse:
     engine: Engine = request.app.state.engine
-    engine.measures.refusals.labels(refusal.kind).inc()
+    engine.measures.refused(refusal.kind, of_update=request.url.path.endswith("/update"))
     client = getattr(request.state, "client", None)
     if client is not None and refusal.status < 500:
         id, name = client

@@ -174,8 +174,9 @@ class Engine:
             with self.database.write() as session:
                 change = Change(session, self.live(id))
                 yield change
+            before = self.lives[id].run
             self.lives = {**self.lives, id: change.live}
-            self.measures.observe(change)
+            self.measures.observe(change, before)
         self._announce(change)
 
     @contextmanager
@@ -203,11 +204,14 @@ class Engine:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.bells.ring, [*keys, "driver"])
 
+    def _where(self, id: str) -> dict[str, Any]:
+        live = self.lives.get(id)
+        return logs.where(live) if live is not None else {"federation": id}
+
     def _announce(self, change: Change) -> None:
         live = change.live
         for kind, data in change.told:
-            known = {name: data[name] for name in logs.FIELDS if name in data}
-            log.info("%s %s", kind, data, extra={"federation": live.name, **known})
+            log.info(kind, extra=logs.of_event(live.name, data))
         names = live.clients if change.everyone else change.wake
         self.ring([(live.id, EVENTS), *((live.id, name) for name in names)])
 
@@ -302,7 +306,7 @@ class Engine:
             pass  # That is told already; what is due is looked at again once the database is back.
         except Exception:
             # The disk may have room again soon: the same job is due again then.
-            log.exception("the store failed; trying again", extra={"federation": id})
+            log.exception("the store failed; trying again", extra=self._where(id))
             await asyncio.sleep(RETRY_SECONDS)
         finally:
             del self._jobs[id]
@@ -316,7 +320,7 @@ class Engine:
         except (OSError, OperationalError, NoConnection, DatabaseAway):
             raise
         except Exception as error:
-            log.exception("the method failed", extra={"federation": id})
+            log.exception("the method failed", extra=self._where(id))
             with contextlib.suppress(NotFound, WrongMoment, Stopped), self.change(id) as change:
                 reason = f"{type(error).__name__}: {error}".replace("\0", "\\0")  # PostgreSQL's text holds no NUL
                 change.send(Fail(reason[:2000]))

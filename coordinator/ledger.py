@@ -36,7 +36,8 @@ from coordinator.store.tables import ClientRow, EventRow, FederationRow, PhaseRo
 class Change:
     """One transaction on one federation: ``live`` is how it stands if the transaction commits.
 
-    ``wake`` are the clients whom the change concerns, ``everyone`` says that it concerns all.
+    ``wake`` are the clients whom the change concerns, ``everyone`` says that it concerns all. ``completed`` are the
+    stages that it brings to an end: kind, and seconds since they opened.
     """
 
     session: Session
@@ -45,6 +46,7 @@ class Change:
     everyone: bool = False
     facts: list[Fact] = field(default_factory=list)
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    completed: list[tuple[str, float]] = field(default_factory=list)
 
     def send(self, event: Event) -> None:
         """Step the round machine and write down what follows.
@@ -214,7 +216,10 @@ class _Recorder:
         self._change.tell("phase-closed", **self._where(), counted=list(fact.counted))
 
     def _completed(self) -> None:
-        self._stage().completed_at = clock.now()
+        stage = self._stage()
+        stage.completed_at = clock.now()
+        seconds = clock.seconds_between(stage.opened_at, stage.completed_at)
+        self._change.completed.append((stage.kind, seconds or 0.0))
         self._change.tell("phase-completed", **self._where())
         self._phase = None
 

@@ -99,7 +99,8 @@ def join(engine: Engine, id: str) -> None:
         state = current_state(engine, session, id)
     states.use_threads(live)
     roster = [name for name, member in live.run.members.items() if member.joined]
-    state = states.joined(live, state, roster, live.run.joining)
+    with engine.measures.work.labels("join").time():
+        state = states.joined(live, state, roster, live.run.joining)
     with engine.blobs.hold() as held:
         content = encode(state)
         held.put(content)
@@ -140,6 +141,9 @@ def aggregate(engine: Engine, id: str) -> None:
             change.send(WorkDone(clock.monotonic()))
             point("state-before-commit")
     point("state-committed")
+    for client, _, _ in updates:
+        verdict = rule.judged[client].verdict if client in rule.judged else "counted"
+        engine.measures.updates.labels(verdict).inc()
 
 
 def _note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
@@ -174,13 +178,14 @@ def fill_payloads(engine: Engine, id: str) -> None:
     with engine.blobs.hold() as held:
         made: dict[str, OpenTask] = {}
         last: tuple[Tensors, str, int] | None = None
-        for task in pending:
-            phase = live.method_phase(task.round, task.step) if task.kind == "train" else None
-            tensors = live.method.payload(state, phase, live.clients[task.client].info(), context)
-            if last is None or not _are_the_same(last[0], tensors):
-                content = encode(tensors)
-                last = tensors, held.put(content), len(content)
-            made[task.id] = replace(task, payload_sha256=last[1], payload_bytes=last[2])
+        with engine.measures.work.labels("payloads").time():
+            for task in pending:
+                phase = live.method_phase(task.round, task.step) if task.kind == "train" else None
+                tensors = live.method.payload(state, phase, live.clients[task.client].info(), context)
+                if last is None or not _are_the_same(last[0], tensors):
+                    content = encode(tensors)
+                    last = tensors, held.put(content), len(content)
+                made[task.id] = replace(task, payload_sha256=last[1], payload_bytes=last[2])
         with engine.change(id) as change:
             _serve(change, made)
             point("payloads-before-commit")

@@ -174,10 +174,11 @@ async def put_update(
     """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed."""
     announced = announced_digest(content_digest)
     live, client = caller.live, caller.client
-    async with request.app.state.uploads.receive(request, live.spec.admission.max_bytes) as upload:
-        expect_digest(upload, announced)
-        point("update-received")
-        new = await run_sync(admission.accept_update, engine, live, client, task_id, upload)
+    with engine.measures.receiving.time():
+        async with request.app.state.uploads.receive(request, live.spec.admission.max_bytes) as upload:
+            expect_digest(upload, announced)
+            point("update-received")
+            new = await run_sync(admission.accept_update, engine, live, client, task_id, upload)
     if not new:
         response.status_code = status.HTTP_200_OK
     return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
