@@ -74,21 +74,22 @@ class Insights:
         """Everything about the state after ``round`` (None: the latest) and the way to it. Raises NoState."""
         plan = await asyncio.to_thread(_plan, self._engine, live, round)
         missing: list[Missing] = []
-        view = InsightsView(
-            round=plan.found.round,
-            state_hash=plan.found.state_hash,
-            drift=await self._drift(live, plan, missing),
-            similarity=await self._similarity(live, plan, missing),
-            words=None,
-            plane=None,
-            missing=missing,
-        )
+        drift = await self._drift(live, plan, missing)
+        similarity = await self._similarity(live, plan, missing)
         if live.lexicon is None and _speaks(live):
             missing.append(Missing(what="words", why=NO_LEXICON.format(name=live.name)))
         roster = tuple(name for name, member in live.run.members.items() if member.joined)
         key = ("words", live.id, plan.found.sha256, live.lexicon, roster)
-        view.words, view.plane = await self._once(key, lambda: _words_and_plane(self._engine, live, plan.found))
-        return view
+        words, plane = await self._once(key, lambda: _words_and_plane(self._engine, live, plan.found))
+        return InsightsView(
+            round=plan.found.round,
+            state_hash=plan.found.state_hash,
+            drift=drift,
+            similarity=similarity,
+            words=words,
+            plane=plane,
+            missing=missing,
+        )
 
     async def _drift(self, live: Live, plan: _Plan, missing: list[Missing]) -> list[DriftPoint]:
         first = plan.history.get(0)
