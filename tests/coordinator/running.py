@@ -142,7 +142,7 @@ class InThread(Api):
     """A server in a thread: its engine can be looked at."""
 
     def __init__(self, folder: Path, **options: Any):
-        self.settings = Settings(data_dir=folder, port=0, **options)
+        self.settings = Settings(data_dir=folder, **({"port": 0} | options))
         self.app = create_app(self.settings)
         listening = _bind(self.settings)
         started = threading.Event()

@@ -1,0 +1,101 @@
+"""A headless Chromium, the system's own; tests skip with the reason where it or its driver library is not there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.coordinator.running import InThread, in_thread
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+WATCH = """
+window.violations = [];
+document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective));
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium for a module; it ends with it, since the driver keeps an event loop in this thread."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
+    path = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[InThread]:
+    with in_thread(tmp_path / "data") as server:
+        yield server
+
+
+@dataclass
+class Visit:
+    """A page, and everything in it that should not have happened."""
+
+    page: Page
+    coordinator: InThread
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def token(self) -> str:
+        return self.coordinator.operator["Authorization"].split()[1]
+
+    def open(self, path: str = "/") -> None:
+        """Load the page."""
+        self.page.goto(self.coordinator.url + path)
+
+    def sign_in(self) -> None:
+        """With the keyboard, as the form has it."""
+        self.page.get_by_label("Operator token").fill(self.token)
+        self.page.keyboard.press("Enter")
+
+    def tab_to(self, name: str) -> None:
+        """Go on with the Tab key until the button of this name has the focus, visibly."""
+        wanted = self.page.get_by_role("button", name=name, exact=True)
+        wanted.wait_for()
+        for _ in range(40):
+            if wanted.evaluate("element => element === document.activeElement"):
+                assert wanted.evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
+                return
+            self.page.keyboard.press("Tab")
+        raise AssertionError(f"the Tab key does not reach {name!r}")
+
+    def violations(self) -> list[str]:
+        """What the page's own policy has forbidden."""
+        found: list[str] = self.page.evaluate("window.violations")
+        return found
+
+
+def visit(browser: Browser, coordinator: InThread, **options: Any) -> Visit:
+    """A page of a browser that knows nothing of earlier ones."""
+    context = browser.new_context(**({"reduced_motion": "reduce"} | options))
+    context.set_default_timeout(15_000)
+    page = context.new_page()
+    page.add_init_script(WATCH)
+    made = Visit(page, coordinator)
+    page.on("pageerror", lambda error: made.wrong.append(str(error)))
+    page.on("console", lambda line: made.wrong.append(line.text) if "Content Security Policy" in line.text else None)
+    return made
+
+
+@pytest.fixture
+def visited(browser: Browser, coordinator: InThread) -> Iterator[Visit]:
+    """A page of the coordinator's; at the end nothing in it may have gone wrong."""
+    made = visit(browser, coordinator)
+    yield made
+    assert made.wrong == []
+    assert made.violations() == []
+    made.page.context.close()

@@ -1,0 +1,175 @@
+"""The operator's page in a real browser: signing in, a federation live, steering by keyboard, names as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.coordinator.fakes import FakeClient, drive, trained, update_body
+from tests.coordinator.running import InThread
+from tests.web.conftest import Visit, visit
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
+expect = playwright.expect
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Route
+
+HTML = "<img src=x onerror=alert(1)>"
+LONG = "a-site-with-a-name-as-long-as-names-of-sites-may-be-in-promptfed"
+
+
+def enrolled(coordinator: InThread, *names: str, name: str = "styles") -> tuple[str, list[FakeClient]]:
+    """A federation with these trainers and an evaluator of an unseen domain."""
+    federation = coordinator.create(name=name)
+    domain = {"name": "neon", "description": "a neon sign of a {}"}
+    clients = coordinator.enrol(federation, *names, domain=domain, device=HTML)
+    unseen = {"name": "sketch", "description": "a sketch of a {}"}
+    clients += coordinator.enrol(federation, "referee", role="evaluator", num_samples=0, domain=unseen)
+    return federation, clients
+
+
+def test_a_federation_is_watched_and_steered_from_its_start_to_its_end(coordinator: InThread, visited: Visit) -> None:
+    federation, clients = enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open()
+    page.get_by_label("Operator token").fill("0" * 64)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_have_text("This token is not known here.")
+    visited.sign_in()
+    expect(page.get_by_role("heading", level=1)).to_have_text("styles")
+    badge = page.locator(".status .badge")
+    expect(badge).to_have_text("enrolling")
+
+    visited.tab_to("Start")
+    page.keyboard.press("Enter")
+    expect(badge).to_have_text("running")
+    roll = page.locator(".roll")
+    expect(roll.locator("[data-state=awaited]")).to_have_count(3)
+    expect(roll).to_contain_text("awaited until")
+    for client in clients:
+        assert client.evaluate(coordinator.task(client), 0.375).status_code == 201
+    task = coordinator.task(clients[0])
+    expect(page.locator(".phase")).to_have_text("Round 1, train: 0 of 2 answered")
+
+    tensors = trained(clients[0].payload(task), "a", task)
+    assert clients[0].send(task, update_body(tensors | {HTML: torch.ones(1)}, task)).status_code == 422
+    assert clients[0].answer(task).status_code == 201
+    expect(page.locator(".phase")).to_have_text("Round 1, train: 1 of 2 answered")
+    expect(roll.locator("[data-state=answered] b")).to_have_text("a")
+    expect(page.locator(".troubles")).to_contain_text("refused: unknown-tensor")
+    expect(page.locator(".troubles")).to_contain_text(HTML)
+
+    visited.tab_to("Pause")
+    page.keyboard.press("Enter")
+    expect(badge).to_have_text("paused")
+    assert coordinator.get(federation)["state"] == "paused"
+    visited.tab_to("Resume")
+    page.keyboard.press("Space")
+    expect(badge).to_have_text("running")
+    drive(clients)
+    expect(badge).to_have_text("finished")
+    expect(page.locator("#link")).to_have_text("finished")
+    expect(page.get_by_role("button", name="Pause")).to_have_count(0)
+    results = page.get_by_role("region", name="Accuracy after round 2")
+    expect(results.get_by_role("row", name="a neon")).to_contain_text("25.0 %50.0 %+25.0")
+    expect(results).to_contain_text("sketch (unseen)")
+    expect(page.locator(".matrix td")).to_have_count(4)
+    expect(page.get_by_role("img", name="Drift of the prompts from their start")).to_be_visible()
+    expect(page.get_by_text("promptfed federation words styles")).to_be_visible()
+    assert visited.token not in page.url
+    assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
+
+
+def test_cancelling_asks_first(coordinator: InThread, visited: Visit) -> None:
+    federation, _ = enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    visited.tab_to("Cancel")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert coordinator.get(federation)["state"] == "enrolling"
+    visited.tab_to("Cancel")
+    page.keyboard.press("Enter")
+    visited.tab_to("Cancel it for good")
+    page.keyboard.press("Enter")
+    expect(page.locator(".status .badge")).to_have_text("cancelled")
+    expect(page.locator("#announcer")).to_have_text("styles is cancelled")
+    assert coordinator.get(federation)["state"] == "cancelled"
+
+
+def test_names_are_text_whoever_chose_them(coordinator: InThread, visited: Visit) -> None:
+    """The coordinator refuses such names at enrolment; the page does not rely on it."""
+    enrolled(coordinator, "a", "b")
+    page = visited.page
+
+    def renamed(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.text().replace('"a"', json.dumps(HTML)).replace('"neon"', '"<b>neon</b>"')
+        route.fulfill(response=answer, body=body)
+
+    page.route("**/clients?*", renamed)
+    visited.open()
+    visited.sign_in()
+    row = page.get_by_role("region", name="3 clients").get_by_role("row").nth(1)
+    expect(row).to_contain_text(HTML)
+    expect(row).to_contain_text("<b>neon</b>")
+    assert page.locator("#main img, #main b b").count() == 0
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_nothing_scrolls_sideways_and_the_dark_is_dark(browser: Browser, coordinator: InThread, width: int) -> None:
+    federation, clients = enrolled(coordinator, LONG, "b", name=LONG)
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    made = visit(browser, coordinator, viewport={"width": width, "height": 800}, color_scheme="dark")
+    made.open()
+    made.sign_in()
+    expect(made.page.locator(".matrix td")).to_have_count(4)
+    assert made.page.evaluate("document.documentElement.scrollWidth") == width
+    red, green, blue = made.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert max(red, green, blue) < 40
+    assert (made.wrong, made.violations()) == ([], [])
+    made.page.context.close()
+
+
+def test_reloading_forgets_the_token_and_signing_out_too(coordinator: InThread, visited: Visit) -> None:
+    enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open()
+    visited.sign_in()
+    expect(page.get_by_role("heading", level=1)).to_have_text("styles")
+    page.reload()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+    visited.sign_in()
+    expect(page.get_by_role("heading", level=1)).to_have_text("styles")
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+    expect(page.get_by_text("styles")).to_have_count(0)
+
+
+def test_a_coordinator_that_comes_back_is_followed_again(browser: Browser, tmp_path: Path) -> None:
+    first = InThread(tmp_path / "data")
+    federation, _ = enrolled(first, "a", "b")
+    made = visit(browser, first)
+    made.open()
+    made.sign_in()
+    expect(made.page.locator("#link")).to_have_text("live")
+    first.stop()
+    expect(made.page.locator("#link")).to_have_text("reconnecting…")
+    again = InThread(tmp_path / "data", port=int(first.url.rsplit(":", 1)[1]))
+    try:
+        expect(made.page.locator("#link")).to_have_text("live")
+        again.post(f"{federation}/start")
+        expect(made.page.locator(".status .badge")).to_have_text("running")
+        assert made.wrong == []
+    finally:
+        made.page.context.close()
+        again.stop()
