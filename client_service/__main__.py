@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from client_service.exits import Exit
+from client_service.narration import sentence
 from client_service.settings import Settings, one_line
 from shared.leaving import leave
 
@@ -30,11 +31,23 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class TextFormatter(logging.Formatter):
+    """A line for people: events as a sentence, everything else with its level where that matters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record, in words."""
+        told = sentence(record.event, record.facts) if hasattr(record, "event") and hasattr(record, "facts") else None
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        own = logging.makeLogRecord(record.__dict__ | {"msg": level + (told or record.getMessage()), "args": None})
+        return super().format(own)
+
+
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
     """Log to stderr: our own events, and only warnings of libraries."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    handler.setFormatter(
+        JsonFormatter() if log_format == "json" else TextFormatter("%(asctime)s %(message)s", "%H:%M:%S")
+    )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("promptfed").setLevel(logging.INFO)
 
@@ -42,9 +55,25 @@ def set_up_logging(log_format: Literal["text", "json"]) -> None:
 def start(settings: Settings) -> int:
     """Run a client with logging set up; torch is imported here and not before. The exit code."""
     set_up_logging(settings.log_format)
+    if settings.check:
+        return check(settings)
     from client_service.worker import run
 
     return run(settings)
+
+
+def check(settings: Settings) -> int:
+    """Look at everything and join nothing; BAD_DATA where something stands in the way."""
+    from client_service.doctor import Examination, Patient
+    from client_service.terminal import Terminal
+
+    found = Examination(Patient.of(settings))
+    found.run()
+    terminal = Terminal(settings.log_format, ask=False)
+    terminal.tell(found.checks)
+    if found.disclosure is not None:
+        terminal.show(found.disclosure)
+    return Exit.OK if found.healthy else Exit.BAD_DATA
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -68,11 +69,15 @@ class _Unavailable(Exception):
 
 @dataclass
 class Traffic:
-    """Bytes of bodies sent and received, and requests that had to be sent again."""
+    """Bytes of bodies sent and received, requests that had to be sent again, and whose clock is ahead.
+
+    ``clock`` is in seconds: this machine's time less the coordinator's at its last answer, to about a second.
+    """
 
     bytes_up: int = 0
     bytes_down: int = 0
     retries: int = 0
+    clock: float | None = None
 
 
 @dataclass
@@ -219,6 +224,7 @@ class CoordinatorClient:
             await response.aclose()
         self.traffic.bytes_up += len(request.content)
         self.traffic.bytes_down += len(content)
+        self.traffic.clock = _ahead(response.headers.get("date"), self.traffic.clock)
         if response.is_success:
             return _Answer(response.status_code, bytes(content))
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
@@ -246,14 +252,23 @@ def open_http(settings: Settings) -> httpx.AsyncClient:
     Raises:
         ClientError: USAGE for a certificate file that cannot be read.
     """
+    return http_to(settings.coordinator, settings.ca_file)
+
+
+def http_to(coordinator: str, ca_file: Path | None) -> httpx.AsyncClient:
+    """The HTTP client for a coordinator whose certificate the authority in ``ca_file`` may have signed.
+
+    Raises:
+        ClientError: USAGE for a certificate file that cannot be read.
+    """
     verify: ssl.SSLContext | bool = True
-    if settings.ca_file is not None:
+    if ca_file is not None:
         try:
-            verify = ssl.create_default_context(cafile=str(settings.ca_file))
+            verify = ssl.create_default_context(cafile=str(ca_file))
         except (OSError, ssl.SSLError) as error:
-            raise ClientError(Exit.USAGE, f"--ca-file {settings.ca_file} cannot be used: {error}") from None
+            raise ClientError(Exit.USAGE, f"--ca-file {ca_file} cannot be used: {error}") from None
     # A proxy of the environment is for the outside: it could not reach this machine's loopback.
-    trust_env = not is_loopback(urlsplit(settings.coordinator).hostname or "")
+    trust_env = not is_loopback(urlsplit(coordinator).hostname or "")
     return httpx.AsyncClient(verify=verify, trust_env=trust_env, follow_redirects=False, timeout=TIMEOUT)
 
 
@@ -308,6 +323,14 @@ def _problem(response: httpx.Response, body: bytes | bytearray) -> tuple[str, st
 def _clean(text: Any, length: int = 500) -> str:
     printable = "".join(letter if letter.isprintable() else " " for letter in str(text)[: 4 * length])
     return " ".join(printable.split())[:length]
+
+
+def _ahead(date: str | None, before: float | None) -> float | None:
+    """Seconds by which this clock is ahead of an answer's ``Date``, which has whole seconds; ``before`` without one."""
+    try:
+        return (datetime.now(UTC) - parsedate_to_datetime(date or "")).total_seconds() - 0.5
+    except (ValueError, TypeError):
+        return before
 
 
 def _retry_after(response: httpx.Response) -> float | None:

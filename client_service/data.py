@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from client_service.exits import ClientError, Exit
 from client_service.images import IMAGES, HeldImages, ImageCache
@@ -101,8 +102,8 @@ class ClientData:
         """Images in a split."""
         return len(self._splits[which])
 
-    def features(self, which: str) -> Tensor:
-        """``(N, d_e)`` of a split.
+    def features(self, which: str, bar: bool = False) -> Tensor:
+        """``(N, d_e)`` of a split; with ``bar`` and a terminal on stderr a progress bar shows how far it is.
 
         Raises:
             DataError: an image cannot be read.
@@ -111,7 +112,8 @@ class ClientData:
         key = which, torch.get_num_threads()  # whose bits depend on the number of threads
         if key not in self._features:
             split, parts = self._splits[which], []
-            for start in range(0, len(split), CHUNK):
+            starts = range(0, len(split), CHUNK)
+            for start in tqdm(starts, f"features of {which} images", leave=False, disable=None if bar else True):
                 if self._cancelled():
                     raise TaskCancelled
                 rows = range(start, min(start + CHUNK, len(split)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from pydantic import ValidationError
 
@@ -27,16 +29,16 @@ def describe_device(device: torch.device) -> str:
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
 
-def permits(settings: Settings, spec: BackboneSpec) -> bool:
+def permits(allowed: Sequence[str], spec: BackboneSpec) -> bool:
     """Whether the data owner permits all that lies outside open_clip's registry, by the very names in the spec."""
-    allowed, weights = settings.allow_backbone, spec.pretrained or ""
+    weights = spec.pretrained or ""
     if ":" not in spec.model:
         return weights in allowed
     return spec.model in allowed and (weights in allowed or not weights.endswith(CHECKPOINT_SUFFIXES))
 
 
-def open_backbone(settings: Settings, spec: BackboneSpec) -> Backbone:
-    """The federation's backbone on this client's device.
+def open_backbone(spec: BackboneSpec, device: str, allowed: Sequence[str]) -> Backbone:
+    """The federation's backbone on ``device``; ``allowed`` names what the data owner permits (`permits`).
 
     Raises:
         ClientError: BACKBONE where it cannot be loaded or is not permitted.
@@ -46,8 +48,8 @@ def open_backbone(settings: Settings, spec: BackboneSpec) -> Backbone:
             spec.model,
             spec.pretrained,
             precision=spec.precision,
-            device=choose_device(settings.device),
-            allow_unregistered=permits(settings, spec),
+            device=choose_device(device),
+            allow_unregistered=permits(allowed, spec),
         )
     except BackboneError as error:
         raise ClientError(Exit.BACKBONE, str(error)) from None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from client_service.checks import Check, check_clock, check_data, check_device
 from client_service.compute import Compute
 from client_service.coordinator_client import CoordinatorClient, Refused
 from client_service.data import TEST, TRAIN, ClientData, check_classes, domain_of, open_data
+from client_service.disclosure import Disclosure, disclose
 from client_service.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
 from client_service.exits import ClientError, Exit
 from client_service.images import IMAGES, ImageCache
@@ -22,7 +24,7 @@ from client_service.settings import Settings, read_token
 from client_service.tasks import TaskWork
 from shared.clip import Backbone, BackboneError, FeatureCache, shape_of
 from shared.data import DataError, Source
-from shared.messages import Domain, EnrolmentInfo
+from shared.messages import EnrolmentInfo, EnrolRequest
 from shared.methods import check_fits, make_method
 from shared.methods.base import Method, MethodError
 from shared.spec import SpecError
@@ -31,6 +33,9 @@ from shared.tensors import TensorError
 log = logging.getLogger("promptfed.client")
 
 ENDED = ("finished", "failed", "cancelled")
+
+Consent = Callable[[Sequence[Check], Disclosure], Awaitable[bool]]
+"""Told what was found and what will leave this machine; False ends the client before anything is sent."""
 
 
 class FederationEnded(Exception):
@@ -46,6 +51,7 @@ class Parts:
     features: FeatureCache | None = None
     enrolment_token: str | None = None
     tests: Mapping[str, Source] | None = None
+    consent: Consent | None = None
 
 
 @dataclass
@@ -102,14 +108,20 @@ class Joining:
         work = TaskWork(settings.name, settings.role, backbone, data, self.state, self.predictor)
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
-        await self._enrol(identity, token, source, domain, backbone)
+        request = enrol_request(settings, identity.secret, source, domain, backbone)
+        if parts.consent is not None and identity.client_id is None:
+            checks = await self.compute.run(lambda: self._checks(source, backbone))
+            told = disclose(settings.coordinator, info, method, request, list(tests))
+            if not await parts.consent(checks, told):
+                raise ClientError(Exit.DECLINED, "not joined, as you decided: nothing of the above was sent")
+        await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
 
     async def _backbone(self, info: EnrolmentInfo, method: Method) -> Backbone:
         backbone = self.parts.backbone
         if backbone is None:
-            backbone = await self.compute.run(lambda: open_backbone(self.settings, info.backbone))
+            backbone = await self.compute.run(lambda: self._open_backbone(info))
         await self.compute.run(partial(check_backbone, backbone, info.backbone))
         try:
             check_fits(method, shape_of(backbone))
@@ -117,6 +129,9 @@ class Joining:
             raise ClientError(Exit.BACKBONE, str(error)) from None
         self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
         return backbone
+
+    def _open_backbone(self, info: EnrolmentInfo) -> Backbone:
+        return open_backbone(info.backbone, self.settings.device, self.settings.allow_backbone)
 
     def _enrolment_token(self, identity: Identity) -> str | None:
         """The token; not needed by who has enrolled, since its secret is enough from then on."""
@@ -169,20 +184,28 @@ class Joining:
         torch.set_num_threads(self.settings.threads)
         if not method.needs.cached_features:
             return
+        watched = self.parts.consent is not None
         try:
             if self.settings.role == "trainer":
-                work.data.features(TRAIN)
+                work.data.features(TRAIN, watched)
             for name in (TEST, *work.data.tests):
-                work.data.features(name)
+                work.data.features(name, watched)
         except DataError as error:
             raise ClientError(Exit.BAD_DATA, str(error)) from None
 
-    async def _enrol(
-        self, identity: Identity, token: str | None, source: Source, domain: Domain | None, backbone: Backbone
-    ) -> None:
+    def _checks(self, source: Source, backbone: Backbone) -> list[Check]:
+        """What joining did not fail at is told all the same."""
+        fingerprint = f"{backbone.model_name}, {backbone.fingerprint[:19]}..., is the federation's"
+        return [
+            *check_data(source, self.settings.role),
+            Check("backbone", "pass", fingerprint),
+            check_device(self.settings.device),
+            check_clock(self.coordinator.traffic.clock),
+        ]
+
+    async def _enrol(self, identity: Identity, token: str | None, request: EnrolRequest, source: Source) -> None:
         self.coordinator.token = identity.secret
         if token is not None:
-            request = enrol_request(self.settings, identity.secret, source, domain, backbone)
             try:
                 response = await self.coordinator.enrol(token, request)
             except Refused as refused:

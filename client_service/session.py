@@ -92,7 +92,7 @@ class Session:
 
     async def _train(self, task: Task, payload: bytes) -> None:
         metrics = await self._watched(task, lambda cancelled: self.work.train(task, payload, cancelled))
-        self.monitor.tell("trained", round=task.round, phase=task.phase, **metrics)
+        self.monitor.tell("trained", round=task.round, rounds=task.config.rounds, phase=task.phase, **metrics)
         await self._send_pending()
 
     async def _evaluate(self, task: Task, payload: bytes) -> None:
@@ -102,7 +102,8 @@ class Session:
         learned, template = (
             found[TEST].accuracy if TEST in found else None for found in (result.splits, result.zero_shot)
         )
-        self.monitor.tell("evaluated", round=task.round, accuracy=learned, zero_shot=template)
+        rounds = task.config.rounds
+        self.monitor.tell("evaluated", round=task.round, rounds=rounds, accuracy=learned, zero_shot=template)
 
     async def _send_pending(self) -> None:
         """Send the stored update until it is settled: accepted commits its private state, a refusal discards it."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -28,13 +31,22 @@ class Settings(BaseSettings):
 
     coordinator: Annotated[str, Field(description="the coordinator's address, as in https://coordinator.example.org")]
     federation: Annotated[Name, Field(description="name or id of the federation")]
-    name: Annotated[Name, Field(description="this client's name in the federation")]
+    name: Annotated[
+        Name,
+        Field(description="this client's name in the federation; default: as the state folder says, else this host's"),
+    ]
     data: Annotated[str, Field(min_length=1, description="data URI, as in folder:/data/pets or symbols:sketch")]
     test: Annotated[
         list[str],
         Field(description="a further test set, NAME=URI, measured in every evaluation; repeatable"),
     ] = []
-    state_dir: Annotated[Path, Field(description="folder for this client's secret and private state; one per client")]
+    state_dir: Annotated[
+        Path,
+        Field(
+            description="folder for this client's secret and private state, one per client; default: "
+            "~/.local/state/promptfed/COORDINATOR/FEDERATION/NAME"
+        ),
+    ]
     enrolment_token_file: Annotated[
         Path | None, Field(description="file with the enrolment token; not needed once enrolled")
     ] = None
@@ -71,8 +83,23 @@ class Settings(BaseSettings):
     api_token_file: Annotated[
         Path | None, Field(description="file with the API's bearer token; needed where the address is not loopback")
     ] = None
+    yes: Annotated[bool, Field(description="join without asking; without a terminal nobody is asked anyway")] = False
+    check: Annotated[
+        bool, Field(description="only check everything, show what would leave this machine, and end without joining")
+    ] = False
     serve: Annotated[bool, Field(description="keep serving predictions after the federation has ended")] = False
     log_format: Annotated[Literal["text", "json"], Field(description="one line of text or JSON per event")] = "text"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _who_and_where(cls, given: Any) -> Any:
+        """A name and a state folder, where they were not given."""
+        if not isinstance(given, dict):
+            return given
+        name = given.get("name") or _own_name(given.get("state_dir"))
+        coordinator, federation = str(given.get("coordinator")), str(given.get("federation"))
+        folder = given.get("state_dir") or _own_folder(coordinator, federation, str(name))
+        return {**given, "name": name, "state_dir": folder}
 
     @field_validator("test")
     @classmethod
@@ -120,6 +147,25 @@ class Settings(BaseSettings):
     def features_dir(self) -> Path:
         """Where image features are kept."""
         return self.feature_cache or self.state_dir / "features"
+
+
+def _own_name(state_dir: Any) -> str:
+    """As the state folder knows it, so that a container with another host name is the same client; else the host's."""
+    try:
+        return str(json.loads((Path(state_dir) / "identity.json").read_text())["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return _safe(socket.gethostname().partition(".")[0])
+
+
+def _own_folder(coordinator: str, federation: str, name: str) -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    address = coordinator.partition("://")[2] or coordinator
+    return Path(base).expanduser() / "promptfed" / _safe(address) / _safe(federation) / _safe(name)
+
+
+def _safe(text: str) -> str:
+    """``text`` as a name: what a name cannot hold becomes a hyphen."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:64] or "client"
 
 
 def make_settings(**given: Any) -> Settings:

@@ -15,12 +15,13 @@ from client_service.compute import Compute
 from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
 from client_service.enrolment import explain
 from client_service.exits import ClientError, Exit
-from client_service.joining import FederationEnded, Joining, Parts
+from client_service.joining import Consent, FederationEnded, Joining, Parts
 from client_service.monitor import Hook, Monitor, Status
 from client_service.prediction import Predictor
 from client_service.private_state import PrivateState
 from client_service.session import Session
 from client_service.settings import Settings, read_token
+from client_service.terminal import Terminal
 from shared.clip import Backbone, FeatureCache
 from shared.data import Source
 from shared.leaving import leave
@@ -35,8 +36,9 @@ class Worker:
     runs, one job of this worker at a time) can be handed in, which is how many workers share one process; what is left
     out is made from the settings. Of workers with common ``turns`` only so many carry out a task at once. An
     ``ephemeral`` one is not started again after a crash and serves no predictions. ``hook(event, facts)`` is told of
-    every event: enrolled, trained, accepted, evaluated, discarded, refused, failed, cancelled, ended. Nothing global is
-    changed but torch's number of threads.
+    every event: enrolled, trained, accepted, evaluated, discarded, refused, failed, cancelled, ended. A client that has
+    not enrolled yet asks ``consent``, where there is one, before it sends anything. Nothing global is changed but
+    torch's number of threads.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Worker:
         turns: asyncio.Semaphore | None = None,
         ephemeral: bool = False,
         hook: Hook | None = None,
+        consent: Consent | None = None,
     ):
         self.settings = settings
         status = Status(settings.name, settings.role, settings.federation, settings.coordinator)
@@ -62,7 +65,7 @@ class Worker:
         self.api_url: str | None = None  # written into the state folder, for other programs to find
         self._http = http
         self._ephemeral = ephemeral
-        self._parts = Parts(backbone, source, features, enrolment_token, tests)
+        self._parts = Parts(backbone, source, features, enrolment_token, tests, consent)
         self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> Exit:
@@ -152,7 +155,7 @@ def run(settings: Settings) -> int:
 
     Where a stop could not wait for a computation, the process ends here: what is on disk stands a kill at any instant.
     """
-    worker = Worker(settings)
+    worker = Worker(settings, consent=Terminal(settings.log_format, not settings.yes).consent)
     try:
         code = asyncio.run(serve(worker))
     except ClientError as error:

@@ -217,6 +217,44 @@ def predict(
         predicting.predict(learned, names, images, allow_backbone, top, as_json)
 
 
+@app.command()
+def doctor(
+    coordinator: Annotated[str | None, typer.Option(help="address of the coordinator that you want to join")] = None,
+    federation: Annotated[str | None, typer.Option(help="name or id of the federation there")] = None,
+    enrolment_token_file: Annotated[Path | None, typer.Option(help="file with the token the operator sent")] = None,
+    data: Annotated[str | None, typer.Option(help="data URI, as in folder:/data/pets")] = None,
+    role: Annotated[Literal["trainer", "evaluator"], typer.Option(help="what the data is for")] = "trainer",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    model: Annotated[str, typer.Option(help="backbone to load where no coordinator names it")] = "promptfed-tiny",
+    pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
+    state_dir: Annotated[Path | None, typer.Option(help="the client's state folder; default: in your home")] = None,
+    allow_backbone: Annotated[list[str] | None, typer.Option(help="as of `promptfed client`, repeatable")] = None,
+    ca_file: Annotated[Path | None, typer.Option(help="PEM file of the coordinator's authority")] = None,
+    allow_plain_http: Annotated[bool, typer.Option(help="permit http:// to another machine")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check data, GPU, backbone, clock and coordinator, and show what would leave this machine; joins nothing."""
+    with reporting_errors():
+        from client_service.doctor import Patient
+        from promptfed.doctor import examine
+        from shared.spec import BackboneSpec
+
+        patient = Patient(
+            coordinator=coordinator,
+            federation=federation,
+            enrolment_token_file=enrolment_token_file,
+            data=data,
+            role=role,
+            device=device,
+            state_dir=state_dir,
+            backbone=BackboneSpec(model=model, pretrained=pretrained),
+            allow_backbone=allow_backbone or (),
+            ca_file=ca_file,
+            allow_plain_http=allow_plain_http,
+        )
+        examine(patient, as_json)
+
+
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 

@@ -72,7 +72,7 @@ def test_the_update_names_its_task_its_payload_and_finite_metrics(
     coordinator = make_coordinator(rounds=1)
     facts: dict[str, Mapping[str, Any]] = {}
     asyncio.run(make_worker(coordinator, hook=facts.__setitem__).run())
-    assert set(facts["trained"]) == {"round", "phase", "loss", "train_seconds", "trained_parameters"}
+    assert set(facts["trained"]) == {"round", "rounds", "phase", "loss", "train_seconds", "trained_parameters"}
     assert all(value >= 0 for key, value in facts["trained"].items() if key != "phase")
     assert facts["trained"]["trained_parameters"] == coordinator.global_state["context"].numel()
     (update,) = (body for body in coordinator.received if b"payload_sha256" in body)

@@ -120,7 +120,7 @@ def test_the_logs_tell_the_story(finished: Finished) -> None:
     for text in ("client-enrolled", "phase-opened {'round': 8", "federation-state {'state': 'finished'"):
         assert text in finished.logs["coordinator"]
     for name in CLIENTS:
-        for text in ("enrolled", "evaluated round=8 accuracy=", "ended federation=symbols"):
+        for text in ("enrolled as", "round 8/8 accuracy ", "the federation symbols has ended"):
             assert text in finished.logs[name], name
 
 

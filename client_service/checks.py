@@ -1,0 +1,153 @@
+"""What has to be right on a data owner's machine, each found out by itself and told in one line."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from shared.data import DataError, Source, Split
+
+Verdict = Literal["pass", "warn", "fail"]
+
+CLOCK_SECONDS = 30.0  # that two clocks may differ: TLS certificates and reports begin to be wrong beyond
+FREE_BYTES = 1 << 30  # for features and a state; weights that open_clip downloads want more
+SAMPLE_IMAGES = 64  # of each split that are decoded: all are, before anything is sent, where features are kept
+FEW_IMAGES = 4  # of a class
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: ``text`` says what was found, ``advice`` what to do about it."""
+
+    name: str
+    verdict: Verdict
+    text: str
+    advice: str | None = None
+
+    def line(self) -> str:
+        """For people."""
+        advice = f": {self.advice}" if self.advice else ""
+        return f"{self.verdict:<4}  {self.name:<12}  {self.text}{advice}"
+
+
+def check_versions() -> Check:
+    """What computes here."""
+    told = [f"Python {platform.python_version()}"]
+    told += [f"{name} {metadata.version(name)}" for name in ("torch", "open_clip_torch")]
+    return Check("versions", "pass", ", ".join(told))
+
+
+def check_device(wanted: str) -> Check:
+    """Whether there is a GPU, and what ``wanted`` (auto, cpu, cuda, cuda:N) comes to."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.startswith("cuda"):
+        number = int(wanted.partition(":")[2] or 0)
+        if number >= count:
+            text = f"{wanted} is not here ({count} GPUs are)"
+            return Check("device", "fail", text, "give --device cpu, or install the GPU's driver and a torch with CUDA")
+        return Check("device", "pass", _gpu(number))
+    if wanted == "auto" and count:
+        return Check("device", "pass", _gpu(0))
+    if count:
+        return Check("device", "warn", "the CPU computes though a GPU is here", "give --device auto to use it")
+    advice = "enough for the embedded backbone and small data; ViT-B and larger are slow without a GPU"
+    return Check("device", "warn", "no GPU: the CPU computes", advice)
+
+
+def _gpu(number: int) -> str:
+    about = torch.cuda.get_device_properties(number)
+    return f"{about.name}, {about.total_memory / (1 << 30):.0f} GiB"
+
+
+def check_disk(folder: Path) -> Check:
+    """Whether the state folder, or what will hold it, can be written and has room."""
+    place = next(one for one in (folder, *folder.resolve().parents) if one.exists())
+    try:
+        free = shutil.disk_usage(place).free
+        writable = place.is_dir() and _writable(place)
+    except OSError as error:
+        return Check("disk", "fail", f"{folder}: {error.strerror}", "give another --state-dir")
+    if not writable:
+        return Check("disk", "fail", f"{place} cannot be written", "give another --state-dir")
+    text = f"{free / (1 << 30):.1f} GiB free for {folder}"
+    if free < FREE_BYTES:
+        return Check("disk", "warn", text, "features of many images may not fit")
+    return Check("disk", "pass", text)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def check_clock(seconds: float | None) -> Check:
+    """How far this clock is ahead of the coordinator's."""
+    if seconds is None:
+        return Check("clock", "pass", "the coordinator does not tell its time")
+    if abs(seconds) > CLOCK_SECONDS:
+        where = "ahead of" if seconds > 0 else "behind"
+        advice = "set it by NTP: certificates and the times of reports go by it (deadlines do not)"
+        return Check("clock", "warn", f"{abs(seconds):.0f} s {where} the coordinator's", advice)
+    return Check("clock", "pass", "agrees with the coordinator's")
+
+
+def check_data(source: Source, role: str) -> list[Check]:
+    """How many images of which classes there are, and whether some of each split can be read."""
+    return [_counts(source, role), *_readable(source)]
+
+
+def _counts(source: Source, role: str) -> Check:
+    train, test = len(source.train), len(source.test)
+    text = f"{train} training and {test} test images of {len(source.class_names)} classes"
+    if role == "trainer":
+        text += f", {_shown(source.class_names)}"
+        if not train:
+            return Check("data", "fail", text, "a trainer needs training images; or give --role evaluator")
+        counts = Counter(source.train.labels.tolist())
+        few = [name for label, name in enumerate(source.class_names) if counts[label] < FEW_IMAGES]
+        if few:
+            what = f"only {FEW_IMAGES - 1} training images or fewer of {_shown(few)}"
+            return Check("data", "warn", f"{text}; {what}", "add images, or leave the class out")
+    elif not test:
+        return Check("data", "fail", text, "an evaluator needs test images")
+    if not test:
+        return Check("data", "warn", text, "without test images nobody learns what the prompts are worth here")
+    return Check("data", "pass", text)
+
+
+def _shown(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _readable(source: Source) -> list[Check]:
+    looked, digests = 0, []
+    try:
+        for split in (source.train, source.test):
+            rows = _some(split)
+            looked += len(rows)
+            digests.append({split.digest(row) for row in rows})
+    except DataError as error:
+        return [Check("images", "fail", str(error))]
+    text = f"{looked} of {len(source.train) + len(source.test)} were read"
+    both = digests[0] & digests[1]
+    if both:
+        advice = "test accuracy will look better than it is: keep copies on one side"
+        return [Check("images", "warn", f"{text}; {len(both)} are training and test images alike", advice)]
+    return [Check("images", "pass", text)]
+
+
+def _some(split: Split) -> list[int]:
+    """Rows evenly over the split."""
+    count = min(len(split), SAMPLE_IMAGES)
+    return [number * len(split) // count for number in range(count)]

@@ -1,0 +1,48 @@
+"""A client's events as sentences: what a data owner reads while it takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
+    """One line of text, or None for an event that is told as it is."""
+    made = {
+        "enrolled": _enrolled,
+        "trained": _trained,
+        "accepted": _accepted,
+        "evaluated": _evaluated,
+        "ended": _ended,
+    }.get(event)
+    return made(facts) if made is not None else None
+
+
+def _enrolled(facts: Mapping[str, Any]) -> str:
+    return f"enrolled as {facts['client_id']}: {facts['train']} training and {facts['test']} test images"
+
+
+def _trained(facts: Mapping[str, Any]) -> str:
+    loss = f"loss {facts['loss']:.4g}, " if "loss" in facts else ""
+    return f"{_round(facts)} {facts['phase']}: {loss}{facts['train_seconds']:.1f} s"
+
+
+def _accepted(facts: Mapping[str, Any]) -> str:
+    return f"round {facts['round']} {facts['phase']}: the coordinator has the update, {facts['bytes']:,} bytes"
+
+
+def _evaluated(facts: Mapping[str, Any]) -> str:
+    accuracy, template = facts["accuracy"], facts["zero_shot"]
+    if accuracy is None:
+        return f"{_round(facts)} evaluated"
+    beside = f" (zero-shot {template:.1%})" if template is not None else ""
+    return f"{_round(facts)} accuracy {accuracy:.1%}{beside}"
+
+
+def _ended(facts: Mapping[str, Any]) -> str:
+    why = f": {facts['detail']}" if facts.get("detail") else ""
+    return f"the federation {facts['federation']} has ended{why}"
+
+
+def _round(facts: Mapping[str, Any]) -> str:
+    return f"round {facts['round']}/{facts['rounds']}"

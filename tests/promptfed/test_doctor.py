@@ -1,0 +1,130 @@
+"""`promptfed doctor`, and `--check` of a client: a line for everything, what to do, and nothing joined."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from client_service.__main__ import main as client
+from promptfed.exits import Exit
+from promptfed.main import app
+from shared.clip import shape_of
+from tests.coordinator.running import InThread, in_thread
+from tests.promptfed import exporting
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
+    """It has a federation of the embedded backbone in which two classes are to be told apart."""
+    with in_thread(tmp_path_factory.mktemp("coordinator") / "data") as server:
+        backbone = exporting.backbone()
+        about = {"fingerprint": backbone.fingerprint, "shape": shape_of(backbone).model_dump()}
+        spec = {"name": "pets", "method": {"name": "promptfl", "m": 4}, "class_names": ["cat", "dog"]}
+        server.post("/v1/federations", spec | {"backbone": about}, status=201)
+        yield server
+
+
+@pytest.fixture
+def token(coordinator: InThread, tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(coordinator.token("pets"))
+    return path
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """A folder of a data owner's: a folder for each class."""
+    for place, name in enumerate(("cat", "dog")):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(6):
+            noise = Image.effect_noise((32, 32), 20 + 10 * number).rotate(90 * place)
+            noise.save(tmp_path / "pets" / name / f"{number}.png")
+    return tmp_path / "pets"
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def verdicts(done: Result) -> dict[str, str]:
+    return {check["name"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
+
+
+def joining(server: InThread, token: Path, pets: Path, **changes: Any) -> list[str]:
+    options = {
+        "coordinator": server.url,
+        "federation": "pets",
+        "enrolment-token-file": token,
+        "data": f"folder:{pets}",
+        "state-dir": token.parent / "state",
+    } | changes
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+def test_everything_is_right(coordinator: InThread, token: Path, pets: Path) -> None:
+    done = doctor(*joining(coordinator, token, pets), "--json")
+    assert done.exit_code == Exit.OK, done.output
+    found = verdicts(done)
+    assert set(found.values()) <= {"pass", "warn"}
+    assert {found[name] for name in ("data", "images", "coordinator", "clock", "backbone", "method")} == {"pass"}
+    leaves = json.loads(done.stdout)["leaves"]
+    assert leaves["declared"]["class_names"] == ["cat", "dog"]
+    assert [one["name"] for one in leaves["exchanges"][0]["tensors"]] == ["context"]
+    assert str(pets) not in done.stdout.replace(json.dumps(str(token.parent / "state"))[1:-1], "")
+    assert coordinator.get("pets/clients")["clients"] == []  # nobody has joined
+    assert not (token.parent / "state").exists()
+
+
+def test_without_a_coordinator_the_machine_is_looked_at(pets: Path) -> None:
+    done = doctor("--data", f"folder:{pets}")
+    assert done.exit_code == Exit.OK, done.output
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.split()[1:2] == ["data"]] == ["pass"]
+    assert any(line.startswith("warn  coordinator") and "--enrolment-token-file" in line for line in lines)
+
+
+def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InThread, token: Path, pets: Path) -> None:
+    (pets / "cat").rename(pets / "axolotl")
+    done = doctor(*joining(coordinator, token, pets), "--json")
+    assert done.exit_code == Exit.BAD_INPUT
+    found = verdicts(done)
+    assert {name for name, verdict in found.items() if verdict == "fail"} == {"method"}
+    assert found["backbone"] == found["coordinator"] == found["data"] == "pass"
+    assert "'axolotl'" in done.stdout
+    assert done.stderr.splitlines()[-1] == "promptfed: not ready: method"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "why"),
+    [
+        ({"coordinator": "http://127.0.0.1:1"}, "coordinator", "no answer"),
+        ({"coordinator": "http://192.0.2.1"}, "coordinator", "--allow-plain-http"),
+        ({"federation": "absent"}, "coordinator", "no federation"),
+        ({"data": "folder:/absent"}, "data", "/absent"),
+        ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
+    ],
+)
+def test_what_fails_says_why(
+    coordinator: InThread, token: Path, pets: Path, changes: dict[str, str], name: str, why: str
+) -> None:
+    done = doctor(*joining(coordinator, token, pets, **changes), "--json")
+    assert done.exit_code == Exit.BAD_INPUT, done.output
+    (check,) = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]
+    assert check["verdict"] == "fail"
+    assert why in check["text"]
+
+
+def test_a_client_checks_the_same_and_joins_nothing(
+    coordinator: InThread, token: Path, pets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert client([*joining(coordinator, token, pets), "--check"]) == 0
+    said = capsys.readouterr().err
+    assert "pass  coordinator" in said
+    assert "Never leaves it: images" in said
+    assert coordinator.get("pets/clients")["clients"] == []
