@@ -26,7 +26,7 @@ from coordinator.problems import (
     WrongState,
 )
 from coordinator.rounds import WrongMoment
-from coordinator.run import Cancel, Event, Pause, Resume, Withdraw
+from coordinator.run import ENDED, Cancel, Event, Pause, Resume, Withdraw
 from coordinator.store.tables import ClientRow, EventRow, FederationRow, TokenRow
 from shared.methods import check_fits, resolve_spec
 from shared.methods.base import MethodError
@@ -208,6 +208,24 @@ def withdraw(engine: Engine, id: str, client: str, discard: bool) -> None:
             change.tell("client-withdrawn", client=name, discard=discard)
     except WrongMoment as error:
         raise WrongState(f"the federation is {error}: nobody can be withdrawn any more", state=str(error)) from None
+
+
+def delete_updates(engine: Engine, id: str, client: str) -> None:
+    """Delete the tensors that a client has sent, in all rounds; what the reports say of them stays.
+
+    Raises:
+        NotFound, WrongState: there is no such client, it still takes part, or an update of its is yet to be counted.
+    """
+    with engine.change(id) as change:
+        name, run = client_name(change.live, client), change.live.run
+        if run.state not in ENDED and run.members[name].active:
+            raise WrongState(f"{name!r} takes part in {change.live.name}: withdraw it first", state=run.state)
+        if run.state not in ENDED and retention.awaits_computing(change.session, id, name):
+            text = f"an update of {name!r} is yet to be counted: wait for its phase, or withdraw with discard=true"
+            raise WrongState(text, state=run.state)
+        digests = retention.remove_updates(change.session, id, name)
+        change.tell("updates-deleted", client=name)
+    retention.collect(engine, digests)
 
 
 def reset(engine: Engine, id: str, client: str) -> None:

@@ -102,7 +102,8 @@ def _check(live: Live, what_if: WhatIf) -> None:
 
 
 def _gone(live: Live, round: int) -> UpdatesGone:
-    return UpdatesGone(f"the tensors of round {round} are no longer kept (retention: {live.spec.retention})")
+    why = f"retention: {live.spec.retention}; a withdrawn client's may have been deleted, try without it"
+    return UpdatesGone(f"tensors of round {round} are no longer kept ({why})")
 
 
 # What there is to compute

@@ -31,6 +31,25 @@ def retire(engine: Engine, id: str) -> None:
     engine.retired[id] = bound
 
 
+def remove_updates(session: Session, id: str, client: str) -> set[str]:
+    """Give up what a client has sent, and what it was sent; the digests of these. Rows and their figures stay."""
+    mine = (TaskRow.federation_id == id, TaskRow.client == client)
+    updates = (UpdateRow.task_id.in_(select(TaskRow.id).where(*mine)), UpdateRow.stored)
+    digests = set(session.scalars(select(UpdateRow.sha256).where(*updates)))
+    payloads = session.scalars(select(TaskRow.payload_sha256).where(*mine, TaskRow.payload_stored))
+    digests.update(digest for digest in payloads if digest is not None)
+    session.execute(update(UpdateRow).where(*updates).values(stored=False))
+    session.execute(update(TaskRow).where(*mine).values(payload_stored=False))
+    return digests
+
+
+def awaits_computing(session: Session, id: str, client: str) -> bool:
+    """Whether an accepted update of ``client`` may still have to be aggregated."""
+    mine = (TaskRow.federation_id == id, TaskRow.client == client, TaskRow.status == "answered")
+    query = select(TaskRow.id).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+    return session.scalars(query.where(*mine, PhaseRow.completed_at.is_(None)).limit(1)).first() is not None
+
+
 def collect(engine: Engine, digests: Iterable[str]) -> None:
     """Remove those of ``digests`` that no row names any more."""
     with engine.exclusively(), engine.database.read() as session:

@@ -99,6 +99,16 @@ def withdraw_client(
     federations.withdraw(engine, live.id, client_id, discard)
 
 
+@router.delete(
+    "/clients/{client_id}/updates",
+    status_code=status.HTTP_204_NO_CONTENT,
+    responses=documented(*ANY_CALLER, WrongState, StorageFull),
+)
+def delete_updates(engine: EngineOf, live: Operated, client_id: ClientId) -> None:
+    """Delete the tensors that a client has sent, once it is withdrawn or all is over; reports keep their figures."""
+    federations.delete_updates(engine, live.id, client_id)
+
+
 @router.post("/clients/{client_id}/reset", responses=documented(*ANY_CALLER, StorageFull))
 def reset_client(engine: EngineOf, live: Operated, client_id: ClientId) -> ClientView:
     """Free the client's name for a new secret; its identity stays, the old secret is void."""
