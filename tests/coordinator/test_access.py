@@ -1,76 +1,29 @@
-"""Who may do what: every route with every kind of token, and what is kept of tokens."""
+"""What is kept of tokens, and how requests are refused; who may do what is in tests/security/test_access_table.py."""
 
 from __future__ import annotations
 
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.coordinator.fakes import bearer, secret_of, update_body
+from tests.coordinator.fakes import secret_of, update_body
 from tests.coordinator.running import InThread
-
-OPEN = {"/v1/methods", "/v1/methods/{name}", "/healthz", "/readyz", "/metrics", "/", "/web/{file}"}
-BODIES: dict[str, Any] = {"/v1/federations": {"name": "x", "method": {"name": "promptfl"}}}
-
-
-def routes(coordinator: InThread) -> list[tuple[str, str, str | None]]:
-    """Verb, path and security scheme of each documented operation."""
-    schema = coordinator.http.get("/openapi.json").json()
-    found = []
-    for path, verbs in schema["paths"].items():
-        for verb, operation in verbs.items():
-            scheme = next((name for one in operation.get("security", []) for name in one), None)
-            found.append((verb.upper(), path, scheme))
-    return found
 
 
 @pytest.fixture
 def tokens(coordinator: InThread) -> dict[str, str]:
-    """A good token of each kind, and bad ones."""
+    """A good token of each kind."""
     mine, other = coordinator.create(name="mine"), coordinator.create(name="other")
-    for federation, names in ((mine, ["a", "gone"]), (other, ["stranger"])):
-        coordinator.enrol(federation, *names)
-    coordinator.delete(f"{mine}/clients/gone")
-    expired = coordinator.post(f"{mine}/enrolment-tokens", {"hours": 1e-9}, status=201)["token"]
+    coordinator.enrol(mine, "a")
+    coordinator.enrol(other, "stranger")
     return {
         "operator": coordinator.operator["Authorization"].split()[1],
         "enrolment": coordinator.token(mine),
         "client": secret_of("a"),
-        "withdrawn": secret_of("gone"),
-        "expired": expired,
-        "enrolment elsewhere": coordinator.token(other),
         "client elsewhere": secret_of("stranger"),
-        "unknown": "0" * 64,
     }
-
-
-def test_every_route_takes_its_own_kind_of_token_and_no_other(coordinator: InThread, tokens: dict[str, str]) -> None:
-    walked = 0
-    for verb, path, scheme in routes(coordinator):
-        url = path.replace("{federation}", "mine").replace("{client_id}", "a").replace("{task_id}", "t")
-        url = url.replace("{round}", "0").replace("{name}", "promptfl").replace("{file}", "app.js")
-        if path in OPEN:
-            assert scheme is None, path
-            assert coordinator.http.request(verb, url).status_code == 200
-            continue
-        assert scheme in ("operator", "enrolment", "client"), path
-        assert coordinator.http.request(verb, url).status_code == 401, path
-        assert coordinator.http.request(verb, url).headers["www-authenticate"] == "Bearer"
-        for name, token in tokens.items():
-            if name == scheme:
-                continue
-            response = coordinator.http.request(verb, url, headers=bearer(token), json=BODIES.get(path))
-            expected = {"unknown": 401, "expired": 401}.get(name, 403)
-            if name == f"{scheme} elsewhere":
-                expected = 404
-            assert response.status_code == expected, (verb, path, name, response.text)
-            assert response.headers["content-type"] == "application/problem+json"
-        walked += 1
-    assert walked > 20
-    assert coordinator.get("mine")["state"] == "enrolling", "nothing was done on the way"
 
 
 def test_the_operator_token_is_made_once_and_only_its_owner_can_read_it(

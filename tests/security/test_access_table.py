@@ -1,0 +1,160 @@
+"""Every route and every role in one table, docs/security.md: held against the description, tried with every token."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from coordinator.app import create_app
+from coordinator.settings import Settings
+from tests import ROOT
+from tests.coordinator.fakes import bearer, content_digest, enrolment, secret_of, spec, update_body
+from tests.coordinator.running import InThread, in_thread
+
+FEDERATION = "/v1/federations/{federation}"
+ROLES = ("operator", "enrolment", "client")
+#: What every route in its place gets to read, so that it is the token alone for which it is refused.
+BODIES: dict[str, Any] = {
+    "POST /v1/federations": spec(name="another"),
+    "POST .../clients": enrolment("newcomer"),
+    "PUT .../tasks/{task_id}/evaluation": {"splits": {"test": {"accuracy": 0.5, "num_samples": 1}}},
+    "POST .../tasks/{task_id}/failure": {"type": "broken", "detail": "no reason"},
+}
+
+
+def table() -> dict[str, str]:
+    """Who may call what, as docs/security.md has it."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| `((?:GET|PUT|POST|DELETE|PATCH) [^`]+)` \| ([^|]+) \|$", text, re.MULTILINE)
+    found = dict(rows)
+    assert len(found) == len(rows), "no call twice"
+    return found
+
+
+def described() -> dict[str, str]:
+    """Who may call what, as the coordinator says itself."""
+    found = {}
+    for path, verbs in create_app(Settings()).openapi()["paths"].items():
+        for verb, operation in verbs.items():
+            schemes = [name for one in operation.get("security", []) for name in one]
+            assert len(schemes) <= 1, (verb, path)
+            found[f"{verb.upper()} {path.replace(FEDERATION, '...')}"] = schemes[0] if schemes else "anyone"
+    return found
+
+
+TABLE = table()
+
+
+def test_the_table_has_every_route_with_its_role() -> None:
+    real = described()
+    for call, who in real.items():
+        assert call in TABLE, f"docs/security.md has no row for `{call}`: add `| `{call}` | {who} |` if that is right"
+        assert TABLE[call] == who, f"docs/security.md says {TABLE[call]} of `{call}`, and its description {who}"
+    assert set(TABLE) == set(real), "docs/security.md has rows for calls that are no longer there"
+
+
+@dataclass
+class Door:
+    """A coordinator with two federations; in ``mine``, clients ``a`` and ``b`` have each an open task."""
+
+    coordinator: InThread
+    tokens: dict[str, str]
+    task: dict[str, Any]
+    payload: torch.Tensor
+
+    def knock(self, call: str, token: str | None) -> httpx.Response:
+        """Call with a token; everything else about the call is as it should be, and it is ``a``'s task."""
+        verb, path = call.split(" ")
+        real = {"federation": "mine", "client_id": "a", "task_id": self.task["task_id"], "round": "0"}
+        url = path.replace("...", FEDERATION).format(**real, name="promptfl", file="app.js")
+        headers = bearer(token) if token is not None else {}
+        if path.endswith("/update"):
+            body = update_body({"context": self.payload}, self.task)
+            return self.coordinator.http.put(
+                url, content=body, headers=headers | {"Content-Digest": content_digest(body)}
+            )
+        return self.coordinator.http.request(verb, url, headers=headers, json=BODIES.get(call))
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    # The wrong tokens and the right ones come from one address here.
+    with in_thread(tmp_path_factory.mktemp("door") / "data", auth_failures_per_minute=100_000) as coordinator:
+        mine, other = coordinator.create(name="mine"), coordinator.create(name="other")
+        a, b, _ = coordinator.enrol(mine, "a", "b", "gone")
+        coordinator.enrol(other, "stranger")
+        coordinator.post(f"{mine}/start")
+        coordinator.delete(f"{mine}/clients/gone")
+        task, _ = coordinator.training([a, b])
+        expired = coordinator.post(f"{mine}/enrolment-tokens", {"hours": 1e-9}, status=201)["token"]
+        tokens = {
+            "operator": coordinator.operator["Authorization"].split()[1],
+            "enrolment": coordinator.token(mine),
+            "client": secret_of("b"),
+            "withdrawn client": secret_of("gone"),
+            "expired enrolment": expired,
+            "enrolment of another federation": coordinator.token(other),
+            "client of another federation": secret_of("stranger"),
+            "wrong": "0" * 64,
+        }
+        yield Door(coordinator, tokens, task, a.payload(task)["context"])
+
+
+def expected(call: str, who: str, token: str) -> tuple[int, str]:
+    """Status and kind of the answer to a token that is not good enough."""
+    if token == "wrong":
+        return 401, "unauthorized"
+    if token == "expired enrolment":
+        return 401, "token-expired"
+    if token == f"{who} of another federation":
+        return 404, "not-found"
+    if who == "client" and token == "withdrawn client":
+        return 403, "withdrawn"
+    return 403, "wrong-role"
+
+
+@pytest.mark.parametrize("call", [call for call, who in TABLE.items() if who != "anyone"])
+def test_no_token_but_its_own_opens_a_route(door: Door, call: str) -> None:
+    who = TABLE[call]
+    before = door.coordinator.get("mine")
+    answer = door.knock(call, None)
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    for name, token in door.tokens.items():
+        if name == who:
+            continue
+        answer = door.knock(call, token)
+        assert answer.headers["content-type"] == "application/problem+json", (name, answer.text)
+        kind = answer.json()["type"].rsplit("/", 1)[-1]
+        assert (answer.status_code, kind) == expected(call, who, name), (name, answer.text)
+    after = door.coordinator.get("mine")
+    for view in (before, after):
+        view["stage"].pop("seconds_left")
+    assert after == before, "nothing was done on the way"
+
+
+@pytest.mark.parametrize("call", [call for call in TABLE if "{task_id}" in call])
+def test_another_client_s_task_is_not_there(door: Door, call: str) -> None:
+    answer = door.knock(call, door.tokens["client"])
+    assert (answer.status_code, answer.json()["type"].rsplit("/", 1)[-1]) == (404, "not-found")
+
+
+@pytest.mark.parametrize("call", [call for call, who in TABLE.items() if who == "anyone"])
+def test_what_is_open_needs_no_token(door: Door, call: str) -> None:
+    assert door.knock(call, None).status_code == 200
+    assert door.knock(call, door.tokens["wrong"]).status_code == 200
+
+
+# Events never end, and nobody has given a lexicon.
+ELSEWHERE = ("GET .../events", "GET .../lexicon")
+READING = [call for call, who in TABLE.items() if call.startswith("GET") and who != "anyone" and call not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("call", READING)
+def test_the_right_token_opens_what_only_reads(door: Door, call: str) -> None:
+    token = secret_of("a") if TABLE[call] == "client" else door.tokens[TABLE[call]]
+    assert door.knock(call, token).status_code == 200
