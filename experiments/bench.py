@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from experiments.entries import Entry
@@ -155,7 +155,7 @@ class Runner:
 def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What a client spends in a round: bytes each way and seconds of training, in the mean over rounds and clients.
 
-    ``trained``: the numbers that it optimises, in the mean over clients, in the round with most of them.
+    ``trained``: the numbers that it optimises, in the mean over clients, median over rounds.
     """
     rounds = [report for report in reports if report["phases"]]
     if not rounds:
@@ -171,7 +171,7 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         [_sum(report, metric) / asked for report, asked in zip(rounds, first, strict=True)]
         for metric in ("train_seconds", "trained_parameters")
     )
-    return {**per_client, "seconds": fmean(seconds), "trained": max(trained)}
+    return {**per_client, "seconds": fmean(seconds), "trained": median(trained)}
 
 
 def _sum(report: Mapping[str, Any], metric: str) -> float:
