@@ -144,16 +144,13 @@ export class Plot {
   #showLegend() {
     const shown = this.series.filter((one) => !one.thin);
     const known = [...this.legend.querySelectorAll("button")].map((button) => button.textContent).join("\n");
-    if (known === shown.map((one) => one.label).join("\n")) {
-      for (const [at, mark] of [...this.legend.querySelectorAll(".swatch")].entries()) paint(mark, shown[at]);
-      return;
-    }
+    if (known === shown.map((one) => one.label).join("\n")) return;
     fill(this.legend, shown.map((one) => h("li", {}, this.#legendButton(one))));
   }
 
   #legendButton(one) {
     const mark = h("span", { class: "swatch", "aria-hidden": "true" });
-    paint(mark, one);
+    paint(mark, one, this.kind);
     const toggle = (event) => {
       const on = this.off.has(one.label);
       if (on) this.off.delete(one.label);
@@ -166,7 +163,8 @@ export class Plot {
   }
 }
 
-function paint(mark, one) {
+function paint(mark, one, kind) {
   mark.style.setProperty("--swatch", `var(--series-${(one.place % MANY) + 1})`);
   mark.classList.toggle("dashed", Boolean(one.dashed));
+  mark.classList.toggle("dot", kind !== "line");
 }

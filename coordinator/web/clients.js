@@ -39,16 +39,20 @@ function keepScroll(place, change) {
 }
 
 function clientTable(clients) {
-  const number = (title) => ({ title, class: "number" });
   const rows = clients.map((one) => [
-    one.name,
-    [one.role, ` on ${one.device}`, one.status === "withdrawn" ? " (withdrawn)" : one.reset ? " (name reset)" : one.joined ? "" : " (joins next round)"].join(""),
-    one.domain?.name ?? "–",
+    [one.name, h("small", { class: "under" }, [one.role, one.domain?.name, one.device].filter(Boolean).join(" · "), standing(one))],
     one.num_samples.toLocaleString("en"),
     ago(one.last_seen),
     String(one.refusals),
   ]);
-  return table(`${counted(clients.length, "client")}`, ["client", "role", "domain", number("images"), "last seen", number("refusals")], rows);
+  const number = (title) => ({ title, class: "number" });
+  return table(counted(clients.length, "client"), ["client", number("images"), number("last seen"), number("refusals")], rows);
+}
+
+function standing(one) {
+  if (one.status === "withdrawn") return " · withdrawn";
+  if (one.reset) return " · its name was reset";
+  return one.joined ? "" : " · joins at the next round";
 }
 
 function troubles(clients, rounds) {

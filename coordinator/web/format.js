@@ -33,11 +33,14 @@ export function duration(seconds) {
   return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
-/** How long ago an RFC 3339 time was. */
+/** How long ago an RFC 3339 time was, in its largest unit. */
 export function ago(time) {
   if (!time) return "never";
-  const seconds = (Date.now() - Date.parse(time)) / 1000;
-  return seconds < 3 ? "just now" : `${duration(seconds)} ago`;
+  const seconds = Math.max(0, (Date.now() - Date.parse(time)) / 1000);
+  if (seconds < 3) return "just now";
+  const units = [[86_400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const [size, unit] = units.find(([one]) => seconds >= one);
+  return `${Math.floor(seconds / size)} ${unit} ago`;
 }
 
 /** The clock time of an RFC 3339 time. */

@@ -29,7 +29,7 @@ export class Insights {
       plane: panel("Clients in the plane", {}, this.plane.element, this.remarks.plane),
       mixture: panel("Domain mixture", {}, this.mixture, h("p", { class: "remark" }, "Mean share of each domain over a client's test images, from the domain classifier. A client's own page shows it for one image.")),
     };
-    this.element = h("div", { class: "insights" }, Object.values(this.parts));
+    this.element = h("div", { class: "insights" });
   }
 
   update({ insights, rounds, places }) {
@@ -42,6 +42,13 @@ export class Insights {
     this.#showShares(reports);
     this.#showPlane(places);
     this.#showMixture(reports);
+    const shown = Object.values(this.parts).filter((one) => !one.hidden);
+    if (shown.length !== this.element.childElementCount || shown.some((one) => one.parentElement !== this.element)) {
+      fill(this.element, shown);
+      this.#showDrift();
+      this.#showPlane(places);
+    }
+    this.element.hidden = shown.length === 0;
   }
 
   end() {
@@ -51,11 +58,17 @@ export class Insights {
 
   #showDrift() {
     const points = this.found?.drift ?? [];
-    const labels = [...new Set(points.flatMap((one) => Object.keys(one.tensors)))];
-    this.parts.drift.hidden = points.length < 2 && !this.missing.drift;
-    this.drift.element.hidden = points.length < 2;
-    if (points.length >= 2) this.drift.update(driftSeries(points, labels));
-    fill(this.remarks.drift, this.missing.drift ?? "Distance from round 0, in multiples of the start's own length.", labels.length > SERIES ? ` The ${SERIES} that moved most of ${labels.length} tensors.` : "");
+    const last = points.at(-1)?.tensors ?? {};
+    // What starts at zero has no length of its own to be measured in: it is left out beside tensors that have one.
+    const measured = Object.keys(last).filter((label) => last[label].relative !== null);
+    const unit = measured.length ? "relative" : "distance";
+    const labels = measured.length ? measured : Object.keys(last);
+    const there = points.length > 1 && labels.length > 0;
+    this.parts.drift.hidden = !there && !this.missing.drift;
+    this.drift.element.hidden = !there;
+    if (there) this.drift.update(driftSeries(points, labels, unit));
+    const described = unit === "relative" ? "Distance from round 0, in multiples of the start's own length." : "Distance from round 0, which is zero.";
+    fill(this.remarks.drift, this.missing.drift ?? described, labels.length > SERIES ? ` The ${SERIES} that moved most of ${labels.length} tensors.` : "");
   }
 
   #showSimilarity() {
@@ -128,6 +141,12 @@ export class Insights {
     const plane = this.found?.plane;
     this.parts.plane.hidden = !plane;
     if (!plane) return;
+    const spread = plane.explained[0] > 0;
+    this.plane.element.hidden = !spread;
+    if (!spread) {
+      fill(this.remarks.plane, plane.of === "contexts" ? "The generator makes the same context for every client: all have the same class names." : "All clients are at the same point.");
+      return;
+    }
     const chosen = plane.points.slice(0, 40);
     this.plane.update(chosen.map((one) => ({ label: one.client, place: places.get(one.client) ?? 0, data: [{ x: one.x, y: one.y }] })));
     const what = plane.of === "contexts" ? "The contexts that the generator makes for each client's classes" : "The descriptors that the coordinator keeps of its clients";
@@ -145,7 +164,7 @@ export class Insights {
       const shares = domains.map((domain) => [domain, found.metrics[SHARE + domain] ?? 0]);
       const parts = shares.map(([domain, share]) => h("span", { title: `${domain}: ${percent(share)}`, style: { "--swatch": series(domain), "flex-grow": String(share) } }));
       const said = shares.map(([domain, share]) => `${domain} ${percent(share)}`).join(", ");
-      return h("li", {}, h("b", {}, name), h("div", { class: "bar", role: "img", "aria-label": said }, parts), h("small", {}, said));
+      return h("li", {}, h("b", {}, name), h("div", { class: "strip", role: "img", "aria-label": said }, parts), h("small", {}, said));
     };
     fill(this.mixture, h("ul", {}, clients.map(([name, found]) => bar(name, found))));
   }
@@ -155,11 +174,12 @@ function remark() {
   return h("p", { class: "remark" });
 }
 
-function driftSeries(points, labels) {
-  const value = (one) => one?.relative ?? one?.distance ?? 0;
+function driftSeries(points, labels, unit) {
+  const value = (tensors, label) => tensors[label]?.[unit] ?? 0;
   const last = points.at(-1).tensors;
-  const shown = [...labels].sort((one, other) => value(last[other]) - value(last[one])).slice(0, SERIES).sort();
-  return shown.map((label, place) => ({ label, place, data: points.filter((one) => one.tensors[label]).map((one) => ({ x: one.round, y: value(one.tensors[label]) })) }));
+  const shown = [...labels].sort((one, other) => value(last, other) - value(last, one)).slice(0, SERIES).sort();
+  const moved = (label) => points.filter((one) => one.tensors[label]).map((one) => ({ x: one.round, y: value(one.tensors, label) }));
+  return shown.map((label, place) => ({ label, place, data: moved(label) }));
 }
 
 /** `gamma_text_0, gamma_text_1` -> `[["gamma_text", [0, 1]]]`. */

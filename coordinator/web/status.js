@@ -1,7 +1,7 @@
 // Where a federation stands, what it waits for and until when; and the four things an operator can do.
 
 import { announce, fill, h, say } from "./dom.js";
-import { bytes, counted, duration, gain, percent } from "./format.js";
+import { bytes, clock, counted, duration, gain, percent } from "./format.js";
 import { badge } from "./list.js";
 
 const VERBS = { start: ["enrolling"], pause: ["running"], resume: ["paused"], cancel: ["enrolling", "running", "paused"] };
@@ -65,7 +65,8 @@ export class Status {
       return;
     }
     const left = (Date.parse(stage.deadline) - Date.now()) / 1000;
-    say(this.left, left > 0 ? `${duration(left)} left${stage.extended ? ", extended" : ""}` : "deadline reached");
+    const until = `awaited until ${clock(stage.deadline)}${stage.extended ? " (extended once)" : ""}`;
+    say(this.left, left > 0 ? `${until}, ${duration(left)} left` : "deadline reached");
   }
 
   #button(verb) {
@@ -137,11 +138,10 @@ export class Status {
     say(this.phase, sentence(view));
     this.tick();
     const waiting = new Set(view.awaited.map((one) => one.name));
-    const until = view.stage?.deadline ? new Date(view.stage.deadline).toLocaleTimeString() : "";
     const marked = (name) => {
       if (view.answered.includes(name)) return ["answered", "✓", "answered"];
       if (view.failed.includes(name)) return ["failed", "✕", "failed"];
-      if (waiting.has(name)) return ["awaited", "…", view.state === "running" && until ? `awaited until ${until}` : "awaited"];
+      if (waiting.has(name)) return ["awaited", "…", "awaited"];
       return ["gone", "–", "no longer awaited"];
     };
     const over = ["finished", "failed", "cancelled"].includes(view.state);

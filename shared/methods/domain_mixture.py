@@ -7,13 +7,14 @@ pass per image, many images at a time. Source: Chen et al., FaST-PT, AAAI 2026, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shared.methods.base import ClientContext, Split
+from shared.methods.base import ClientContext, ClientUpdate, Combine, Split
 from shared.methods.context import class_prompts
 from shared.tensors import DTYPES, Tensors, TensorSpec
 
@@ -45,6 +46,14 @@ def rows_for(state: Tensors, keys: list[int]) -> Tensors:
     for row, before in known:
         weight[row], bias[row] = state[WEIGHT.name][before], state[BIAS.name][before]
     return {WEIGHT.name: weight, BIAS.name: bias, DOMAINS.name: torch.tensor(keys, dtype=torch.int64)}
+
+
+def one_of(updates: list[ClientUpdate], combine: Combine) -> Tensors:
+    """What stands for the clients of one domain: the only one's tensors, or what the rule makes of several."""
+    if len(updates) == 1:
+        return dict(updates[0].tensors)
+    total = sum(update.weight for update in updates)
+    return combine(replace(update, weight=update.weight / total) for update in updates)
 
 
 class MixtureClassifier:

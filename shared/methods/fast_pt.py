@@ -14,7 +14,7 @@ AAAI 2026, Eq. 1-8 and Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -46,7 +46,7 @@ from shared.methods.context import (
     text_width,
     train_context,
 )
-from shared.methods.domain_mixture import BIAS, DOMAINS, WEIGHT, Mixture, MixtureClassifier, has_rows, rows_for
+from shared.methods.domain_mixture import BIAS, DOMAINS, WEIGHT, Mixture, MixtureClassifier, has_rows, one_of, rows_for
 from shared.methods.domains import described_domains, domain_key, domain_names, trainer_domains
 from shared.methods.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
 from shared.methods.training import train
@@ -217,6 +217,14 @@ class FastPT(ContextMethod):
         known = state[DOMAINS.name].tolist()
         return state | rows_for(state, known + [key for key in trainer_domains([client]) if key not in known])
 
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """P^G, and at the end each domain's P^D."""
+        keys = state[LISTED.name].tolist() if self._by_domain else []
+        names = domain_names(keys, context.clients, None)
+        rows = enumerate(zip(names, state.get(PROMPTS.name, ()), strict=True), 1)
+        own = {f"domain_prompts {row}: {name}": prompt for row, (name, prompt) in rows}
+        return super().contexts(state, context, class_features) | own
+
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """What the phase needs; for an evaluation all there is."""
         return {spec.name: state[spec.name] for spec in (self.state_tensors() if phase is None else phase.down)}
@@ -232,7 +240,7 @@ class FastPT(ContextMethod):
         for update in updates:
             sent.setdefault(domain_of[update.client], []).append(update)
         listed = [key for key in state[DOMAINS.name].tolist() if key in sent]
-        prompts = [_one_prompt(sent[key], combine) for key in listed]
+        prompts = [one_of(sent[key], combine)[PROMPT.name] for key in listed]
         return state | {PROMPTS.name: torch.stack(prompts), LISTED.name: torch.tensor(listed, dtype=torch.int64)}
 
     # Client half
@@ -376,14 +384,6 @@ class FastPT(ContextMethod):
         general = payload[GLOBAL.name] if self._general else None
         names = domain_names(payload[LISTED.name].tolist(), context.peers, context.domain)
         return MixtureClassifier(context, general, payload[PROMPTS.name], weight, bias, mixture, names)
-
-
-def _one_prompt(updates: list[ClientUpdate], combine: Combine) -> Tensor:
-    """A domain's prompt: its trainer's own, or what the rule makes of several."""
-    if len(updates) == 1:
-        return updates[0].tensors[PROMPT.name]
-    total = sum(update.weight for update in updates)
-    return combine(replace(update, weight=update.weight / total) for update in updates)[PROMPT.name]
 
 
 def _own(context: ClientContext) -> Domain:

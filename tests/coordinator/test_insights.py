@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from coordinator import insights
+from coordinator import insights, readings
 from coordinator.store.tables import FederationRow
-from shared.methods import method_for
-from shared.spec import FederationSpec
+from shared.messages import Domain
+from shared.methods import method_for, resolve_spec
+from shared.methods.base import ClientInfo, Method, ServerContext
+from shared.methods.domains import domain_key
+from shared.spec import BackboneShape, TrainingSpec
 from shared.tensors import decode, encode, norm
 from tests.coordinator.fakes import CLASSES, SHAPE, FakeClient, drive, trained
 from tests.coordinator.running import InThread
+from tests.coordinator.test_pfedpg import answer, delta, federation_of
 
 WORDS = ["cat", "dog", "house"]
 
@@ -194,17 +198,48 @@ def test_a_generator_s_contexts_lie_in_the_plane_and_beside_words(coordinator: I
     assert near["distance"] == pytest.approx(expected, abs=1e-4)
 
 
+def test_descriptors_lie_in_the_plane_and_what_clients_send_is_a_change_by_itself(coordinator: InThread) -> None:
+    federation, clients = federation_of(coordinator, "a", "b", "c", rounds=1)
+    for _ in range(3):
+        for client in clients:
+            answer(client, coordinator.task(client))
+    coordinator.until(federation, state="finished")
+    found = coordinator.get(f"{federation}/insights")
+    assert found["plane"]["of"] == "descriptors"
+    expected = readings.plane(dict(zip("abc", state(coordinator, federation, 1)["descriptors"], strict=True)))
+    assert expected is not None
+    for point in found["plane"]["points"]:
+        assert (point["x"], point["y"]) == pytest.approx(expected.points[point["client"]])
+    assert set(found["drift"][1]["tensors"]) == {"prompt_basis", "descriptors"}
+    rows = torch.stack([delta(name, 1).flatten() for name in "abc"])
+    cosines = F.cosine_similarity(rows.unsqueeze(0), rows.unsqueeze(1), dim=-1)
+    assert torch.allclose(torch.tensor(found["similarity"][0]["cosines"]), cosines, atol=1e-5)
+
+
 def test_methods_say_what_their_prompts_are() -> None:
-    def method(name: str, **hyper: Any) -> Any:
-        raw = {"name": "x", "method": {"name": name, **hyper}}
-        from shared.methods import resolve_spec
-
-        spec: FederationSpec = resolve_spec(raw)
-        return method_for(spec)
-
-    plan = method("plan")
+    plan = made("plan")
     tensors = {spec.name: torch.zeros(1, 1, 1) for spec in plan.state_tensors()}
     assert set(plan.prompts(tensors)) == {"text_prompts", "visual_prompts"}
-    pfedpg = method("pfedpg")
-    rows = {spec.name: torch.ones(2, 3) for spec in pfedpg.state_tensors()}
-    assert set(pfedpg.prompts(rows)) == {"prompt_basis", "descriptors"}
+
+
+def test_methods_say_which_vectors_stand_beside_words() -> None:
+    domains = [Domain(name=name, description=f"a {name} of a {{}}") for name in ("neon", "sketch")]
+    clients = tuple(ClientInfo(f"c{n}", "trainer", 9, ("a", "b"), domain) for n, domain in enumerate(domains))
+    context = ServerContext(TrainingSpec(), BackboneShape(**SHAPE), None, clients, seed=0, rounds=1)
+    fast_pt = made("fast_pt")
+    keys = torch.tensor([domain_key(domain.description) for domain in domains])
+    begun = {"global_prompt": torch.ones(4, 8), "domain_prompts": torch.zeros(0, 4, 8), "listed_domains": keys[:0]}
+    assert list(fast_pt.contexts(begun, context, {})) == ["global_prompt"]
+    ended = begun | {"domain_prompts": torch.stack([torch.zeros(4, 8), torch.ones(4, 8)]), "listed_domains": keys}
+    labels = ["global_prompt", "domain_prompts 1: neon", "domain_prompts 2: sketch"]
+    assert list(fast_pt.contexts(ended, context, {})) == labels
+    assert bool((fast_pt.contexts(ended, context, {})[labels[2]] == 1).all())
+    for name in ("plan", "fedmaple"):
+        prompts = torch.arange(24.0).reshape(3, 2, 4)
+        [first] = made(name).contexts({"text_prompts": prompts}, context, {}).values()
+        assert torch.equal(first, prompts[0]), "deeper prompts do not stand beside words"
+    assert made("fedvpt").contexts({"visual_prompts": torch.ones(1, 2, 3)}, context, {}) == {}
+
+
+def made(name: str) -> Method:
+    return method_for(resolve_spec({"name": "x", "method": {"name": name}}))

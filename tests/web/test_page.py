@@ -50,7 +50,7 @@ def test_a_federation_is_watched_and_steered_from_its_start_to_its_end(coordinat
     expect(badge).to_have_text("running")
     roll = page.locator(".roll")
     expect(roll.locator("[data-state=awaited]")).to_have_count(3)
-    expect(roll).to_contain_text("awaited until")
+    expect(page.locator(".left")).to_contain_text("awaited until")
     for client in clients:
         assert client.evaluate(coordinator.task(client), 0.375).status_code == 201
     task = coordinator.task(clients[0])
