@@ -23,6 +23,7 @@ log = logging.getLogger("promptfed.coordinator")
 
 BLOCK = 1 << 21  # numbers of a block: 16 MB in float64
 ROUNDING = 1e-9  # of sums of weights, and of a share times a number
+NEAR = 1e-4  # a squared distance by the squared lengths: under it, too few of float64's digits are left
 GRADIENT = 1e-9  # length of the geometric median's gradient, of at most 1, at which it is found
 MOST_STEPS = 2000
 
@@ -219,12 +220,30 @@ def _faulty(count: int, spec: AggregationSpec) -> int:
 
 def _krum_scores(rows: Rows, spec: AggregationSpec) -> Tensor:
     """``(K,)`` sums of squared distances to the K − f − 2 nearest others."""
-    squares = torch.zeros(rows.count, rows.count, dtype=torch.float64)
-    for _, values in rows.blocks():
-        squares += torch.cdist(values, values, compute_mode="donot_use_mm_for_euclid_dist").square()
-    squares.fill_diagonal_(torch.inf)
+    squares = squared_distances(rows).fill_diagonal_(torch.inf)
     nearest = min(rows.count - 1, max(1, rows.count - _faulty(rows.count, spec) - 2))
     return squares.sort(dim=1).values[:, :nearest].sum(1)
+
+
+def squared_distances(rows: Rows) -> Tensor:
+    """``(K, K)`` ‖x_i − x_j‖² as ‖x_i‖² + ‖x_j‖² − 2·⟨x_i, x_j⟩: one product of matrices, a tenth of the time.
+
+    Where the terms cancel, digits are lost: pairs much nearer to each other than to zero are computed from their
+    difference instead. The relative error stays under 1e-9, and equal rows are at exactly zero.
+    """
+    products = torch.zeros(rows.count, rows.count, dtype=torch.float64)
+    for _, values in rows.blocks():
+        products += values @ values.T
+    norms = products.diagonal()
+    sums = norms[:, None] + norms
+    squares = (sums - 2 * products).triu(1)
+    first, second = (squares < NEAR * sums).triu(1).nonzero(as_tuple=True)
+    squares[first, second] = 0.0
+    for _, values in rows.blocks():
+        for some in torch.arange(len(first)).split(max(1, BLOCK // values.shape[1])):
+            i, j = first[some], second[some]
+            squares[i, j] += (values[i] - values[j]).square().sum(1)
+    return squares + squares.T
 
 
 def geometric_median(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coordinator import robust
 from coordinator.aggregation import weighted_mean
-from coordinator.robust import Rule
+from coordinator.robust import Rows, Rule
 from shared.methods.base import ClientUpdate
 from shared.spec import AggregationSpec
 from shared.tensors import Tensors
@@ -310,6 +310,26 @@ def test_one_update_or_the_same_ones_are_their_own_aggregate(rule: str) -> None:
 def test_the_same_updates_come_to_the_same_bytes(rule: str) -> None:
     first, again = (rule_of(BASE, rule=rule, clip_norm="median")(updates_of(some(6, 12))) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 0.0])
+@pytest.mark.parametrize("block", [None, 64])
+def test_distances_from_products_are_those_from_differences(
+    spread: float, block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if block is not None:
+        monkeypatch.setattr(robust, "BLOCK", block)
+    draws = torch.Generator().manual_seed(3)
+    sent = torch.randn(50, generator=draws) + spread * torch.randn(12, 50, generator=draws)
+    sent[3] = sent[7]
+    sent[5] *= 1e6
+    found = robust.squared_distances(
+        Rows([ClientUpdate(f"{i}", 1.0, {"x": row}) for i, row in enumerate(sent)], {}, None)
+    )
+    exact = (sent.double()[:, None] - sent.double()).square().sum(2)
+    assert torch.equal(found, found.T)
+    assert found[3, 7] == 0
+    assert torch.allclose(found, exact, rtol=1e-9, atol=0)
 
 
 def test_no_update_has_no_aggregate() -> None:
