@@ -15,6 +15,8 @@ from promptfed.output import print_json
 from promptfed.processes import Processes, ProcessFailed, interrupt_on_sigterm
 from promptfed.watching import Result, Watcher
 from shared.data.demo import DEMOS, Demo
+from shared.methods import make_method
+from shared.spec import SpecError
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,27 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> dict[st
     }
 
 
-def _run(demo: Demo, spec: dict[str, Any], processes: Processes, folder: Path, quiet: bool) -> Result:
+def demo_sites(demo: Demo, spec: dict[str, Any]) -> list[Site]:
+    """The clients, and the unseen domain's evaluator where the method has a classifier for it.
+
+    Raises:
+        CommandError: there is no such method.
+    """
+    try:
+        method = make_method(spec["method"])
+    except SpecError as error:
+        raise CommandError(str(error), Exit.REFUSED) from None
+    trainers = [Site(name, uri) for name, uri in demo.clients]
     referee, unseen = demo.unseen
-    sites = [*(Site(name, uri) for name, uri in demo.clients), Site(referee, unseen, role="evaluator")]
+    evaluators = [Site(referee, unseen, role="evaluator")] if method.takes_evaluators else []
+    return [*trainers, *evaluators]
+
+
+def _run(demo: Demo, spec: dict[str, Any], processes: Processes, folder: Path, quiet: bool) -> Result:
+    sites = demo_sites(demo, spec)
     with Watcher(spec["rounds"], quiet=quiet) as watcher:
+        if len(sites) == len(demo.clients):
+            watcher.say(f"{spec['method']['name']} classifies with what each client trains: no unseen domain is shown")
         watcher.say("starting the coordinator")
         with LocalFederation(processes, folder) as local:
             return conduct(local, spec, sites, watcher)[0]

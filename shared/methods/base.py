@@ -288,6 +288,11 @@ class Method(ABC):
         ``former``: what the state knows of the client if it comes back under its name after a reset.
         """
 
+    @property
+    def takes_evaluators(self) -> bool:
+        """Whether somebody who trains nothing has a classifier."""
+        return True
+
     def check_clients(self, context: ServerContext) -> None:  # noqa: B027
         """Raise MethodError where a federation cannot start with the clients of ``context``."""
 

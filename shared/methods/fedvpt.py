@@ -72,9 +72,14 @@ class VisualPromptMethod(Method):
         vpt_bound(context.shape.patch_size, found["d_v"])
         return {"m": self.hyper.m} | found
 
+    @property
+    def takes_evaluators(self) -> bool:
+        """Not with a linear head: what they would classify with is made by training only."""
+        return self.hyper.head == "text"
+
     def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
-        """With a linear head, evaluators are refused: what they would classify with is made by training only."""
-        if self.hyper.head == "linear" and client.role == "evaluator":
+        """With a linear head, evaluators are refused."""
+        if client.role == "evaluator" and not self.takes_evaluators:
             raise MethodError(
                 f"{self.name} with a linear head classifies with what each client trains: an evaluator has none; enrol "
                 "it as a trainer, or use head: text"

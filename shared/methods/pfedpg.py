@@ -205,8 +205,13 @@ class PFedPG(Method):
         inner = self.hyper.inner_width or width
         return {"m": self.hyper.m, "d_v": width, "d_k": inner, "h": self.hyper.hidden, "n": len(context.clients)}
 
+    @property
+    def takes_evaluators(self) -> bool:
+        """No: what they would classify with is a head that only training makes."""
+        return False
+
     def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
-        """Evaluators are refused: what they would classify with is a head that only training makes."""
+        """Evaluators are refused."""
         if client.role == "evaluator":
             raise MethodError(
                 f"{self.name} classifies with a head that each client trains: an evaluator has none; enrol it as a "

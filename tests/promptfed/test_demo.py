@@ -16,6 +16,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from promptfed.demo import demo_sites, demo_spec
 from promptfed.exits import Exit
 from promptfed.main import app
 from shared.data.demo import DEMOS
@@ -122,6 +123,16 @@ def test_digits_with_methods_that_send_nothing(method: str) -> None:
         assert result["bytes_up"] == 0
     else:
         assert result["bytes_up"] < 3000, "a context left its client"
+
+
+def test_the_unseen_domain_is_left_out_where_nobody_has_a_classifier_for_it() -> None:
+    demo = DEMOS["symbols"]
+    roles = {
+        method: [site.role for site in demo_sites(demo, demo_spec(demo, method, None, 0))]
+        for method in ("pfedpg", "fedpgp", "singleset_vpt")
+    }
+    assert roles["pfedpg"] == ["trainer"] * 3
+    assert roles["fedpgp"] == roles["singleset_vpt"] == ["trainer"] * 3 + ["evaluator"]
 
 
 def test_what_the_demo_refuses(tmp_path: Path) -> None:
