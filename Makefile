@@ -7,7 +7,7 @@ ARGS ?=
 # Processes that tests run in; those of one file stay together.
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-faults test-docker lint setup bench backbone clean
+.PHONY: demo test test-all test-faults test-docker lint setup docs bench backbone clean
 
 setup: $(READY)
 
@@ -28,7 +28,9 @@ lint: $(READY)
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow' $(ARGS)
 
+# Also what wants the extras: the documentation, experiment trackers.
 test-all: lint
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,docs,mlflow,tensorboard]'
 	$(BIN)/python -m pytest $(ARGS)
 
 # Kills, attacks and partitions at length, about an hour: what docs/reliability.md tells.
@@ -37,6 +39,12 @@ test-faults: $(READY)
 
 test-docker: $(READY)
 	$(BIN)/python -m pytest -m docker $(ARGS)
+
+# The pages of docs/ as a site in build/docs; a link that leads nowhere is an error.
+docs: $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/tables.py
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.step $(ARGS)

@@ -27,8 +27,9 @@ class Accuracy:
 class Simulated:
     """A finished federation.
 
-    ``spec`` is the resolved spec as it ran, ``federation`` and ``reports`` (by round, from 0) are what the coordinator
-    answers at ``GET /v1/federations/{id}`` and ``.../rounds``. Bytes are those of payloads (down) and updates (up).
+    ``spec`` is the resolved spec as it ran, ``federation``, ``clients`` and ``reports`` (by round, from 0) are what the
+    coordinator answers at ``GET /v1/federations/{id}``, ``.../clients`` and ``.../rounds``. Bytes are those of payloads
+    (down) and updates (up).
     ``client_seconds`` is the sum over all tasks of what clients spent computing, ``wall_seconds`` the time from the
     start of the first round to the end of the federation, ``setup_seconds`` what came before it (data, features,
     enrolment).
@@ -36,6 +37,7 @@ class Simulated:
 
     spec: dict[str, Any]
     federation: dict[str, Any]
+    clients: list[dict[str, Any]]
     reports: list[dict[str, Any]]
     state: Tensors
     state_hash: str
@@ -53,14 +55,15 @@ class Simulated:
 
     def accuracies(self, round: int | None = None) -> list[Accuracy]:
         """What the clients measured after ``round``, or in all evaluated rounds; in order of round, client, split."""
-        return [one for report in self.reports if round in (None, report["round"]) for one in _accuracies(report)]
+        return [one for report in self.reports if round in (None, report["round"]) for one in accuracies_of(report)]
 
     def final(self) -> list[Accuracy]:
         """What the clients measured after the last round."""
         return self.accuracies(self.rounds)
 
 
-def _accuracies(report: dict[str, Any]) -> Iterator[Accuracy]:
+def accuracies_of(report: dict[str, Any]) -> Iterator[Accuracy]:
+    """What the clients measured after the round of ``report``, in order of client and split."""
     found = report["evaluation"]["clients"] if report["evaluation"] else {}
     for client, one in sorted(found.items()):
         for split, result in sorted(one["splits"].items()):

@@ -252,6 +252,7 @@ async def _result(plan: Plan, operator: Operator, path: str, wall: float, setup:
     return Simulated(
         spec=federation["spec"],
         federation=federation,
+        clients=[client async for client in operator.pages(f"{path}/clients", "clients")],
         reports=reports,
         state=tensors,
         state_hash=federation["state_hash"],

@@ -155,24 +155,17 @@ def weights_of(served: Served) -> Tensors | None:
     return {name: tensor.detach().float().cpu().clone() for name, tensor in whole.items()}
 
 
-def class_names_of(taken: Taken, classes: str | None, data: str | None) -> tuple[tuple[str, ...] | None, str]:
-    """The class names to classify among, and where they come from; None where nobody has named any.
-
-    Raises:
-        CommandError: the options name none, one twice, or data that cannot be used.
-    """
-    given = given_class_names(classes, data)
-    if given is not None:
-        return given, "the command line" if classes is not None else "a data source"
+def class_names_of(taken: Taken) -> tuple[str, ...] | None:
+    """The class names that the spec gives, None where each client has its own."""
     named = taken.spec["class_names"]
-    return (tuple(named) if named else None), "the federation's spec"
+    return tuple(named) if named else None
 
 
 def given_class_names(classes: str | None, data: str | None) -> tuple[str, ...] | None:
     """The names of ``--classes a,b`` or of the data at ``--data URI``; None where neither is given.
 
     Raises:
-        CommandError: as `class_names_of`.
+        CommandError: both are given, a name twice, or data that cannot be used.
     """
     if classes is not None and data is not None:
         raise CommandError("--classes and --data both name classes: give one", Exit.BAD_INPUT)

@@ -36,10 +36,9 @@ from shared.tensors import TensorError, Tensors, decode, encode, state_hash
 
 @dataclass(frozen=True)
 class Asked:
-    """How to export: class names by commas or of a data URI, whether clients are named."""
+    """How to export: class names instead of the spec's, whether clients are numbered instead of named."""
 
-    classes: str | None = None
-    data: str | None = None
+    class_names: tuple[str, ...] | None = None
     anonymous: bool = False
     allow_backbone: bool = False
 
@@ -53,7 +52,7 @@ def export(taken: Taken, out: Path, asked: Asked, backbone: Backbone | None = No
     check_new(out)
     state, _ = decode(taken.body)
     learned = Learned.of(taken, state)
-    names, source = class_names_of(taken, asked.classes, asked.data)
+    names = asked.class_names or class_names_of(taken)
     why_none = _why_no_weights(learned, names)
     weights: Tensors | None = None
     files = {STATE_FILE: taken.body}
@@ -65,6 +64,7 @@ def export(taken: Taken, out: Path, asked: Asked, backbone: Backbone | None = No
         else:
             files[WEIGHTS_FILE] = encode(weights)
             files |= backbone_files(backbone) if carries_backbone(learned.backbone) else {}
+    source = "the federation's spec" if asked.class_names is None else "who exported it"
     contents = Contents(names, source, state, weights, why_none, learned.missing() is None, files)
     card = card_of(taken, learned, contents, asked.anonymous)
     text = markdown(card, snippet(learned, weights) if weights is not None else None)

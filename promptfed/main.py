@@ -69,6 +69,7 @@ def simulate(
     clients: Annotated[int | None, typer.Option(min=1, help="trainers; default: as many as the run file has")] = None,
     pool: Annotated[int, typer.Option(min=1, help="clients that compute at once")] = 1,
     out: Annotated[Path | None, typer.Option(help="keep result.json and prompts.safetensors here")] = None,
+    track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
     allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
     as_json: Json = False,
@@ -77,7 +78,7 @@ def simulate(
     with reporting_errors():
         from promptfed.simulate import Simulation, run_simulate
 
-        run_simulate(spec, clients, Simulation(pool, device, out, allow_backbone), as_json)
+        run_simulate(spec, clients, Simulation(pool, device, out, allow_backbone, tuple(track or ())), as_json)
 
 
 @app.command()
@@ -178,14 +179,16 @@ def export(
 ) -> None:
     """Take what a federation learned: prompts, class weights for plain open_clip code, and a card that tells all."""
     with reporting_errors():
+        from promptfed.adapted import given_class_names
         from promptfed.export import Asked, check_new, show_export
         from promptfed.export import export as write_export
         from promptfed.taking import take
 
         check_new(out)
+        asked = Asked(given_class_names(classes, data), anonymous, allow_backbone)
         with open_coordinator(coordinator, token_file) as api:
             taken = take(api, federation, round)
-        show_export(write_export(taken, out, Asked(classes, data, anonymous, allow_backbone)), out, as_json)
+        show_export(write_export(taken, out, asked), out, as_json)
 
 
 @app.command()
@@ -215,6 +218,22 @@ def predict(
             with open_coordinator(coordinator, token_file) as api:
                 learned, names = predicting.learned_from_coordinator(api, federation, round, classes, data)
         predicting.predict(learned, names, images, allow_backbone, top, as_json)
+
+
+@app.command()
+def track(
+    federation: Annotated[str, typer.Argument(help="its name or id")],
+    to: Annotated[list[str], typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")],
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Follow a federation and write every round's metrics to TensorBoard or MLflow; a finished one is written whole."""
+    with reporting_errors():
+        from promptfed.track import run_track
+
+        with open_coordinator(coordinator, token_file) as api:
+            run_track(api, federation, to, as_json)
 
 
 @app.command()

@@ -44,7 +44,7 @@ def learned_from_coordinator(
         CommandError: the coordinator refuses, or nobody names classes.
     """
     taken = take(api, federation, round)
-    names, _ = class_names_of(taken, classes, data)
+    names = given_class_names(classes, data) or class_names_of(taken)
     if names is None:
         raise CommandError(NO_NAMES, Exit.BAD_INPUT)
     return Learned.of(taken, decode(taken.body)[0]), names

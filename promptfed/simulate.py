@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -20,6 +21,8 @@ from promptfed.launch import new_folder
 from promptfed.output import console, messages, percent, print_json, size, table, write_file
 from promptfed.processes import interrupt_on_sigterm
 from promptfed.runfile import read_run
+from promptfed.running import taken_of
+from promptfed.tracking import open_tracker, record
 from promptfed.watching import Result, Row, Watcher, result_table
 from shared.leaving import leave
 from shared.tensors import encode
@@ -43,12 +46,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class Simulation:
-    """How a run file is simulated: ``pool`` clients compute at once, ``out`` keeps the results."""
+    """How a run file is simulated: ``pool`` clients compute at once, ``out`` keeps the results, ``track`` names
+    experiment trackers."""
 
     pool: int = 1
     device: str = "cpu"
     out: Path | None = None
     allow_backbone: bool = False
+    track: tuple[str, ...] = ()
 
 
 def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool) -> None:
@@ -62,7 +67,12 @@ def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool
     started = time.monotonic()
     run = read_run(path, clients)
     try:
-        with new_folder(how.out, "--out") as out, Watcher(run.spec.get("rounds"), quiet=as_json) as watcher:
+        with (
+            ExitStack() as open_trackers,
+            new_folder(how.out, "--out") as out,
+            Watcher(run.spec.get("rounds"), quiet=as_json) as watcher,
+        ):
+            trackers = [open_trackers.enter_context(open_tracker(where)) for where in how.track]
             watcher.say(f"{len(run.sites)} clients: their images and features")
             found = simulate(
                 run.spec,
@@ -74,6 +84,8 @@ def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool
             )
             if how.out is not None:
                 _keep(found, out)
+            for tracker in trackers:
+                record(tracker, taken_of(found))
     except KeyboardInterrupt:
         # The interpreter would wait for the thread that computes. Nothing of it is kept.
         messages.print("promptfed: interrupted")

@@ -86,6 +86,7 @@ class Watcher:
         )
         self._progress = Progress(*columns, console=messages, disable=quiet, transient=True)
         self._task = self._progress.add_task("", total=rounds)
+        self._quiet = quiet
         self._plain = not quiet and not messages.is_terminal
         self._last: tuple[str, int, str | None] | None = None
         self._said = ""
@@ -106,6 +107,11 @@ class Watcher:
         if self._plain and text != self._said:
             messages.print(escape(text), highlight=False, soft_wrap=True)
         self._said = text
+
+    def note(self, text: str) -> None:
+        """Show one line that stays."""
+        if not self._quiet:
+            messages.print(escape(text), highlight=False, soft_wrap=True)
 
     def show(self, snapshot: Snapshot) -> None:
         """Show where the federation stands."""
@@ -144,9 +150,8 @@ class Result:
         return sum(found) / len(found) if found else None
 
 
-def pages(api: Coordinator, path: str, key: str) -> Iterator[dict[str, Any]]:
-    """Everything on the pages of a list."""
-    after: str | None = None
+def pages(api: Coordinator, path: str, key: str, after: str | None = None) -> Iterator[dict[str, Any]]:
+    """Everything on the pages of a list, or what comes behind ``after``."""
     while True:
         page = api.get(path, **({"after": after} if after is not None else {}))
         yield from page[key]

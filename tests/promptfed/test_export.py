@@ -110,14 +110,14 @@ def test_fedtpg_makes_the_context_for_the_given_names(
     coordinator: InThread, backbone: Backbone, tmp_path: Path
 ) -> None:
     found, names = exporting.taken(coordinator, "fedtpg"), ("violin", "cactus", "moon")
-    card = export(found, tmp_path / "out", Asked(classes="violin, cactus, moon"), backbone)
+    card = export(found, tmp_path / "out", Asked(("violin", "cactus", "moon")), backbone)
     method = make_method({"name": "fedtpg", "m": 4})
     context = method.context_of(decode(found.body)[0], name_features(backbone, names))  # type: ignore[attr-defined]
     expected = backbone.encode_prompts(context, backbone.class_prompts(names, 4), path="plain")
     weights = load_file(tmp_path / "out" / "class_weights.safetensors")["class_weights"]
     assert torch.allclose(weights, expected, atol=1e-5)
     assert card["class_names"] == list(names)
-    assert card["class_names_from"] == "the command line"
+    assert card["class_names_from"] == "who exported it"
     assert "exactly these class names" in (tmp_path / "out" / "card.md").read_text()
 
 
@@ -176,7 +176,7 @@ def test_the_card_tells_what_it_is(coordinator: InThread, backbone: Backbone, tm
 
 def test_names_of_others_are_no_markup_in_the_card(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     found = exporting.taken(coordinator, "promptfl")
-    export(found, tmp_path / "out", Asked(classes="<img src=x>, [a](b) | c"), backbone)
+    export(found, tmp_path / "out", Asked(("<img src=x>", "[a](b) | c")), backbone)
     text = (tmp_path / "out" / "card.md").read_text()
     assert "<img" not in text.replace("\\<img", "")
     assert "\\[a\\](b) \\| c" in text

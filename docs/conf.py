@@ -1,0 +1,45 @@
+"""How `make docs` builds these pages: Sphinx with MyST, every warning an error."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import Any
+
+project = "promptfed"
+author = "the promptfed authors"
+copyright = "Apache-2.0"
+release = metadata.version("promptfed")
+version = release
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build", "results"]
+suppress_warnings = ["toc.empty_glob"]  # a pattern for pages that come later
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3  # so that page.md#heading works as it does on GitHub
+
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+
+html_theme = "furo"
+html_title = f"promptfed {release}"
+html_show_sourcelink = False
+
+
+def read_me(app: Any, name: str, content: list[str]) -> None:
+    """Links to the README, which lies above these pages, lead to the page that includes it."""
+    content[0] = re.sub(r"\]\(((?:\.\./)*)\.\./README\.md", r"](\1start.md", content[0])
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", read_me)

@@ -1,0 +1,110 @@
+"""The pages: every link leads somewhere, tables from the code are fresh and whole, and all of it builds."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shared.methods import METHODS
+from tests import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+FIVE = ("fedpgp", "fedtpg", "plan", "pfedpg", "fast_pt")
+
+
+def load(name: str) -> ModuleType:
+    """A module of docs/, which is no package."""
+    found = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Headings as links name them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page that lead nowhere."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    found = []
+    for link in LINK.findall(text) + PICTURE.findall(text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# One thing, and `another`\n")
+    page = tmp_path / "a.md"
+    page.write_text(
+        "[a](b.md#one-thing-and-another) [b](c.md) [c](b.md#two) [d](#none) ![e](f.png)\n```\n[g](h.md)\n```\n"
+    )
+    assert broken(page) == ["c.md", "b.md#two", "#none", "f.png"]
+
+
+def test_the_methods_tables_are_what_the_code_says() -> None:
+    tables = load("tables")
+    assert tables.stale() == [], "run python docs/tables.py"
+    assert tables.shown() == {"options": set(METHODS), "cost": set(METHODS)}
+
+
+@pytest.mark.parametrize("method", FIVE)
+def test_each_papers_method_has_a_page_with_everything(method: str) -> None:
+    text = (DOCS / "methods" / f"{method}.md").read_text()
+    for heading in ("## Equations", "## What travels", "## Options", "## When to use it"):
+        assert heading in text
+    assert "Eq. " in text
+    assert text.count("$$") >= 2
+    for name in METHODS[method].Hyper.model_fields:
+        assert f"| `{name}` |" in text
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """By name, or by a pattern for pages that come later."""
+    from fnmatch import fnmatch
+
+    listed = [line for block in re.findall(r"```\{toctree\}(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+              for line in block.splitlines() if line and not line.startswith(":")]  # fmt: skip
+    names = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")} - {"index"}
+    pages = {name for name in names if not name.startswith("results/")}
+    assert {name for name in pages if not any(fnmatch(name, pattern) for pattern in listed)} == set()
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+    for module in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(module, reason="the extra 'docs' is not installed")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "FedPGP" in (tmp_path / "methods" / "fedpgp.html").read_text()
+    reference = (tmp_path / "api.html").read_text()
+    assert "promptfed.running.run" in reference
+    assert "class_weights" in reference
