@@ -119,7 +119,11 @@ def _range(schema: dict[str, Any]) -> str:
 
 
 def _json(value: Any) -> str:
-    return {None: "none", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, list) else ""
+    if isinstance(value, list):
+        return ""
+    if value is None or isinstance(value, bool):  # 1.0 == True: a dictionary would take one for the other
+        return {None: "none", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def _cell(text: str) -> str:
