@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from coordinator import federations, logs
+from coordinator import access, federations, logs
 from coordinator.app import create_app
 from coordinator.bootstrap import BootstrapFailed, read_spec
 from coordinator.problems import Refusal
@@ -86,6 +86,8 @@ def serve(settings: Settings) -> int:
         place = store.database.backend.place
         log.info("listening on %s, data in %s, database at %s", base_url, settings.data_dir, place)
         if settings.port_file is not None:
+        token = settings.data_dir / access.OPERATOR_FILE
+        log.info("the operator's page is %s/; its token lies in %s", base_url, token)
             _write_whole(settings.port_file, base_url)
 
     app = create_app(settings)

@@ -99,6 +99,8 @@ def conduct(
         ProcessFailed: a service ended for good.
     """
     federation = services.create(spec, initial_state)
+    if services.operator_token is not None:
+        watcher.note(f"watch it at {services.api.url}/ with the token in {services.operator_token}")
     evaluators = sum(site.role == "evaluator" for site in sites)
     watcher.say(f"starting {_counted(len(sites) - evaluators, 'client')} and {_counted(evaluators, 'evaluator')}")
     services.enrol(federation, sites, lambda count: watcher.say(f"{count} of {len(sites)} have enrolled"), gpus)

@@ -19,6 +19,7 @@ START_SECONDS = 60.0
 ENROL_SECONDS = 120.0
 ENROL_SECONDS_EACH = 20.0  # starting a client takes seconds of computing, and many start at once
 POLL_SECONDS = 0.1
+OPERATOR_FILE = "operator.token"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Services(ABC):
 
     api: Coordinator
     permitted: Sequence[str] = ()
+    operator_token: Path | None = None  # where it lies, if people can read it here
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +104,7 @@ class LocalFederation(Services):
         self.processes = processes
         self.folder = folder
         self.api = self._start_coordinator(port)
+        self.operator_token = folder / "coordinator" / OPERATOR_FILE
 
     def hand_out(self, token: str) -> None:
         """Write it beside the clients' folders."""
@@ -143,7 +146,7 @@ class LocalFederation(Services):
         # Started again, it must be found where the clients know it.
         port = int(url.rsplit(":", 1)[1])
         managed.command = [f"--port={port}" if part == "--port=0" else part for part in managed.command]
-        token = (data_dir / "operator.token").read_text().strip()
+        token = (data_dir / OPERATOR_FILE).read_text().strip()
         return Coordinator(url, token, meanwhile=self.processes.watch)
 
 

@@ -112,9 +112,11 @@ def whole_words(tokenizer: Any) -> Iterator[str]:
 
 def _embedded(backbone: Backbone, words: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Each word with its embedding ``(1, d_t)``; one that is several tokens in a text is left out."""
+    import torch
+
     together = backbone.embed_words(" ".join(words)).detach()
     if len(together) == len(words):
-        yield from zip(words, together.split(1), strict=True)
+        yield from zip(words, torch.split(together, 1), strict=True)
         return
     for word in words:
         alone = backbone.embed_words(word).detach()

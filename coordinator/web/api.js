@@ -1,5 +1,7 @@
 // The coordinator's API. The token lives in this object, in memory, and travels in a header: never in an address.
 
+const PATIENCE = 30_000; // ms for an answer; the stream of events has no end
+
 /** A refusal, in the coordinator's own words. */
 export class Refused extends Error {
   constructor(status, detail) {
@@ -37,7 +39,7 @@ export class Api {
   }
 
   async #call(method, path) {
-    const answer = await this.#fetch(path, { method });
+    const answer = await this.#fetch(path, { method, signal: AbortSignal.timeout(PATIENCE) });
     return answer.status === 204 ? null : answer.json();
   }
 

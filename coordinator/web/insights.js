@@ -66,7 +66,11 @@ export class Insights {
     const there = points.length > 1 && labels.length > 0;
     this.parts.drift.hidden = !there && !this.missing.drift;
     this.drift.element.hidden = !there;
-    if (there) this.drift.update(driftSeries(points, labels, unit));
+    if (there) {
+      const series = driftSeries(points, labels, unit);
+      const told = series.map((one) => `${one.label} ${figure(one.data.at(-1).y)}`).join(", ");
+      this.drift.update(series, `Drift of the prompts from their start; after round ${points.at(-1).round}: ${told}`);
+    }
     const described = unit === "relative" ? "Distance from round 0, in multiples of the start's own length." : "Distance from round 0, which is zero.";
     fill(this.remarks.drift, this.missing.drift ?? described, labels.length > SERIES ? ` The ${SERIES} that moved most of ${labels.length} tensors.` : "");
   }
@@ -148,7 +152,9 @@ export class Insights {
       return;
     }
     const chosen = plane.points.slice(0, 40);
-    this.plane.update(chosen.map((one) => ({ label: one.client, place: places.get(one.client) ?? 0, data: [{ x: one.x, y: one.y }] })));
+    const told = chosen.map((one) => `${one.client} ${figure(one.x)}, ${figure(one.y)}`).join("; ");
+    const point = (one) => ({ label: one.client, place: places.get(one.client) ?? 0, data: [{ x: one.x, y: one.y }] });
+    this.plane.update(chosen.map(point), `Clients in the plane: ${told}`);
     const what = plane.of === "contexts" ? "The contexts that the generator makes for each client's classes" : "The descriptors that the coordinator keeps of its clients";
     fill(this.remarks.plane, `${what}, on their first two principal components, which hold ${percent(plane.explained[0])} and ${percent(plane.explained[1])} of their variance.`);
   }

@@ -17,10 +17,12 @@ export class Traffic {
     this.plot.element.hidden = all.length === 0;
     if (!all.length) return;
     const data = (key) => all.map((one) => ({ x: one.round, y: one[key] }));
-    this.plot.update([
+    const series = [
       { label: "up: updates", place: 0, data: data("bytes_up") },
       { label: "down: payloads", place: 1, data: data("bytes_down") },
-    ]);
+    ];
+    const last = all.at(-1);
+    this.plot.update(series, `Bytes by round; round ${last.round}: ${bytes(last.bytes_up)} up, ${bytes(last.bytes_down)} down`);
   }
 
   end() {

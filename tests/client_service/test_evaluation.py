@@ -129,3 +129,28 @@ def test_a_test_set_of_classes_that_the_client_lacks_needs_no_permission(
 ) -> None:
     found = run(make_coordinator, make_worker, {"novel": made_up_source(names=OTHERS)}, class_names=list(NAMES))
     assert found[-1]["splits"]["novel"]["num_samples"] > 0
+
+
+class Mixing(First):
+    """Says which domains images look like; two of the three have one name."""
+
+    domain_names = ("neon", "sketch", "neon")
+
+    def shares(self, split: Split, indices: Tensor) -> Tensor:
+        return torch.tensor([0.5, 0.3, 0.2]).expand(len(indices), 3)
+
+
+class WithMixture(PromptFL):
+    name = "with_mixture"
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        return Mixing()
+
+
+def test_how_a_classifier_mixes_domains_is_told_as_a_mean(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(shared.methods.METHODS, "with_mixture", WithMixture)
+    [*_, last] = run(make_coordinator, make_worker, {}, method={"name": "with_mixture"})
+    shares = {name: value for name, value in last["metrics"].items() if name.startswith("domain_share:")}
+    assert shares == {"domain_share:neon": pytest.approx(0.7), "domain_share:sketch": pytest.approx(0.3)}

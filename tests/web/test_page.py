@@ -15,6 +15,7 @@ from tests.web.conftest import Visit, visit
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
 expect = playwright.expect
+expect.set_options(timeout=15_000)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Route
