@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -14,7 +14,8 @@ from client_service.exits import ClientError, Exit
 from client_service.images import IMAGES, HeldImages, ImageCache
 from shared import messages
 from shared.clip import Backbone, FeatureCache
-from shared.data import DataError, Source, Split, open_source
+from shared.data import DataError, Domain, Source, Split, open_source
+from shared.methods.base import Method
 from shared.methods.training import TaskCancelled
 
 CHUNK = 256  # images between two looks at whether to stop
@@ -129,16 +130,31 @@ class ClientData:
         return self._held.get(key, lambda: self._backbone.preprocess(split.image(row)))
 
 
-def open_data(uri: str) -> Source:
-    """The source that ``uri`` names.
+def open_data(uri: str, name: str = "", domain: str | None = None) -> Source:
+    """The source that ``uri`` names; ``domain`` describes the images of the client ``name`` in words.
 
     Raises:
         ClientError: BAD_DATA, with the reason in one line.
     """
     try:
-        return open_source(uri)
+        source = open_source(uri)
     except DataError as error:
         raise ClientError(Exit.BAD_DATA, str(error)) from None
+    if domain is None:
+        return source
+    own = source.domain.name if source.domain is not None else name
+    return replace(source, domain=Domain(own, domain))
+
+
+def check_domain(method: Method, role: str, source: Source) -> None:
+    """Refuse images of no domain where the method needs one of every trainer.
+
+    Raises:
+        ClientError: BAD_DATA, with what to do.
+    """
+    if method.needs.domain_descriptions and role == "trainer" and source.domain is None:
+        text = f"{method.name} needs words for what the images look like: give --domain 'a sketch of a {{}}'"
+        raise ClientError(Exit.BAD_DATA, text)
 
 
 def domain_of(source: Source) -> messages.Domain | None:

@@ -97,7 +97,7 @@ def _exchange_lines(exchange: Exchange) -> list[str]:
     known = [tensor.bytes for tensor in exchange.tensors if tensor.bytes is not None]
     if len(known) == len(exchange.tensors) > 1:
         lines.append(f"            {sum(known):,} bytes in all")
-    return [*lines, "  metrics   its loss and seconds of computing" + ("; no tensor" if not exchange.tensors else "")]
+    return [*lines, "  metrics   numbers about its training: loss, seconds of computing, what the method measures"]
 
 
 def disclose(

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from client_service.checks import Check, check_clock, check_data, check_device, check_disk, check_versions
 from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
-from client_service.data import check_classes, domain_of, open_data
+from client_service.data import check_classes, check_domain, domain_of, open_data
 from client_service.disclosure import Disclosure, disclose
 from client_service.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
 from client_service.exits import ClientError
@@ -43,6 +43,7 @@ class Patient:
     federation: str | None = None
     enrolment_token_file: Path | None = None
     data: str | None = None
+    domain: str | None = None
     tests: dict[str, str] = field(default_factory=dict)
     role: str = "trainer"
     name: str | None = None
@@ -97,7 +98,8 @@ class Examination:
         if uri is None:
             self.checks.append(Check("data", "warn", "not looked at", "give --data URI"))
             return None
-        source = self._try("data", lambda: open_data(uri))
+        name = self.patient.name or "here"
+        source = self._try("data", lambda: open_data(uri, name, self.patient.domain))
         if source is not None:
             self.checks += check_data(source, self.patient.role)
         for name, other in self.patient.tests.items():
@@ -183,6 +185,7 @@ class Examination:
         known = tuple(info.class_names) if info.class_names else None
         space = method.label_space(known, source.class_names)
         check_classes(source.class_names, space)
+        check_domain(method, self.patient.role, source)
         method.check_classes(space)
         method.check_texts(backbone, space, info.template or source.template)
         settings = self._settings()

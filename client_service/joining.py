@@ -12,7 +12,7 @@ import torch
 from client_service.checks import Check, check_clock, check_data, check_device
 from client_service.compute import Compute
 from client_service.coordinator_client import CoordinatorClient, Refused
-from client_service.data import TEST, TRAIN, ClientData, check_classes, domain_of, open_data
+from client_service.data import TEST, TRAIN, ClientData, check_classes, check_domain, domain_of, open_data
 from client_service.disclosure import Disclosure, disclose
 from client_service.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
 from client_service.exits import ClientError, Exit
@@ -78,7 +78,7 @@ class Joining:
         identity = self.state.identity(settings.name, settings.role)
         source = parts.source
         if source is None:
-            source = await self.compute.run(lambda: open_data(settings.data))
+            source = await self.compute.run(lambda: open_data(settings.data, settings.name, settings.domain))
         tests = parts.tests
         if tests is None:
             tests = await self.compute.run(lambda: {name: open_data(uri) for name, uri in settings.tests.items()})
@@ -99,6 +99,7 @@ class Joining:
         method = _method(info)
         federation_classes = tuple(info.class_names) if info.class_names else None
         check_classes(source.class_names, method.label_space(federation_classes, source.class_names))
+        check_domain(method, settings.role, source)
 
         backbone = await self._backbone(info, method)
         cache = parts.features or FeatureCache(settings.features_dir)

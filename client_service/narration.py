@@ -40,8 +40,7 @@ def _evaluated(facts: Mapping[str, Any]) -> str:
 
 
 def _ended(facts: Mapping[str, Any]) -> str:
-    why = f": {facts['detail']}" if facts.get("detail") else ""
-    return f"the federation {facts['federation']} has ended{why}"
+    return f"the federation {facts['federation']} has ended"
 
 
 def _round(facts: Mapping[str, Any]) -> str:

@@ -36,6 +36,10 @@ class Settings(BaseSettings):
         Field(description="this client's name in the federation; default: as the state folder says, else this host's"),
     ]
     data: Annotated[str, Field(min_length=1, description="data URI, as in folder:/data/pets or symbols:sketch")]
+    domain: Annotated[
+        str | None,
+        Field(description="words for what the images look like, as in 'a sketch of a {}'; default: as the data says"),
+    ] = None
     test: Annotated[
         list[str],
         Field(description="a further test set, NAME=URI, measured in every evaluation; repeatable"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 project = "promptfed"
@@ -20,7 +21,6 @@ extensions = [
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "results"]
-suppress_warnings = ["toc.empty_glob"]  # a pattern for pages that come later
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3  # so that page.md#heading works as it does on GitHub
@@ -35,11 +35,16 @@ html_title = f"promptfed {release}"
 html_show_sourcelink = False
 
 
-def read_me(app: Any, name: str, content: list[str]) -> None:
-    """Links to the README, which lies above these pages, lead to the page that includes it."""
+def read(app: Any, name: str, content: list[str]) -> None:
+    """Links to the README, which lies above these pages, lead to the page that includes it; patterns of the
+    navigation that match no page yet are left out."""
+    if name == "index":
+        here = Path(app.srcdir)
+        kept = [line for line in content[0].split("\n") if not re.fullmatch(r"[\w-]+\*", line) or [*here.glob(line)]]
+        content[0] = "\n".join(kept)
     content[0] = re.sub(r"\]\(((?:\.\./)*)\.\./README\.md", r"](\1start.md", content[0])
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", read_me)
+    app.connect("source-read", read)

@@ -120,6 +120,20 @@ def test_what_fails_says_why(
     assert why in check["text"]
 
 
+def test_a_method_of_domains_wants_words_for_the_images(coordinator: InThread, pets: Path, tmp_path: Path) -> None:
+    spec = {"name": "domains", "method": {"name": "fast_pt"}, "class_names": ["cat", "dog"]}
+    coordinator.post("/v1/federations", spec, status=201)
+    token = tmp_path / "token"
+    token.write_text(coordinator.token("domains"))
+    given = joining(coordinator, token, pets, federation="domains")
+    without = doctor(*given, "--json")
+    assert without.exit_code == Exit.BAD_INPUT
+    assert "give --domain" in without.stdout
+    with_words = doctor(*given, "--json", "--domain", "a photo of a {} indoors")
+    assert with_words.exit_code == Exit.OK, with_words.output
+    assert json.loads(with_words.stdout)["leaves"]["declared"]["domain"]["description"] == "a photo of a {} indoors"
+
+
 def test_a_client_checks_the_same_and_joins_nothing(
     coordinator: InThread, token: Path, pets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
