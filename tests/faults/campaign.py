@@ -113,7 +113,7 @@ def play(api: Api, case: Case) -> dict[str, Any]:
     start = api.http.post(f"/v1/federations/{federation}/start", headers=api.operator)
     assert start.status_code == 200 or start.json().get("state") == "running", start.text
     late = AnyClient(api.http, federation, NAMES[case.clients], 0.9)
-    end = time.monotonic() + 300
+    end = time.monotonic() + 1500
     while [client for client in clients if not one_task(client)]:
         assert time.monotonic() < end
         # The newcomer comes while round 2 trains: the same point of every run.
