@@ -103,8 +103,26 @@ def footprint(pid: int) -> Footprint:
     return Footprint(megabytes["VmRSS"], megabytes["VmHWM"], len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
-async def watch(http: Http, record: Soaked, pid: int) -> None:
-    """Note the footprint after each round, and tell how far the leg is."""
+def seen(leg: Leg, record: Soaked) -> dict[str, Any]:
+    """Figures of the rounds that are over."""
+    bursts: dict[int, list[float]] = {}
+    for number, begun, ended in record.spans:
+        bursts.setdefault(number, []).extend((begun, ended))
+    seconds = [max(times) - min(times) for times in bursts.values() if len(times) == 2 * leg.clients]
+    return {
+        "rounds_over": len(seconds),
+        "updates": len(record.accepted),
+        "updates_per_second": leg.clients * len(seconds) / sum(seconds),
+        "first_rounds_per_second": leg.clients / float(np.median(seconds[:10])),
+        "last_rounds_per_second": leg.clients / float(np.median(seconds[-10:])),
+        "too_many_uploads": record.too_many,
+        **quantiles("task", record.polls),
+        **quantiles("update", record.accepted),
+    }
+
+
+async def watch(http: Http, leg: Leg, record: Soaked, pid: int) -> None:
+    """Note the footprint after each round, and tell how far the leg is: what is cut off has told something."""
     done = 0
     while True:
         await asyncio.sleep(1)
@@ -112,7 +130,8 @@ async def watch(http: Http, record: Soaked, pid: int) -> None:
         if view["round"] > done + 1 or (view["round"] > done and view["state"] == "finished"):
             done = view["round"] - (view["state"] != "finished")
             record.after[done] = footprint(pid)
-            print(f"round {done}: {len(record.accepted)} updates, {record.after[done]}", file=sys.stderr, flush=True)
+            told = {**seen(leg, record), **asdict(record.after[done])}
+            print(json.dumps(told), file=sys.stderr, flush=True)
         if view["state"] == "finished":
             return
         if view["state"] != "running":
@@ -133,7 +152,7 @@ async def play(leg: Leg, port: int, pid: int, data: Path) -> tuple[Soaked, dict[
     working = asyncio.gather(*(client.work() for client in clients))
     await expect(http, 200, "POST", "/v1/federations/load/start")
     async with asyncio.timeout(MORE_THAN_ENOUGH):
-        await asyncio.gather(working, watch(http, record, pid))
+        await asyncio.gather(working, watch(http, leg, record, pid))
     seconds = time.perf_counter() - begun
     last = json.loads(await expect(http, 200, "GET", f"/v1/federations/load/rounds/{leg.rounds}"))
     counted = sum(len(phase["counted"]) for phase in last["phases"])
@@ -152,20 +171,10 @@ def measure(leg: Leg) -> dict[str, Any]:
             record, ended = asyncio.run(play(leg, port, pid, folder / "data"))
             end = footprint(pid)
             stored = sum(path.stat().st_size for path in (folder / "data").rglob("*") if path.is_file())
-    bursts = [
-        max(end for number, _, end in record.spans if number == one) - min(b for n, b, _ in record.spans if n == one)
-        for one in range(1, leg.rounds + 1)
-    ]
     return {
         **asdict(leg),
         **ended,
-        "updates": len(record.accepted),
-        "updates_per_second": len(record.accepted) / sum(bursts),
-        "first_rounds_per_second": leg.clients / float(np.median(bursts[:10])),
-        "last_rounds_per_second": leg.clients / float(np.median(bursts[-10:])),
-        "too_many_uploads": record.too_many,
-        **quantiles("task", record.polls),
-        **quantiles("update", record.accepted),
+        **seen(leg, record),
         "idle": asdict(idle),
         "start": asdict(record.after[min(record.after)]),
         "last": asdict(record.after[max(number for number in record.after if number < leg.rounds)]),
@@ -175,8 +184,8 @@ def measure(leg: Leg) -> dict[str, Any]:
 
 
 def quantiles(call: str, seconds: list[float]) -> dict[str, float]:
-    """In milliseconds."""
-    return {f"{call}_p{q}_ms": float(np.percentile(seconds, q)) * 1e3 for q in (50, 99)}
+    """In milliseconds; NaN where nobody has asked yet."""
+    return {f"{call}_p{q}_ms": float(np.percentile(seconds or [np.nan], q)) * 1e3 for q in (50, 99)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
