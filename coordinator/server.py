@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,9 +86,9 @@ def serve(settings: Settings) -> int:
     def ready() -> None:
         place = store.database.backend.place
         log.info("listening on %s, data in %s, database at %s", base_url, settings.data_dir, place)
-        if settings.port_file is not None:
         token = settings.data_dir / access.OPERATOR_FILE
         log.info("the operator's page is %s/; its token lies in %s", base_url, token)
+        if settings.port_file is not None:
             _write_whole(settings.port_file, base_url)
 
     app = create_app(settings)
@@ -137,6 +138,13 @@ def _check(settings: Settings) -> None:
     if settings.enrolment_token_file is not None and not os.access(settings.enrolment_token_file.parent, os.W_OK):
         text = f"cannot write the enrolment token into {settings.enrolment_token_file.parent}: make the folder writable"
         raise BootstrapFailed(f"{text}, or mount the volume from which clients read it there")
+    if settings.tls_cert is not None:
+        try:
+            # An empty password: nobody is there to be asked for one.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, lambda: "")
+        except OSError as error:
+            files = f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key}"
+            raise OSError(f"{files} cannot be used: {error.strerror or error}") from None
 
 
 def _bind(settings: Settings) -> socket.socket:

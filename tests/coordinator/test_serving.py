@@ -1,22 +1,18 @@
-"""The ways in which the application is served: within a process, over TLS, without the network's own delays."""
+"""The ways in which the application is served: within a process, without the network's own delays."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
-import ssl
-import subprocess
 from pathlib import Path
 
 import httpx
-import pytest
 
 from coordinator.app import create_app, lifespan
 from coordinator.server import _bind
 from coordinator.settings import Settings
 from tests.coordinator.fakes import bearer, drive, enrolment, secret_of, spec
-from tests.coordinator.running import Forked, InThread
+from tests.coordinator.running import InThread
 
 
 def test_the_same_application_serves_within_a_process(tmp_path: Path) -> None:
@@ -38,23 +34,6 @@ def test_the_same_application_serves_within_a_process(tmp_path: Path) -> None:
             return (await waiting).status_code
 
     assert asyncio.run(federation()) == 200
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-def test_tls_by_flags(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
-    subprocess.run([*new, *names, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
-    server = Forked(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key))
-    try:
-        assert server.url.startswith("https://")
-        context = ssl.create_default_context(cafile=str(cert))
-        assert httpx.get(f"{server.url}/healthz", verify=context).status_code == 200
-        with pytest.raises(httpx.TransportError):
-            httpx.get(server.url.replace("https", "http") + "/healthz")
-    finally:
-        server.kill()
 
 
 def test_answers_do_not_wait_for_acknowledgements(tmp_path: Path) -> None:
