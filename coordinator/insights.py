@@ -38,7 +38,7 @@ MOST_ROUNDS = 200  # points of the drift; of more rounds evenly spaced ones are 
 MOST_CLIENTS = 64  # in a matrix of similarities, first in order of name
 MOST_CONTEXTS = 32
 NEAREST = 3
-NO_LEXICON = "words need the backbone, which the coordinator has not: run `promptfed federation words {name}` once"
+NO_LEXICON = "Words need the backbone, which the coordinator has not: run `promptfed federation words {name}` once"
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Insights:
         first = plan.history.get(0)
         gone = [round for round, digest in plan.history.items() if digest is None]
         if gone:
-            why = f"the states of rounds {gone[0]} to {gone[-1]} are no longer kept (retention: {live.spec.retention})"
+            why = f"The states of rounds {gone[0]} to {gone[-1]} are no longer kept (retention: {live.spec.retention})"
             missing.append(Missing(what="drift", why=why))
         if first is None:
             return []
@@ -112,7 +112,7 @@ class Insights:
             try:
                 rows = await self._once(("cosines", one.phase_id), _cosines_job(self._engine, live, one))
             except FileNotFoundError:
-                why = f"the updates of round {plan.found.round} are no longer kept (retention: {live.spec.retention})"
+                why = f"The updates of round {plan.found.round} are no longer kept (retention: {live.spec.retention})"
                 missing.append(Missing(what="similarity", why=why))
                 continue
             clients = [client for client, _, _ in one.updates]

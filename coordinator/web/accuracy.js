@@ -47,7 +47,7 @@ export class Accuracy {
     const several = clients.length > MANY;
     const drawn = several ? summarised(clients) : clients.flatMap((one) => [line(one, this.model), zeroShot(one, this.model)]);
     this.plot.update(drawn.filter((one) => one.data.length), `Accuracy by round on ${split}; the table beside it has the last values`);
-    fill(this.remark, several ? `Mean, lowest and highest of ${counted(clients.length, "client")}.` : "Dotted: zero-shot, which only has the template. Dashed: unseen domains, on which nobody trains.");
+    fill(this.remark, several ? `Mean, lowest and highest of ${counted(clients.filter((one) => one.role === "trainer").length, "client")}. Dashed: unseen domains. Dotted: zero-shot.` : "Dotted: zero-shot, which only has the template. Dashed: unseen domains, on which nobody trains.");
     fill(this.table, resultTable(this.evaluated.at(-1), split));
   }
 }
@@ -93,7 +93,7 @@ function summarised(clients) {
     const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
     const place = drawn.length;
     const dashed = role === "evaluator";
-    drawn.push({ label: `mean of ${label}`, place, data: over("points", mean), dashed });
+    drawn.push({ label: members.length > 1 ? `mean of ${label}` : label, place, data: over("points", mean), dashed });
     drawn.push({ label: `${label}, zero-shot`, place, data: over("zero", mean), thin: true });
     if (!dashed) {
       drawn.push({ label: "lowest", place: 6, data: over("points", (values) => Math.min(...values)) });

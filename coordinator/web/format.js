@@ -51,7 +51,8 @@ export function clock(time) {
 /** A few digits of a number. */
 export function figure(value, digits = 2) {
   if (value === null || value === undefined) return "–";
-  return Math.abs(value) >= 1000 ? value.toExponential(1) : value.toFixed(digits).replace("-", "−");
+  const text = Math.abs(value) >= 1000 ? value.toExponential(1) : value.toFixed(digits);
+  return Number(text) === 0 ? text.replace("-", "") : text.replace("-", "−");
 }
 
 /** "1 round", "2 rounds". */

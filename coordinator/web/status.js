@@ -23,7 +23,7 @@ export class Status {
     this.rounds = h("progress", { class: "rounds", "aria-label": "rounds completed" });
     this.phase = h("p", { class: "phase" });
     this.left = h("span", { class: "left" });
-    this.roll = h("ul", { class: "roll" });
+    this.roll = h("ul", { class: "roll", tabindex: "0", "aria-label": "Clients asked" });
     this.element = h(
       "section",
       { class: "panel status", "aria-label": "Where it stands" },
@@ -145,10 +145,13 @@ export class Status {
       return ["gone", "–", "no longer awaited"];
     };
     const over = ["finished", "failed", "cancelled"].includes(view.state);
+    const order = ["awaited", "failed", "answered", "gone"];
+    const asked = (over ? [] : view.asked).map((name) => [name, ...marked(name)]);
+    asked.sort(([, one], [, other]) => order.indexOf(one) - order.indexOf(other));
+    this.roll.hidden = asked.length === 0;
     fill(
       this.roll,
-      (over ? [] : view.asked).map((name) => {
-        const [state, mark, text] = marked(name);
+      asked.map(([name, state, mark, text]) => {
         return h("li", { "data-state": state }, h("span", { "aria-hidden": "true" }, mark), h("b", {}, name), h("small", {}, text));
       }),
     );

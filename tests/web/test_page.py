@@ -174,3 +174,16 @@ def test_a_coordinator_that_comes_back_is_followed_again(browser: Browser, tmp_p
     finally:
         made.page.context.close()
         again.stop()
+
+
+def test_the_policy_forbids_markup_made_of_text_and_the_tests_would_see_it(
+    browser: Browser, coordinator: InThread
+) -> None:
+    made = visit(browser, coordinator)
+    made.open()
+    with pytest.raises(playwright.Error, match="TrustedHTML"):
+        made.page.evaluate("document.body.innerHTML = '<b>x</b>'")
+    made.page.evaluate("document.body.setAttribute('style', 'color: red')")
+    assert set(made.violations()) == {"require-trusted-types-for", "style-src-attr"}
+    assert made.wrong != []
+    made.page.context.close()
