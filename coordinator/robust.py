@@ -240,7 +240,7 @@ def squared_distances(rows: Rows) -> Tensor:
     first, second = (squares < NEAR * sums).triu(1).nonzero(as_tuple=True)
     squares[first, second] = 0.0
     for _, values in rows.blocks():
-        for some in torch.arange(len(first)).split(max(1, BLOCK // values.shape[1])):
+        for some in torch.split(torch.arange(len(first)), max(1, BLOCK // values.shape[1])):
             i, j = first[some], second[some]
             squares[i, j] += (values[i] - values[j]).square().sum(1)
     return squares + squares.T
