@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from coordinator.engine import Engine
 
 
+AT_ONCE = 500  # digests that one query asks for
+NAMING = (  # the columns of `_stored`, in its order
+    StateRow.sha256,
+    UpdateRow.sha256,
+    TaskRow.payload_sha256,
+    FederationRow.supplied_state,
+    FederationRow.lexicon,
+)
+
+
 def has_to_retire(live: Live, retired: int) -> bool:
     """Whether rounds have passed whose tensors are not kept, beyond the ``retired`` ones."""
     return live.spec.retention == "last_round" and _kept_from(live) > retired
@@ -52,9 +62,11 @@ def awaits_computing(session: Session, id: str, client: str) -> bool:
 
 def collect(engine: Engine, digests: Iterable[str]) -> None:
     """Remove those of ``digests`` that no row names any more."""
+    candidates = sorted(digests)
     with engine.exclusively(), engine.database.read() as session:
-        for digest in digests:
-            if not _is_named(session, digest):
+        for begin in range(0, len(candidates), AT_ONCE):
+            some = candidates[begin : begin + AT_ONCE]
+            for digest in set(some) - _named(session, some):
                 engine.blobs.remove(digest)
 
 
@@ -64,6 +76,15 @@ def sweep(engine: Engine) -> None:
         named = {digest for query in _stored() for digest in session.scalars(query)}
     for digest in set(engine.blobs.all()) - named:
         engine.blobs.remove(digest)
+
+
+def _named(session: Session, digests: list[str]) -> set[str]:
+    """Those of ``digests`` that a row names."""
+    return {
+        digest
+        for query, column in zip(_stored(), NAMING, strict=True)
+        for digest in session.scalars(query.where(column.in_(digests)))
+    }
 
 
 def _stored() -> tuple[Select[Any], ...]:
@@ -106,15 +127,3 @@ def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
     session.execute(update(StateRow).where(*old_states).values(stored=False))
     session.execute(update(UpdateRow).where(*old_updates).values(stored=False))
     session.execute(update(TaskRow).where(old_tasks).values(payload_stored=False))
-
-
-def _is_named(session: Session, digest: str) -> bool:
-    columns = (
-        StateRow.sha256,
-        UpdateRow.sha256,
-        TaskRow.payload_sha256,
-        FederationRow.supplied_state,
-        FederationRow.lexicon,
-    )
-    queries = (query.where(column == digest).limit(1) for query, column in zip(_stored(), columns, strict=True))
-    return any(session.execute(query).first() is not None for query in queries)
