@@ -111,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rules", default=";".join(RULES), help="of this list, with semicolons between")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -119,7 +120,7 @@ def main() -> None:
     zero_shot = 0.0
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options.rounds)
-        for rule in RULES:
+        for rule in options.rules.split(";"):
             for attack in (None, *ATTACKS):
                 runs = [bench.accuracy(attack, rule, seed) for seed in seeds]
                 table.setdefault(rule, {})[attack or "none"] = [accuracy for accuracy, _ in runs]
