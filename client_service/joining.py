@@ -111,10 +111,8 @@ class Joining:
         await self.compute.run(lambda: self._warm(work, method))
         request = enrol_request(settings, identity.secret, source, domain, backbone)
         if parts.consent is not None and identity.client_id is None:
-            checks = await self.compute.run(lambda: self._checks(source, backbone))
             told = disclose(settings.coordinator, info, method, request, list(tests))
-            if not await parts.consent(checks, told):
-                raise ClientError(Exit.DECLINED, "not joined, as you decided: nothing of the above was sent")
+            await self._ask(parts.consent, told, source, backbone)
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
@@ -193,6 +191,12 @@ class Joining:
                 work.data.features(name, watched)
         except DataError as error:
             raise ClientError(Exit.BAD_DATA, str(error)) from None
+
+    async def _ask(self, consent: Consent, told: Disclosure, source: Source, backbone: Backbone) -> None:
+        """Tell what was found and what will be sent; go on only if that is wanted."""
+        checks = await self.compute.run(lambda: self._checks(source, backbone))
+        if not await consent(checks, told):
+            raise ClientError(Exit.DECLINED, "not joined, as you decided: nothing of the above was sent")
 
     def _checks(self, source: Source, backbone: Backbone) -> list[Check]:
         """What joining did not fail at is told all the same."""

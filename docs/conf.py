@@ -7,6 +7,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
 project = "promptfed"
 author = "the promptfed authors"
 copyright = "Apache-2.0"
@@ -17,7 +20,6 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "results"]
@@ -30,6 +32,7 @@ autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
 napoleon_google_docstring = True
 
+html_math_renderer = "mathml"  # which browsers draw by themselves: pages work without a network
 html_theme = "furo"
 html_title = f"promptfed {release}"
 html_show_sourcelink = False
@@ -45,6 +48,19 @@ def read(app: Any, name: str, content: list[str]) -> None:
     content[0] = re.sub(r"\]\(((?:\.\./)*)\.\./README\.md", r"](\1start.md", content[0])
 
 
+def inline_math(writer: Any, node: nodes.math) -> None:
+    """An equation within a line, as MathML."""
+    writer.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def math_block(writer: Any, node: nodes.math_block) -> None:
+    """An equation by itself, as MathML."""
+    writer.body.append(f'<div class="math" style="margin: 1em 0">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.add_html_math_renderer("mathml", (inline_math, None), (math_block, None))
     app.connect("source-read", read)

@@ -158,7 +158,9 @@ def _means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def carries_backbone(backbone: dict[str, Any]) -> bool:
     """Whether open_clip could not load the backbone by its name alone."""
-    return backbone["model"] == tiny.MODEL or backbone["pretrained"] in (None, "random")
+    model, weights = backbone["model"], backbone["pretrained"]
+    named = weights not in (None, "random") or model.startswith("hf-hub:")  # whose name brings its weights
+    return model == tiny.MODEL or not named
 
 
 def snippet(learned: Learned, weights: Tensors) -> str:
@@ -202,7 +204,7 @@ def _arguments(backbone: dict[str, Any]) -> str:
     from open_clip import get_pretrained_cfg, is_pretrained_cfg
 
     model, weights = backbone["model"], backbone["pretrained"]
-    given = [f'"{model}"'] + ([f'pretrained="{weights}"'] if weights is not None else [])
+    given = [json.dumps(model)] + ([f"pretrained={json.dumps(weights)}"] if weights is not None else [])
     if weights is not None and is_pretrained_cfg(model, weights):
         given += ["force_quick_gelu=True"] * bool(get_pretrained_cfg(model, weights).get("quick_gelu", False))
     return ", ".join(given)

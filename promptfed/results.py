@@ -53,7 +53,7 @@ class Prediction:
         )
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """A federation after one round.
 
@@ -65,7 +65,7 @@ class Result:
     taken: Taken
     backbone: Backbone | None = None
     allow_backbone: bool = False
-    _predictors: dict[tuple[str, ...], Predictor] = field(default_factory=dict, repr=False)
+    _predictors: dict[tuple[str, ...], Predictor] = field(default_factory=dict)
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -160,6 +160,9 @@ class Result:
         if not names:
             raise CommandError("the spec names no classes: give class_names", Exit.BAD_INPUT)
         return tuple(names)
+
+    def __repr__(self) -> str:
+        return f"<Result {self._title()}>"
 
     def __str__(self) -> str:
         rows = [_cells(one) for one in self.accuracies()]

@@ -54,23 +54,17 @@ def run(
 
     Raises:
         CommandError: one line: a spec, data or backbone that cannot be used, or a federation that did not finish.
-
-    Example:
-        >>> result = promptfed.run("promptfl", {"a": "symbols:neon", "b": "symbols:quickdraw"}, rounds=2)
-        >>> result.mean(), result.mean(column="zero_shot")
     """
     sources = SharedSources()
     named = {"name": method} if isinstance(method, str) else method
-    further = {name: _uri(sources, f"test-{name}", one) for name, one in (tests or {}).items()}
-    trainers = [Site(name, uri, "trainer", further) for name, uri in _sites(sources, data, "client")]
-    evaluators = [Site(name, uri, "evaluator") for name, uri in _sites(sources, unseen, "unseen")]
+    sites = _all_sites(sources, data, unseen, tests or {})
     whole = {"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named}
     model = backbone or open_backbone(whole, allow_backbone=allow_backbone, device=device)
     quiet = not (sys.stderr.isatty() if progress is None else progress)
     with Watcher(whole.get("rounds"), quiet=quiet) as watcher:
         found = simulate(
             whole,
-            [*trainers, *evaluators],
+            sites,
             folder=Path(folder) if folder is not None else None,
             pool=pool,
             backbone=model,
@@ -84,6 +78,12 @@ def taken_of(found: Simulated) -> Taken:
     """A simulated federation as if it had been taken from a coordinator."""
     body = encode(found.state)
     return Taken(found.federation, found.clients, found.reports, found.rounds, body, found.state_hash)
+
+
+def _all_sites(sources: SharedSources, data: Data, unseen: Data, tests: Mapping[str, str | Source]) -> list[Site]:
+    further = {name: _uri(sources, f"test-{name}", one) for name, one in tests.items()}
+    trainers = [Site(name, uri, "trainer", further) for name, uri in _sites(sources, data, "client")]
+    return trainers + [Site(name, uri, "evaluator") for name, uri in _sites(sources, unseen, "unseen")]
 
 
 def _sites(sources: SharedSources, data: Data, kind: str) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ assert not OURS & {name.partition(".")[0] for name in sys.modules}
 """
 
 
+@cache
 def backbone() -> Backbone:
     """The embedded one, on one thread."""
     torch.set_num_threads(1)

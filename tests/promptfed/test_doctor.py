@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from client_service import doctor as doctor_module
 from client_service.__main__ import main as client
 from promptfed.exits import Exit
 from promptfed.main import app
@@ -28,6 +29,14 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
         spec = {"name": "pets", "method": {"name": "promptfl", "m": 4}, "class_names": ["cat", "dog"]}
         server.post("/v1/federations", spec | {"backbone": about}, status=201)
         yield server
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backbone is at hand, and a coordinator that does not answer is not waited for long."""
+    backbone = exporting.backbone()
+    monkeypatch.setattr(doctor_module, "open_backbone", lambda spec, device, allowed: backbone)
+    monkeypatch.setattr(doctor_module, "ANSWER_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -81,6 +90,7 @@ def test_everything_is_right(coordinator: InThread, token: Path, pets: Path) -> 
     assert not (token.parent / "state").exists()
 
 
+@pytest.mark.usefixtures("loaded")
 def test_without_a_coordinator_the_machine_is_looked_at(pets: Path) -> None:
     done = doctor("--data", f"folder:{pets}")
     assert done.exit_code == Exit.OK, done.output
@@ -89,6 +99,7 @@ def test_without_a_coordinator_the_machine_is_looked_at(pets: Path) -> None:
     assert any(line.startswith("warn  coordinator") and "--enrolment-token-file" in line for line in lines)
 
 
+@pytest.mark.usefixtures("loaded")
 def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InThread, token: Path, pets: Path) -> None:
     (pets / "cat").rename(pets / "axolotl")
     done = doctor(*joining(coordinator, token, pets), "--json")
@@ -110,6 +121,7 @@ def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InT
         ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
     ],
 )
+@pytest.mark.usefixtures("loaded")
 def test_what_fails_says_why(
     coordinator: InThread, token: Path, pets: Path, changes: dict[str, str], name: str, why: str
 ) -> None:
@@ -120,6 +132,7 @@ def test_what_fails_says_why(
     assert why in check["text"]
 
 
+@pytest.mark.usefixtures("loaded")
 def test_a_method_of_domains_wants_words_for_the_images(coordinator: InThread, pets: Path, tmp_path: Path) -> None:
     spec = {"name": "domains", "method": {"name": "fast_pt"}, "class_names": ["cat", "dog"]}
     coordinator.post("/v1/federations", spec, status=201)
@@ -134,6 +147,7 @@ def test_a_method_of_domains_wants_words_for_the_images(coordinator: InThread, p
     assert json.loads(with_words.stdout)["leaves"]["declared"]["domain"]["description"] == "a photo of a {} indoors"
 
 
+@pytest.mark.usefixtures("loaded")
 def test_a_client_checks_the_same_and_joins_nothing(
     coordinator: InThread, token: Path, pets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from promptfed.adapted import Learned, predictor_of
 from promptfed.api import CommandError
+from promptfed.cards import snippet
 from promptfed.exits import Exit
 from promptfed.export import Asked, export, read_export
 from promptfed.main import app
@@ -192,6 +193,28 @@ def test_without_class_names_the_state_alone_is_exported(
     assert "--classes" in card["use"]["why_not_open_clip"]
 
 
+@pytest.mark.parametrize(
+    ("model", "pretrained", "arguments"),
+    [
+        ("ViT-B-16", "openai", '"ViT-B-16", pretrained="openai", force_quick_gelu=True'),
+        ("ViT-B-16", "laion2b_s34b_b88k", '"ViT-B-16", pretrained="laion2b_s34b_b88k"'),
+        ("ViT-B-16", "random", '"local-dir:backbone"'),
+        ("hf-hub:a/b", None, '"hf-hub:a/b"'),
+        ("local-dir:/here", None, '"local-dir:backbone"'),
+        ("ViT-B-16", 'a"); exit("', r'"ViT-B-16", pretrained="a\"); exit(\""'),
+    ],
+)
+def test_the_code_asks_open_clip_for_the_very_backbone(
+    coordinator: InThread, model: str, pretrained: str | None, arguments: str
+) -> None:
+    found = exporting.taken(coordinator, "promptfl")
+    learned = Learned.of(found, decode(found.body)[0])
+    learned.backbone.update(model=model, pretrained=pretrained)
+    code = snippet(learned, {"class_weights": torch.zeros(4, 96)})
+    assert f"create_model_and_transforms({arguments})" in code
+    compile(code, "card.md", "exec")
+
+
 def test_a_damaged_export_is_refused(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     export(exporting.taken(coordinator, "zero_shot"), folder, Asked(), backbone)
@@ -224,7 +247,9 @@ class Command:
 
 
 @pytest.fixture
-def command(coordinator: InThread) -> Command:
+def command(coordinator: InThread, backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command, with the backbone at hand."""
+    monkeypatch.setattr("promptfed.backbone.load_backbone", lambda *names, **how: backbone)
     return Command(coordinator)
 
 

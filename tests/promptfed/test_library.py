@@ -17,7 +17,7 @@ from shared.data import open_source
 from tests.coordinator.running import in_thread
 from tests.promptfed import exporting
 
-SMALL = "?per_class=4&test_per_class=2&classes=base"
+SMALL = "?topic=weather&per_class=2&test_per_class=2"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,7 @@ def test_a_notebook_shows_a_table_of_text(result: promptfed.Result) -> None:
     assert shown.count("<tr>") == 4
     assert "<b>" not in shown
     assert "quickdraw" in str(result)
+    assert repr(result) == "<Result fedpgp: fedpgp after round 2 of 2>"
 
 
 def test_the_same_at_a_coordinator(backbone: Backbone, tmp_path: Path) -> None:

@@ -140,3 +140,17 @@ def test_the_command_follows_a_federation(tmp_path: Path) -> None:
         assert set(found["bytes/up"]) == {0}
         missing = CliRunner().invoke(app, ["track", "nothing", "--to", f"tensorboard:{tmp_path}", *options])
         assert missing.exit_code == Exit.REFUSED
+
+
+def test_a_simulation_is_tracked_too(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    run = tmp_path / "run.yaml"
+    site = "{name: site-%s, data: 'symbols:neon?topic=music&per_class=2&test_per_class=1'}"
+    run.write_text(f"name: small\nmethod: {{name: promptfl, m: 4}}\nrounds: 1\nclients: [{site % 'a'}, {site % 'b'}]\n")
+    done = CliRunner().invoke(app, ["simulate", str(run), "--track", f"tensorboard:{tmp_path / 'events'}", "--json"])
+    assert done.exit_code == Exit.OK, done.output
+    (folder,) = (tmp_path / "events").iterdir()
+    found = events(folder)
+    assert set(found["accuracy/trainer/test"]) == {0, 1}
+    assert set(found["loss/train"]) == {1}
+    assert sum(found["bytes/up"].values()) == json.loads(done.stdout)["bytes_up"]
