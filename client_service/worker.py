@@ -141,7 +141,7 @@ async def serve(worker: Worker) -> Exit:
     token = read_token(settings.api_token_file, "API token") if settings.api_token_file is not None else None
     app = create_app(worker.monitor, worker.predictor, token, settings.api_host)
     async with running_api(app, settings.api_host, settings.api_port) as url:
-        log.info("api %s", url)
+        log.info("this client's page and API: %s", url)
         worker.api_url = url
         exit = await worker.run()
         if settings.serve and not stopped.is_set():
