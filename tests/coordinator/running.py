@@ -182,13 +182,16 @@ def in_thread(folder: Path, **options: Any) -> Iterator[InThread]:
 
 
 class Process(Api):
-    """A server as a process of its own, which can be killed and started again on the same folder."""
+    """A server as a process of its own, which can be killed and started again on the same folder.
 
-    def __init__(self, folder: Path, *options: str, fault: str = ""):
+    ``files``: where its log and its URL are written, with suffixes; beside the folder unless given.
+    """
+
+    def __init__(self, folder: Path, *options: str, fault: str = "", files: Path | None = None):
         self.folder = folder
         self._options = options
-        self._log = folder.with_suffix(".log")
-        self._port_file = folder.with_suffix(".url")
+        self._log = (files or folder).with_suffix(".log")
+        self._port_file = (files or folder).with_suffix(".url")
         self.start(fault)
 
     def start(self, fault: str = "") -> None:
@@ -256,9 +259,9 @@ class Forked(Process):
     One thread may start it again while another looks for a moment to kill it.
     """
 
-    def __init__(self, folder: Path, *options: str, fault: str = ""):
+    def __init__(self, folder: Path, *options: str, fault: str = "", files: Path | None = None):
         self._turn = threading.RLock()
-        super().__init__(folder, *options, fault=fault)
+        super().__init__(folder, *options, fault=fault, files=files)
 
     def _spawn(self, arguments: list[str], fault: str) -> None:
         child = forks().Process(target=forked.run, args=(arguments, fault, str(self._log)))

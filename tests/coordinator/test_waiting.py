@@ -150,10 +150,7 @@ def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: Process, se
 
 
 def test_a_second_coordinator_on_the_same_folder_is_refused(process: Process, tmp_path: Path) -> None:
-    second = Forked.__new__(Forked)
-    second.folder, second._options = process.folder, ()
-    second._log, second._port_file = tmp_path / "second.log", tmp_path / "second.url"
-    second.start()
+    second = Forked(process.folder, files=tmp_path / "second")
     assert second.wait() == 2
     assert "another coordinator works on" in second.log()
     assert "Traceback" not in second.log()
