@@ -148,6 +148,7 @@ def speed(backbone: Backbone, classes: int, images: int, few: int, repeats: int)
     ways = {"plain": slow("plain"), "prefix": slow("prefix"), "batched": ours("soft"), "hard": ours("hard")}
     counts = {"plain": few, "prefix": few, "batched": images, "hard": images}
     taken = {name: seconds(way, case, repeats) for name, way in ways.items()}
+    unseen = replace(case, general=case.general + 1.0)  # the backbone remembers the texts of the hard way above
     return {
         "model": backbone.model_name,
         "classes": classes,
@@ -155,7 +156,7 @@ def speed(backbone: Backbone, classes: int, images: int, few: int, repeats: int)
         "largest_difference": worst,
         "images_per_second": {name: counts[name] / statistics.median(one) for name, one in taken.items()},
         "seconds_per_image": {name: [value / counts[name] for value in one] for name, one in taken.items()},
-        "texts_seconds": seconds(lambda one: lambda: one.classifier("hard"), case, repeats),
+        "texts_seconds": seconds(lambda one: lambda: one.classifier("hard"), unseen, repeats),
     }
 
 
