@@ -15,6 +15,7 @@ from tests.coordinator.running import InThread, in_thread
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+PATIENCE = 40_000  # ms; a busy machine is slow, a page that is wrong stays wrong
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WATCH = """
 window.violations = [];
@@ -82,7 +83,7 @@ class Visit:
 def visit(browser: Browser, coordinator: InThread, **options: Any) -> Visit:
     """A page of a browser that knows nothing of earlier ones."""
     context = browser.new_context(**({"reduced_motion": "reduce"} | options))
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(PATIENCE)
     page = context.new_page()
     page.add_init_script(WATCH)
     made = Visit(page, coordinator)

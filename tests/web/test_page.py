@@ -11,11 +11,11 @@ import torch
 
 from tests.coordinator.fakes import FakeClient, drive, trained, update_body
 from tests.coordinator.running import InThread
-from tests.web.conftest import Visit, visit
+from tests.web.conftest import PATIENCE, Visit, visit
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
 expect = playwright.expect
-expect.set_options(timeout=15_000)
+expect.set_options(timeout=PATIENCE)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Route
@@ -125,7 +125,7 @@ def test_names_are_text_whoever_chose_them(coordinator: InThread, visited: Visit
     assert page.locator("#main img, #main b b").count() == 0
 
 
-@pytest.mark.parametrize("width", [360, 1440])
+@pytest.mark.parametrize("width", [360, pytest.param(1440, marks=pytest.mark.slow)])
 def test_nothing_scrolls_sideways_and_the_dark_is_dark(browser: Browser, coordinator: InThread, width: int) -> None:
     federation, clients = enrolled(coordinator, LONG, "b", name=LONG)
     coordinator.post(f"{federation}/start")
@@ -156,6 +156,7 @@ def test_reloading_forgets_the_token_and_signing_out_too(coordinator: InThread, 
     expect(page.get_by_text("styles")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_comes_back_is_followed_again(browser: Browser, tmp_path: Path) -> None:
     first = InThread(tmp_path / "data")
     federation, _ = enrolled(first, "a", "b")
