@@ -14,6 +14,7 @@ from tests.faults.campaign import CASES, Case, Disturbed, at_every_point, killed
 from tests.postgres import PostgresServer
 
 RANDOM_KILLS = 10
+MOST_RUNS = 10
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -32,6 +33,21 @@ def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
     return found
 
 
+def killed(
+    case: Case, folder: Path, options: list[str], faults: list[str], kills: int, seed: int
+) -> tuple[dict[str, Any], int]:
+    """What comes of a run that dies at ``faults`` or so many times at random, and how often it did."""
+    process = Forked(folder, *options, fault=faults.pop(0) if faults else "")
+    api = Disturbed(process, faults)
+    try:
+        with killed_at_random(process, kills, seed):
+            found = play(api, case)
+    finally:
+        process.kill()
+    assert faults == [], "every point was reached"
+    return found, api.deaths
+
+
 @pytest.mark.both_databases
 @pytest.mark.parametrize("name", CASES)
 def test_killed_anywhere_it_ends_where_an_undisturbed_run_ends(
@@ -39,23 +55,24 @@ def test_killed_anywhere_it_ends_where_an_undisturbed_run_ends(
 ) -> None:
     case = CASES[name]
     expected = undisturbed(case, tmp_path / "undisturbed")
-    deaths = []
-    for run in range(3):
-        options = []
-        if database:
-            server: PostgresServer = request.getfixturevalue("postgres")
-            options = ["--database-url", server.schema()]
-        faults = at_every_point(run) if run < 2 else []
-        process = Forked(tmp_path / f"killed-{run}", *options, fault=faults.pop(0) if faults else "")
-        api = Disturbed(process, faults)
-        try:
-            with killed_at_random(process, 0 if run < 2 else RANDOM_KILLS, seed=run):
-                found = play(api, case)
-        finally:
-            process.kill()
+
+    def options() -> list[str]:
+        server: PostgresServer | None = request.getfixturevalue("postgres") if database else None
+        return ["--database-url", server.schema()] if server else []
+
+    named, at_random, runs = [], 0, 0
+    for run in range(2):
+        found, deaths = killed(case, tmp_path / f"named-{run}", options(), at_every_point(run), 0, seed=0)
         assert found == expected
-        assert faults == [], "every point was reached"
-        deaths.append(api.deaths)
+        named.append(deaths)
+    # A run may be over before all its kills have come: as many runs as it takes.
+    while at_random < RANDOM_KILLS:
+        found, deaths = killed(
+            case, tmp_path / f"random-{runs}", options(), [], RANDOM_KILLS - at_random, seed=2 + runs
+        )
+        assert found == expected
+        at_random, runs = at_random + deaths, runs + 1
+        assert runs < MOST_RUNS, "a run is over before anything can be killed"
     kind = "PostgreSQL" if database else "SQLite"
-    print(f"\n{name} on {kind}: killed {deaths[0]} + {deaths[1]} times at named points, {deaths[2]} times at random")
-    assert deaths[2] >= RANDOM_KILLS // 2
+    told = f"killed {named[0]} + {named[1]} times at named points, {at_random} times at random in {runs} runs"
+    print(f"\n{name} on {kind}: {told}")
