@@ -72,7 +72,8 @@ def test_symbols_survive_kills_on_the_way(tmp_path: Path) -> None:
     try:
         victim = DEMOS["symbols"].clients[0][0]
         found = wait_for(
-            "a first round", lambda: services(demo.pid) if log_says(folder, f"client-{victim}.log", "train: loss") else None
+            "a first round",
+            lambda: services(demo.pid) if log_says(folder, f"client-{victim}.log", "train: loss") else None,
         )
         found[victim].kill()
         found["coordinator"].kill()
