@@ -55,7 +55,7 @@ def test_containers_die_and_the_result_is_that_of_processes(tmp_path: Path) -> N
     launched = launch(path, spec_of(25), "--runtime", "docker", "--json", "--keep", str(tmp_path / "logs"))
     try:
         name = wait_for("a client's start", lambda: [one for one in ours() if one.endswith("-client-a")])[0]
-        wait_for("a first update", lambda: "accepted" in docker("logs", name).stderr)
+        wait_for("a first update", lambda: "has the update" in docker("logs", name).stderr)
         assert docker("kill", name).returncode == 0
         assert docker("kill", name.replace("client-a", "coordinator")).returncode == 0
         out, errors = launched.communicate(timeout=400)
@@ -63,7 +63,7 @@ def test_containers_die_and_the_result_is_that_of_processes(tmp_path: Path) -> N
         launched.kill()
     assert launched.returncode == Exit.OK, errors
     contained = json.loads(out)
-    assert "accepted" in (tmp_path / "logs" / "client-a.log").read_text()
+    assert "has the update" in (tmp_path / "logs" / "client-a.log").read_text()
     assert ours() == []
     in_processes = launch(path, spec_of(25), "--json")
     out, errors = in_processes.communicate(timeout=400)
