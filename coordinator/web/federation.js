@@ -165,7 +165,8 @@ export class Federation {
     if (event.kind === "lexicon-supplied") this.lexicon = event.id;
     const fresh = Date.now() - Date.parse(event.data.at) < 10_000;
     if (fresh && event.kind === "phase-opened" && event.data.kind === "train") announce(`Round ${event.data.round}, ${event.data.phase}`);
-    if (fresh && event.kind === "federation-state") announce(`The federation is ${event.data.state}`);
+    // In the words of `steer`: whichever comes last says the same.
+    if (fresh && event.kind === "federation-state") announce(`${this.model.view.name} is ${event.data.state}`);
     if (this.pending !== undefined) this.again = true;
     this.#soon();
   }
