@@ -4,37 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from pathlib import PurePath
 
 from fastapi import APIRouter, Response
 
-KINDS = {
-    "index.html": "text/html; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-}
-# The page's own files and the API beside it; `blob:` is the chosen image, shown from the browser's memory.
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src blob:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
+from shared.pages import MEDIA_TYPES, page_headers
+
+# `blob:` is the chosen image, shown from the browser's memory.
+HEADERS = page_headers(images="blob:")
 
 # Files of a page are no calls that a program makes.
 router = APIRouter(include_in_schema=False)
@@ -64,4 +41,4 @@ async def script() -> Response:
 
 
 def _file(name: str) -> Response:
-    return Response(_content(name), media_type=KINDS[name], headers=HEADERS)
+    return Response(_content(name), media_type=MEDIA_TYPES[PurePath(name).suffix], headers=HEADERS)

@@ -6,45 +6,18 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Response, status
 
 from coordinator.problems import NotFound, documented
+from shared.pages import MEDIA_TYPES, page_headers
 
 router = APIRouter(tags=["page"])
 
-KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".txt": "text/plain; charset=utf-8",
-}
-# Nothing but the page's own files and the coordinator's own API; no text ever becomes HTML or script.
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
-CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in KINDS.values()}
+HEADERS = page_headers(images="'self'")
+CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_TYPES.values()}
 
 
 @dataclass(frozen=True)
@@ -59,7 +32,7 @@ def _files() -> dict[str, _File]:
     """The page's files by name: only these are served, whatever is asked for."""
     found = {}
     for entry in (files("coordinator") / "web").iterdir():
-        kind = KINDS.get(f".{entry.name.rpartition('.')[2]}")
+        kind = MEDIA_TYPES.get(PurePath(entry.name).suffix)
         if kind is not None:
             content = entry.read_bytes()
             found[entry.name] = _File(content, kind, f'"{hashlib.sha256(content).hexdigest()}"')

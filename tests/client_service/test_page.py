@@ -17,7 +17,7 @@ from PIL import Image
 
 from client_service.api import create_app
 from client_service.monitor import Monitor, Status
-from client_service.page import POLICY
+from client_service.page import HEADERS
 from client_service.prediction import BadImage, Predictor
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -94,7 +94,7 @@ def image(folder: Path) -> Path:
 def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
     with served(None) as url:
         answer = page.goto(url)
-        assert answer.headers["content-security-policy"] == POLICY
+        assert answer.headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
         page.get_by_text("hospital-a in the federation pets, in round 3").wait_for()
         page.set_input_files("#file", image(tmp_path))
         page.locator("#verdict").filter(has_text=HOSTILE).wait_for()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.api.web import KINDS
+from shared.pages import MEDIA_TYPES
 from tests.coordinator.running import InThread
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def test_every_file_is_served_with_its_kind_and_a_strict_policy(coordinator: InT
         answer = coordinator.http.get(address)
         assert answer.status_code == 200, address
         assert answer.content == path.read_bytes()
-        assert answer.headers["content-type"] == KINDS[path.suffix]
+        assert answer.headers["content-type"] == MEDIA_TYPES[path.suffix]
         assert answer.headers["x-content-type-options"] == "nosniff"
         policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
         assert policy["default-src"] == "'none'"
