@@ -7,6 +7,7 @@ again without a run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from experiments.protocols import PROTOCOLS, Setting
 from experiments.tables import TableRow, caption, table_of
 
 FOLDER = Path(__file__).parent / "embedded"
-NAME = "embedded"
 SEEDS, REDUCED_SEEDS = (0, 1, 2), (0,)
 
 
@@ -98,7 +98,7 @@ def document(found: Mapping[str, Any], described: Mapping[str, Panel]) -> str:
 
 def _settings(one: Mapping[str, Any]) -> str:
     entries = "; ".join(f"{label} = `{text}`" for label, text in one["methods"].items() if label != text)
-    return f"`{one['spec']}`" + (f"; {entries}" if entries else "")
+    return f"`{json.dumps(one['spec'])}`" + (f"; {entries}" if entries else "")
 
 
 def _labelled(label: str, text: str) -> Entry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,28 @@ from promptfed.api import CommandError
 from promptfed.exits import Exit
 from promptfed.federation import read_spec
 from promptfed.output import console, messages, print_json, table, write_file
+
+# Options of the command that each kind of run looks at, beside those that all do.
+_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "as_json"})
+_EMBEDDED = _ALL | {"reduced"}
+_PRESET = _ALL | {"root", "spec", "rounds"}
+
+
+def refuse_unused(protocol: str, given: Set[str]) -> None:
+    """Refuse options of the command line (``given``, by the names of their parameters) that would change nothing.
+
+    Raises:
+        CommandError: there are such options.
+    """
+    if protocol == "embedded":
+        unused, why = given - _EMBEDDED, "its panels set the rest"
+    elif protocol.startswith("paper:"):
+        unused, why = given - _PRESET, "the preset sets the rest"
+    else:
+        unused, why = given & ((_EMBEDDED | _PRESET) - _ALL - {"spec", "rounds"}), "it belongs to other benches"
+    if unused:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
+        raise CommandError(f"bench {protocol} takes no {options}: {why}; leave it out", Exit.BAD_INPUT)
 
 
 def make_bench(

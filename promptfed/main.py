@@ -92,8 +92,14 @@ def methods(
         show_methods(name, as_json)
 
 
+def _written(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 @app.command()
 def bench(
+    context: typer.Context,
     protocol: Annotated[
         str,
         typer.Argument(
@@ -137,9 +143,10 @@ def bench(
     """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot."""
     from experiments.bench import Runner
     from experiments.protocols import Setting
-    from promptfed.bench import make_bench, run_bench, run_embedded, run_preset, whole_numbers
+    from promptfed.bench import make_bench, refuse_unused, run_bench, run_embedded, run_preset, whole_numbers
 
     with reporting_errors():
+        refuse_unused(protocol, {name for name in context.params if _written(context, name)})
         runner = Runner(out, pool, device, allow_backbone)
         if protocol == "embedded":
             run_embedded(runner, reduced, seeds, as_json)

@@ -184,6 +184,21 @@ def test_an_unknown_protocol_and_a_method_in_the_spec_are_refused(tmp_path: Path
     assert "names a method" in " ".join(stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["embedded", "--methods", "promptfl", "--rounds", "2"], "--methods, --rounds"),
+        (["paper:plan-pacs", "--data", "symbols:neon"], "--data"),
+        (["personalisation", "--data", "symbols:neon", "--reduced"], "--reduced"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(tmp_path: Path, arguments: list[str], named: str) -> None:
+    code, _, stderr = invoke("bench", *arguments, "--out", str(tmp_path / "out"))
+    assert code == Exit.BAD_INPUT
+    assert f"bench {arguments[0]} takes no {named}:" in " ".join(stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_methods_measure_is_kept_by_round_and_phase() -> None:
     nothing, shares = {"phase": {}, "clients": {}}, {"phase": {"spread": 0.1}, "clients": {"a": {"gamma": 0.6}}}
     phases = [{"phase": "prompts", "measured": nothing}, {"phase": "aggregators", "measured": shares}]
