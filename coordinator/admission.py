@@ -16,21 +16,23 @@ from coordinator.faults import point
 from coordinator.ledger import Change
 from coordinator.live import Client, Live
 from coordinator.problems import (
+    BodyTooLarge,
+    NotFound,
+)
+from coordinator.run import ENDED, Answered, Failed
+from coordinator.store.blobs import digest_of
+from coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
+from coordinator.task_problems import (
     TENSOR_REFUSALS,
     AlreadyAnswered,
     BadMetadata,
-    BodyTooLarge,
     NormTooLarge,
-    NotFound,
     PayloadGone,
     PhaseClosed,
     WrongPayload,
     WrongTask,
     WrongTaskKind,
 )
-from coordinator.run import ENDED, Answered, Failed
-from coordinator.store.blobs import digest_of
-from coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
 from shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
 from shared.tensors import TensorError, canonical_json, check, decode_file, norm
 

@@ -15,19 +15,11 @@ from coordinator.access import digest, new_token
 from coordinator.engine import Engine
 from coordinator.faults import point
 from coordinator.live import Live, fresh
-from coordinator.problems import (
-    TENSOR_REFUSALS,
-    Ended,
-    InvalidSpec,
-    KeyReused,
-    NameTaken,
-    NotFound,
-    Refusal,
-    WrongState,
-)
+from coordinator.problems import InvalidSpec, KeyReused, NameTaken, NotFound, Refusal, WrongState
 from coordinator.rounds import WrongMoment
 from coordinator.run import ENDED, Cancel, Event, Pause, Resume, Withdraw
 from coordinator.store.tables import ClientRow, EventRow, FederationRow, TokenRow
+from coordinator.task_problems import TENSOR_REFUSALS, Ended
 from shared.methods import check_fits, resolve_spec
 from shared.methods.base import MethodError
 from shared.spec import FederationSpec, SpecError

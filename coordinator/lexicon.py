@@ -16,8 +16,9 @@ from coordinator import retention
 from coordinator.admission import Upload
 from coordinator.engine import Engine
 from coordinator.live import Live
-from coordinator.problems import TENSOR_REFUSALS, WrongState
+from coordinator.problems import WrongState
 from coordinator.store.blobs import Blobs
+from coordinator.task_problems import TENSOR_REFUSALS
 from shared.spec import ClassName, check_class_names
 from shared.tensors import TensorError, check, decode_file
 

@@ -20,28 +20,30 @@ from coordinator.api.schemas import (
 )
 from coordinator.problems import (
     ANY_CALLER,
-    BadMetadata,
     BodyTooLarge,
     CannotStart,
-    HeaderTooLarge,
-    IncompleteBody,
     InitialStateMismatch,
     InitialStateMissing,
     InvalidSpec,
     KeyReused,
-    MissingTensor,
     NameTaken,
     NotEnoughClients,
+    StorageFull,
+    WrongState,
+    documented,
+)
+from coordinator.task_problems import (
+    BadMetadata,
+    HeaderTooLarge,
+    IncompleteBody,
+    MissingTensor,
     NotFinite,
     NotSafetensors,
-    StorageFull,
     TooManyUploads,
     UnknownTensor,
     UploadTimeout,
     WrongDtype,
     WrongShape,
-    WrongState,
-    documented,
 )
 from coordinator.views import federation_view
 

@@ -19,6 +19,13 @@ from coordinator.faults import point
 from coordinator.live import Client, Live, OpenTask
 from coordinator.problems import (
     ANY_CALLER,
+    StorageFull,
+    Unauthorized,
+    Withdrawn,
+    documented,
+)
+from coordinator.run import ENDED
+from coordinator.task_problems import (
     AlreadyAnswered,
     DigestMismatch,
     DigestMissing,
@@ -26,15 +33,10 @@ from coordinator.problems import (
     NormTooLarge,
     PayloadGone,
     PhaseClosed,
-    StorageFull,
-    Unauthorized,
-    Withdrawn,
     WrongPayload,
     WrongTask,
     WrongTaskKind,
-    documented,
 )
-from coordinator.run import ENDED
 from coordinator.uploads import announced_digest, expect_digest
 from shared.messages import EvaluationRequest, FailureRequest, Task, TaskConfig
 
