@@ -26,10 +26,10 @@ from shared.messages import Domain, Peer, Task
 from shared.methods.base import ClientContext, TrainResult
 from shared.methods.domains import domain_key
 from shared.methods.fast_pt import FastPT
-from shared.methods.style_transfer import StyleTransfer
 from shared.seeds import generator, initial_draws
 from shared.tensors import Tensors, decode, encode
 from tests.methods import literal, literal_fast_pt
+from tests.methods.small_fast_pt import assert_equal, count_transforms
 
 SMALL = "topic=weather&per_class=1&test_per_class=1"
 DATA = {"anna": f"symbols:sketch?{SMALL}", "bert": f"symbols:neon?{SMALL}"}
@@ -58,12 +58,6 @@ def spec(**changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
     return FeatureCache(tmp_path_factory.mktemp("features"))
-
-
-def assert_equal(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
-    found, wanted = found.detach(), wanted.detach()
-    assert found.shape == wanted.shape
-    assert float((found - wanted).abs().max()) <= tolerance * max(1.0, float(wanted.abs().max()))
 
 
 @dataclass
@@ -264,62 +258,67 @@ def peers(*domains: tuple[str, str, str]) -> list[Peer]:
     ]
 
 
+def blank_payload(backbone: Backbone, known: list[Peer]) -> bytes:
+    """A global state of zeros with a row for each trainer."""
+    domains = [peer.domain for peer in known if peer.role == "trainer" and peer.domain]
+    return encode(
+        {
+            "global_prompt": torch.zeros(2, backbone.d_t),
+            "classifier_weight": torch.zeros(len(domains), backbone.d_e),
+            "classifier_bias": torch.zeros(len(domains)),
+            "domains": torch.tensor([domain_key(domain.description) for domain in domains]),
+            "domain_prompts": torch.zeros(0, 2, backbone.d_t),
+            "listed_domains": torch.zeros(0, dtype=torch.int64),
+        }
+    )
+
+
+def task(kind: str, round: int, known: list[Peer], payload: bytes) -> Task:
+    """What the coordinator would ask of a client that knows these peers."""
+    config = spec() | {"backbone": {}, "template": "a photo of a {}.", "rounds": 4, "peers": known}
+    config["training"] = {"epochs": 1, "batch_size": 10}
+    return Task.model_validate(
+        {
+            "task_id": f"{kind}-{round}",
+            "kind": kind,
+            "round": round,
+            "phase": "global" if kind == "train" else "evaluation",
+            "deadline": "2030-01-01T00:00:00Z",
+            "seconds_left": 60,
+            "payload": {"url": "/", "bytes": len(payload), "sha256": "sha256:" + "0" * 64},
+            "config": {key: config[key] for key in config if key != "name"},
+        }
+    )
+
+
+def started(backbone: Backbone, features: FeatureCache, folder: Path) -> TaskWork:
+    """Anna's client as it starts on what the folder holds."""
+    data = ClientData(open_source(DATA["anna"]), backbone, features)
+    return TaskWork("anna", "trainer", backbone, data, PrivateState(folder), Predictor())
+
+
 def test_transforms_outlive_a_restart_and_a_newcomer_adds_its_own(
     backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained: list[str] = []
-    train = StyleTransfer.train
-
-    def counted(self: StyleTransfer, target: Domain) -> Tensors:
-        trained.append(target.name)
-        return train(self, target)
-
-    monkeypatch.setattr(StyleTransfer, "train", counted)
+    trained = count_transforms(monkeypatch)
     anna = ("anna", "trainer", "a sketch of a {}")
     everybody = [anna, ("bert", "trainer", "a neon sign of a {}"), ("unseen", "evaluator", "a chalk drawing of a {}")]
-    tensors = {
-        "global_prompt": torch.zeros(2, backbone.d_t),
-        "classifier_weight": torch.zeros(2, backbone.d_e),
-        "classifier_bias": torch.zeros(2),
-        "domains": torch.tensor([domain_key(text) for _, role, text in everybody if role == "trainer"]),
-        "domain_prompts": torch.zeros(0, 2, backbone.d_t),
-        "listed_domains": torch.zeros(0, dtype=torch.int64),
-    }
-    payload = encode(tensors)
+    known = peers(*everybody)
+    payload = blank_payload(backbone, known)
 
-    def task(kind: str, round: int, known: list[Peer]) -> Task:
-        config = spec() | {"backbone": {}, "template": "a photo of a {}.", "rounds": 4, "peers": known}
-        config["training"] = {"epochs": 1, "batch_size": 10}
-        return Task.model_validate(
-            {
-                "task_id": f"{kind}-{round}",
-                "kind": kind,
-                "round": round,
-                "phase": "global" if kind == "train" else "evaluation",
-                "deadline": "2030-01-01T00:00:00Z",
-                "seconds_left": 60,
-                "payload": {"url": "/", "bytes": len(payload), "sha256": "sha256:" + "0" * 64},
-                "config": {key: config[key] for key in config if key != "name"},
-            }
-        )
-
-    def started() -> TaskWork:
-        data = ClientData(open_source(DATA["anna"]), backbone, features)
-        return TaskWork("anna", "trainer", backbone, data, PrivateState(tmp_path), Predictor())
-
-    work = started()
-    work.evaluate(task("evaluate", 0, peers(*everybody)), payload, lambda: False)
+    work = started(backbone, features, tmp_path)
+    work.evaluate(task("evaluate", 0, known, payload), payload, lambda: False)
     assert trained == ["bert"], "before the first round, with the first task that tells of the peers"
     work.state.close()
-    work = started()
-    metrics = work.train(task("train", 1, peers(*everybody)), payload, lambda: False)
+    work = started(backbone, features, tmp_path)
+    metrics = work.train(task("train", 1, known, payload), payload, lambda: False)
     assert trained == ["bert"]
     assert "mst_alignment_after[bert]" in metrics
     work.state.commit()
     work.state.close()
-    work = started()
+    work = started(backbone, features, tmp_path)
     late = peers(*everybody, ("cleo", "trainer", "a mosaic of a {}"))
-    metrics = work.train(task("train", 2, late), payload, lambda: False)
+    metrics = work.train(task("train", 2, late, payload), payload, lambda: False)
     assert trained == ["bert", "cleo"]
     assert "mst_alignment_after[cleo]" in metrics
     assert "mst_alignment_after[bert]" not in metrics

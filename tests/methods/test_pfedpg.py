@@ -1,73 +1,30 @@
-"""pFedPG against its equations: the generator, the server step, local training, and who is given what."""
+"""pFedPG's server half against its equations: the generator, the server step, newcomers, and who is given what."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from shared.clip import Backbone, shape_of
 from shared.methods import describe, make_method, resolve_spec
-from shared.methods.base import ClientContext, ClientInfo, ClientUpdate, MethodError, ServerContext
-from shared.methods.heads import BIAS, WEIGHT, LinearHead
+from shared.methods.base import ClientInfo, MethodError, ServerContext
 from shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
-from shared.methods.training import batches
-from shared.seeds import generator
-from shared.spec import BackboneShape, TrainingSpec
+from shared.spec import BackboneShape
 from shared.tensors import Tensors, check, state_hash
 from tests.methods.conftest import NAMES
 from tests.methods.literal_pfedpg import PROMPTS, Server
-from tests.methods.textless import textless_backbone
+from tests.methods.small_pfedpg import SHAPE, assert_equal, method_of, noise, roster, start, step
 
-SHAPE = BackboneShape(d_v=24, d_e=16, vision_layers=2, patch_size=8)
 KINDS = ("attention", "mlp", "adain", "basis")
 OPTIMIZERS = ("adam", "sgd")
 CLIENTS = ["ash", "birch", "cedar"]
 
 
-def method_of(**hyper: Any) -> PFedPG:
-    made = make_method({"name": "pfedpg", "m": 5, "inner_width": 12, "hidden": 7} | hyper)
-    assert isinstance(made, PFedPG)
-    return made
-
-
-def roster(*names: str, **changes: Any) -> ServerContext:
-    clients = tuple(ClientInfo(name, "trainer", 10, NAMES) for name in sorted(names))
-    return replace(ServerContext(TrainingSpec(), SHAPE, None, clients, seed=3, rounds=4), **changes)
-
-
-def start(method: PFedPG, context: ServerContext) -> Tensors:
-    return method.initial_state(context, torch.Generator().manual_seed(1))
-
-
-def noise(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def step(method: PFedPG, state: Tensors, deltas: Mapping[str, Tensor], context: ServerContext) -> Tensors:
-    [phase] = method.phases(1, 1)
-    updates = [ClientUpdate(name, 0.25, {"delta": delta}) for name, delta in sorted(deltas.items())]
-
-    def no_mean(updates: Any) -> Tensors:
-        raise AssertionError("pfedpg takes no mean")
-
-    return method.aggregate(state, phase, iter(updates), no_mean, context)
-
-
 def prompts(method: PFedPG, state: Tensors, name: str, context: ServerContext) -> Tensor:
     [client] = [client for client in context.clients if client.name == name]
     return method.payload(state, None, client, context)["prompts"]
-
-
-def assert_equal(found: Tensor, wanted: Tensor) -> None:
-    assert found.shape == wanted.shape
-    found, wanted = found.detach(), wanted.detach()
-    assert float((found - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max()))
 
 
 # The generator (equation 3) and its ablations
@@ -289,145 +246,3 @@ def test_defaults_are_the_papers() -> None:
     assert (spec.rounds, spec.training.epochs, spec.training.batch_size) == (100, 5, 64)
     assert (spec.training.learning_rate, spec.training.momentum, spec.training.weight_decay) == (0.25, 0.9, 1e-3)
     assert (spec.method["m"], spec.method["generator"], spec.method["generator_optimizer"]) == (10, "attention", "adam")
-
-
-# The client half
-
-
-@dataclass
-class Pictures:
-    """Noise with labels, as preprocessed images."""
-
-    pixels: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def features(self) -> Tensor:
-        raise AssertionError("visual prompts change the features: none may be cached")
-
-    def images(self, indices: Tensor) -> Tensor:
-        return self.pixels[indices]
-
-
-@pytest.fixture
-def textless() -> Backbone:
-    return textless_backbone()
-
-
-@pytest.fixture(params=["clip", "timm"])
-def any_backbone(request: pytest.FixtureRequest) -> Backbone:
-    found: Backbone = request.getfixturevalue("backbone" if request.param == "clip" else "textless")
-    return found
-
-
-def task(backbone: Backbone, count: int = 10, **training: Any) -> ClientContext:
-    height, width = backbone.image_size
-    pictures = Pictures(noise(count, 3, height, width), torch.arange(count) % len(NAMES))
-    return ClientContext(
-        backbone=backbone,
-        class_names=NAMES,
-        template="a photo of a {}.",
-        training=TrainingSpec(**{"epochs": 2, "batch_size": 4, "learning_rate": 0.05} | training),
-        client="birch",
-        domain=None,
-        peers=(),
-        round=2,
-        rounds=4,
-        phase="train",
-        seed=3,
-        train=pictures,
-    )
-
-
-def logits(backbone: Backbone, images: Tensor, P: Tensor, weight: Tensor, bias: Tensor, projected: bool) -> Tensor:
-    features = backbone.encode_images_prompted(images, P.unsqueeze(0), pooled=not projected, normalize=False)
-    return torch.stack(
-        [torch.stack([torch.dot(w, f) + b for w, b in zip(weight, bias, strict=True)]) for f in features]
-    )
-
-
-@pytest.mark.parametrize("projected", [False, True])
-def test_training_equals_sgd_written_out_and_sends_just_the_change(any_backbone: Backbone, projected: bool) -> None:
-    method = method_of(projected=projected)
-    context = task(any_backbone, weight_decay=0.01, momentum=0.9)
-    served = noise(5, any_backbone.d_v, scale=0.1)
-    kept = served.clone()
-    found = method.train(context, {"prompts": served}, {})
-    assert served.equal(kept)
-
-    width = any_backbone.d_e if projected else any_backbone.d_v
-    head = LinearHead.start(context, width)
-    values = [served.clone(), head.weight.clone(), head.bias.clone()]
-    velocity = [torch.zeros_like(value) for value in values]
-    order = batches(10, 4, 2, generator(3, 2, "train", "birch", "batches"))
-    for rows in order:
-        leaves = [value.clone().requires_grad_() for value in values]
-        scores = logits(any_backbone, context.train.images(rows), *leaves, projected)
-        loss = F.cross_entropy(scores, context.train.labels[rows])
-        for k, gradient in enumerate(torch.autograd.grad(loss, leaves)):
-            velocity[k] = 0.9 * velocity[k] + gradient + 0.01 * values[k]
-            values[k] = values[k] - 0.05 * velocity[k]
-    assert set(found.update) == {"delta"}
-    assert set(found.private) == {"adapted_prompts", WEIGHT, BIAS}
-    assert_equal(found.private["adapted_prompts"], values[0])
-    assert_equal(found.private[WEIGHT], values[1])
-    assert_equal(found.private[BIAS], values[2])
-    assert found.update["delta"].equal(found.private["adapted_prompts"] - served), "ΔP is P̃ − P to the last bit"
-    assert found.metrics["delta_norm"] == pytest.approx(float(found.update["delta"].norm()))
-    assert all(parameter.grad is None for parameter in any_backbone.model.parameters())
-
-
-def test_the_next_round_goes_on_with_the_clients_own_head_and_the_prompts_that_are_served(textless: Backbone) -> None:
-    method, context = method_of(), task(textless, epochs=1)
-    first = method.train(context, {"prompts": noise(5, 24, scale=0.1)}, {})
-    served = noise(5, 24, seed=5, scale=0.1)
-    frozen = replace(context, training=context.training.model_copy(update={"learning_rate": 1e-12}))
-    second = method.train(frozen, {"prompts": served}, first.private)
-    assert_equal(second.private[WEIGHT], first.private[WEIGHT])
-    assert_equal(second.private["adapted_prompts"], served)
-
-
-def test_it_classifies_with_the_generated_prompts_and_beside_them_with_the_adapted(any_backbone: Backbone) -> None:
-    method, context = method_of(), task(any_backbone)
-    trained = method.train(context, {"prompts": noise(5, any_backbone.d_v, scale=0.1)}, {}).private
-    generated = noise(5, any_backbone.d_v, seed=7, scale=0.1)
-    rows = torch.tensor([3, 1, 8])
-    made = {"": method.classifier(context, {"prompts": generated}, trained)}
-    made |= method.variants(context, {"prompts": generated}, trained)
-    for variant, used in {"": generated, "adapted": trained["adapted_prompts"]}.items():
-        with torch.no_grad():
-            wanted = logits(any_backbone, context.train.images(rows), used, trained[WEIGHT], trained[BIAS], False)
-        assert_equal(made[variant].logits(context.train, rows), wanted)
-    assert not made[""].logits(context.train, rows).equal(made["adapted"].logits(context.train, rows))
-    some = replace(context, class_names=NAMES[1:3], label_space=NAMES)
-    chosen = method.classifier(some, {"prompts": generated}, trained).logits(context.train, rows)
-    assert_equal(chosen, made[""].logits(context.train, rows)[:, 1:3])
-
-
-def test_before_its_first_training_a_client_has_the_seeded_head_and_nothing_adapted(textless: Backbone) -> None:
-    method, context = method_of(), task(textless)
-    payload = {"prompts": noise(5, 24, scale=0.1)}
-    rows = torch.arange(10)
-    head = LinearHead.start(context, 24)
-    with torch.no_grad():
-        wanted = logits(textless, context.train.images(rows), payload["prompts"], head.weight, head.bias, False)
-    assert_equal(method.classifier(context, payload, {}).logits(context.train, rows), wanted)
-    assert method.variants(context, payload, {}) == {}
-
-
-def test_training_and_server_steps_together_fit_the_clients(textless: Backbone) -> None:
-    """A client's loss with newly generated prompts falls from round to round: the loop closes."""
-    method = method_of(generator_learning_rate=0.01)
-    server = replace(roster("birch"), shape=shape_of(textless))
-    state, private = start(method, server), {}
-    losses = []
-    for round in range(1, 7):
-        context = replace(task(textless, epochs=5, learning_rate=0.1), round=round)
-        payload = method.payload(state, None, server.clients[0], server)
-        result = method.train(context, payload, private)
-        private = result.private
-        state = step(method, state, {"birch": result.update["delta"]}, server)
-        losses.append(result.metrics["loss"])
-    assert losses[-1] < 0.7 * losses[0], losses
