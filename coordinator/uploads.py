@@ -90,8 +90,13 @@ class Uploads:
 
 def _held(request: Request) -> int:
     """How much of the body may lie in memory while it waits."""
+    length = _announced_length(request)
+    return HELD_BYTES if length is None else min(length, HELD_BYTES)
+
+
+def _announced_length(request: Request) -> int | None:
     length = request.headers.get("content-length", "")
-    return min(int(length), HELD_BYTES) if length.isdecimal() else HELD_BYTES
+    return int(length) if length.isdecimal() else None
 
 
 def _is_there(path: Path) -> bool:
@@ -100,6 +105,9 @@ def _is_there(path: Path) -> bool:
 
 async def _stream(request: Request, path: Path, limit: int) -> Upload:
     digest, size, waiting = hashlib.sha256(), 0, bytearray()
+    announced = _announced_length(request)
+    if announced is not None and announced > limit + DRAINED:
+        return Upload(path, announced, "", too_large=True)
 
     def put(content: bytes) -> None:
         digest.update(content)

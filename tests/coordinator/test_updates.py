@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -127,6 +129,19 @@ def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coord
     assert (view["name"], view["refusals"]) == ("a", len(bad))
     assert (view["last_refusal"]["type"], view["last_refusal"]["status"]) == ("too-large", 413)
     assert a.send(task, update_body(GOOD, task)).status_code == 201, "the task is still open"
+
+
+def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator: InThread) -> None:
+    federation, (a, _), (task, _) = opened(coordinator, admission={"max_bytes": 2_000_000})
+    before = everything(coordinator.engine, federation)
+    address = httpx.URL(f"{coordinator.url}{a.path}/tasks/{task['task_id']}/update")
+    lines = [f"PUT {address.path} HTTP/1.1", f"Host: {address.host}", "Content-Length: 900000000"]
+    lines += [f"{name}: {value}" for name, value in {**a.headers, "Content-Digest": content_digest(b"")}.items()]
+    with socket.create_connection((address.host, address.port), timeout=20) as caller:
+        caller.sendall("\r\n".join([*lines, "", "only this much"]).encode())
+        answer = caller.makefile("rb").readline()
+    assert answer.startswith(b"HTTP/1.1 413 "), answer
+    assert everything(coordinator.engine, federation) == before
 
 
 @pytest.mark.parametrize(
