@@ -1,7 +1,8 @@
 """Kill -9 on real clients and their coordinator alike: the run ends where an undisturbed one ends.
 
-The clients train on images with the embedded backbone. FedPGP keeps private state between rounds, so that an update
-lost, sent twice or trained again from the wrong state would show in the hashes or in the accuracies.
+The clients train on images with the embedded backbone. Methods that keep private state between rounds are among them
+(FedPGP's adaptation, pFedPG's head, FaST-PT's transforms and domain prompt), so that an update lost, sent twice or
+trained again from the wrong state would show in the hashes or in the accuracies.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SITES = {"north": "symbols:painting", "south": "symbols:cartoon", "west": "symbols:neon"}
 DATA = f"{{}}?topic={min(TOPICS)}&per_class=2&test_per_class=2"
 ROUNDS, KILLS = 6, 24
+METHODS: dict[str, dict[str, Any]] = {
+    "promptfl": {"m": 2},
+    "fedpgp": {"m": 2},
+    "fedtpg": {"m": 2},
+    "plan": {"m": 2, "depth": 2},
+    "pfedpg": {"m": 2},
+    "fast_pt": {"m": 2, "mst_epochs": 10},
+}
 
 
 @dataclass
@@ -65,7 +75,7 @@ def started(process: Forked, folder: Path, method: str, features: Path) -> tuple
     """A federation that waits for its clients, and the clients, running."""
     spec: dict[str, Any] = {
         "name": "kills",
-        "method": {"name": method, "m": 2},
+        "method": {"name": method, **METHODS[method]},
         "rounds": ROUNDS,
         "training": {"epochs": 6, "batch_size": 4, "learning_rate": 0.05},
         "participation": {"min_clients": len(SITES), "deadline_seconds": 600},
@@ -97,10 +107,12 @@ def state_of(process: Forked, federation: str) -> str:
         return "away"
 
 
-def run(folder: Path, method: str, features: Path, kills: int) -> tuple[dict[str, Any], Counter[str]]:
+def run(
+    folder: Path, method: str, features: Path, kills: int, options: Sequence[str] = ()
+) -> tuple[dict[str, Any], Counter[str]]:
     """A whole federation with so many kills of anybody; what came of it, and who was killed how often."""
     folder.mkdir()
-    process = Forked(folder / "coordinator", "--port", str(free_port()))
+    process = Forked(folder / "coordinator", "--port", str(free_port()), *options)
     federation, clients = started(process, folder, method, features)
     chance, killed, end = random.Random(7), Counter[str](), time.monotonic() + 900
     try:
@@ -143,15 +155,17 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.parametrize("method", ["promptfl", "fedpgp"])
+@pytest.mark.both_databases
+@pytest.mark.parametrize("method", METHODS)
 def test_clients_and_coordinator_killed_at_random_end_where_an_undisturbed_run_ends(
-    tmp_path: Path, method: str
+    tmp_path: Path, method: str, database: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     features = tmp_path / "features"
     expected, _ = run(tmp_path / "quiet", method, features, kills=0)
     assert len(set(expected["hashes"])) == ROUNDS + 1
-    found, killed = run(tmp_path / "killed", method, features, kills=KILLS)
-    print(f"\n{method}: killed {dict(killed)}")
+    options = ["--database-url", request.getfixturevalue("postgres").schema()] if database else []
+    found, killed = run(tmp_path / "killed", method, features, KILLS, options)
+    print(f"\n{method} on {'PostgreSQL' if database else 'SQLite'}: killed {dict(killed)}")
     assert found == expected
     assert killed.total() >= KILLS // 2
     assert len(killed) == len(SITES) + 1, "everybody was killed at least once"
