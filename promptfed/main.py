@@ -307,7 +307,3 @@ def client(context: typer.Context) -> None:
 def main() -> None:
     """Entry point of the command."""
     app()
-
-
-if __name__ == "__main__":
-    main()

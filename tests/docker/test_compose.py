@@ -110,7 +110,7 @@ def test_the_result_is_that_of_processes(finished: Finished, tmp_path: Path) -> 
         sites.append({"name": given["name"], "data": given["data"], "role": given.get("role", "trainer")})
     run = tmp_path / "run.yaml"
     run.write_text(yaml.safe_dump(spec | {"clients": sites}))
-    command = [sys.executable, "-m", "promptfed.main", "launch", str(run), "--gpus", "none", "--json"]
+    command = [sys.executable, "-m", "promptfed", "launch", str(run), "--gpus", "none", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["state_hash"] == finished.federation["state_hash"]

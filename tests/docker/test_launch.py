@@ -29,7 +29,7 @@ clients:
 
 def launch(path: Path, spec: str, *options: str) -> subprocess.Popen[str]:
     path.write_text(spec)
-    command = [sys.executable, "-m", "promptfed.main", "launch", str(path), "--gpus", "none", *options]
+    command = [sys.executable, "-m", "promptfed", "launch", str(path), "--gpus", "none", *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -129,7 +129,7 @@ def test_ctrl_c_ends_it_within_seconds(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "promptfed.main", "simulate", str(path)],
+            [sys.executable, "-m", "promptfed", "simulate", str(path)],
             stderr=output,
             env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         )

@@ -21,7 +21,7 @@ from promptfed.exits import Exit
 from promptfed.main import app
 from shared.data.demo import DEMOS
 
-DEMO = [sys.executable, "-m", "promptfed.main", "demo"]
+DEMO = [sys.executable, "-m", "promptfed", "demo"]
 
 
 def start(*options: str) -> subprocess.Popen[str]:

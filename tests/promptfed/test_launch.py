@@ -216,7 +216,7 @@ def test_the_documented_run_file(tmp_path: Path) -> None:
 
 
 def start(*options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "promptfed.main", "launch", *options]
+    command = [sys.executable, "-m", "promptfed", "launch", *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
