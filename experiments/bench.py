@@ -103,7 +103,8 @@ class Runner:
         """
         path = self.out / "runs" / f"{job.key}.json"
         if path.exists():
-            return read_result(path) | {"label": job.entry.label}  # another label may have had this very spec
+            # Another entry or protocol may have run this very spec with these very sites under names of its own.
+            return read_result(path) | {"label": job.entry.label, "trial": job.trial.name}
         backbone = self._backbone(job.spec)
         try:
             found = simulate(

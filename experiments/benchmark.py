@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from experiments.bench import Bench
 from experiments.entries import Entry, parse_entry
 from experiments.protocols import PROTOCOLS, Setting
-from experiments.tables import TableRow, caption, table_of
+from experiments.tables import ZERO_SHOT, TableRow, caption, table_of
 
 FOLDER = Path(__file__).parent / "embedded"
 SEEDS, REDUCED_SEEDS = (0, 1, 2), (0,)
@@ -89,7 +89,10 @@ def document(found: Mapping[str, Any], described: Mapping[str, Panel]) -> str:
     ]
     for name, one in found["panels"].items():
         panel = described[name]
-        rows = [TableRow(row["label"], tuple(row["scores"]), row["costs"]) for row in one["table"]]
+        rows = [
+            TableRow(row["label"], tuple(row["scores"]), row["costs"], row.get("zero_shot", ZERO_SHOT))
+            for row in one["table"]
+        ]
         lines += ["", f"## {one['title']}", "", one["caption"], "", *table_of(one["columns"], rows), ""]
         lines += [panel.reading.strip()]
         lines += ["", "Settings: " + _settings(one) + "."]

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from experiments.bench import Bench
 from experiments.protocols import FewShot, Personalisation
-from experiments.tables import ZERO_SHOT, TableRow
+from experiments.tables import TableRow
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; the line styles help in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A00")
@@ -63,16 +63,16 @@ def _few_shot(bench: Bench, rows: Sequence[TableRow]) -> Figure:
     figure, axes = _axes("training images of each class", "accuracy (%)")
     columns = bench.protocol.columns(bench.setting)
     places = range(len(columns))
-    for number, row in enumerate(row for row in rows if row.label != ZERO_SHOT):
+    for number, row in enumerate(row for row in rows if not row.is_zero_shot):
         means = [100 * row.mean(column) for column in columns]
         spread = [100 * (row.sd(column) or 0.0) for column in columns]
         colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
         axes.errorbar(
             places, means, spread, label=row.label, color=colour, linestyle=style, marker="o", ms=3, capsize=2
         )
-    template = next((row for row in rows if row.label == ZERO_SHOT), None)
-    if template is not None:
-        axes.axhline(100 * template.mean(columns[0]), color=GREY, linestyle=":", label=ZERO_SHOT)
+    for number, row in enumerate(row for row in rows if row.is_zero_shot):
+        apart = (0, (1, 1 + 2 * number))  # dots, farther apart for every further one
+        axes.axhline(100 * row.mean(columns[0]), color=GREY, linestyle=apart, label=row.label)
     axes.set_xticks(list(places), [column.split()[0] for column in columns])
     axes.legend(frameon=False, fontsize=7)
     return figure

@@ -207,9 +207,10 @@ class Personalisation(Protocol):
     def scores(self, found: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Over the clients, each counting once."""
         values = _values(found["all"], pick, "test")
-        by_domain = {
-            one.domain: _mean([one], pick, "test") for one in found["all"] if one.domain and one.split == "test"
-        }
+        tested = [one for one in found["all"] if one.split == "test"]
+        by_domain = {one.domain: _mean([one], pick, "test") for one in tested if one.domain}
+        if len(by_domain) < len(tested):  # several clients share one: it is no column
+            by_domain = {}
         spread = {"mean": fmean(values), "sd of clients": pstdev(values), "worst client": min(values)}
         return {**by_domain, **spread}
 

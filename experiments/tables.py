@@ -17,11 +17,20 @@ BELOW = "▼"
 
 @dataclass(frozen=True)
 class TableRow:
-    """One line: fractions by column for every seed, and the costs of a client (`bench.costs`; none: zero-shot)."""
+    """One line: fractions by column for every seed, and the costs of a client (`bench.costs`; none: zero-shot).
+
+    ``zero_shot`` is the label of the zero-shot row over the same class names, below which it is flagged.
+    """
 
     label: str
     scores: tuple[dict[str, float], ...]
     costs: dict[str, float] | None = None
+    zero_shot: str = ZERO_SHOT
+
+    @property
+    def is_zero_shot(self) -> bool:
+        """Whether this is the template's row, and no method's."""
+        return self.label == self.zero_shot
 
     def mean(self, column: str) -> float:
         """Over the seeds."""
@@ -33,12 +42,13 @@ class TableRow:
 
 
 def rows_of(bench: Bench, results: Sequence[Mapping[str, Any]]) -> list[TableRow]:
-    """Zero-shot first, then the entries as given, each followed by its variants. Seeds that are not whole are left out.
+    """Zero-shot first, then the entries as given, each followed by its variants.
 
-    Zero-shot does not depend on the method; each method's federation measures it, and the first entry's is shown.
+    Each method's federation measures zero-shot over the class names that the method chooses among. The first entry's
+    comes first; an entry whose ``label_space`` or template makes another one has that one in front of it.
     """
     rows: list[TableRow] = []
-    zero_shot: TableRow | None = None
+    templates: list[TableRow] = []
     for entry in bench.entries:
         by_variant: dict[str, list[dict[str, float]]] = {}
         template: list[dict[str, float]] = []
@@ -49,13 +59,17 @@ def rows_of(bench: Bench, results: Sequence[Mapping[str, Any]]) -> list[TableRow
                 by_variant.setdefault(variant, []).append(found)
             if plain is not None:
                 template.append(plain)
-        if zero_shot is None and template:
-            zero_shot = TableRow(ZERO_SHOT, tuple(template))
+        same = next((row for row in templates if row.scores == tuple(template)), None)
+        if same is None and template:
+            label = f"{ZERO_SHOT}, as for {entry.label}" if templates else ZERO_SHOT
+            same = TableRow(label, tuple(template), zero_shot=label)
+            rows.insert(len(rows) if templates else 0, same)
+            templates.append(same)
         costs = {key: fmean(one["costs"][key] for one in own) for key in own[0]["costs"]}
         for variant, every in by_variant.items():
             label = f"{entry.label} ({variant})" if variant else entry.label
-            rows.append(TableRow(label, tuple(every), costs))
-    return [zero_shot, *rows] if zero_shot else rows
+            rows.append(TableRow(label, tuple(every), costs, same.label if same else ZERO_SHOT))
+    return rows
 
 
 def cells(bench: Bench, rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
@@ -88,8 +102,9 @@ def caption(bench: Bench) -> str:
 
 
 def _cells(columns: Sequence[str], rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
-    zero_shot = next((row for row in rows if row.label == ZERO_SHOT), None)
-    return ["method", *columns, "trained", "up", "down", "seconds"], [_line(row, columns, zero_shot) for row in rows]
+    by_label = {row.label: row for row in rows}
+    lines = [_line(row, columns, by_label.get(row.zero_shot)) for row in rows]
+    return ["method", *columns, "trained", "up", "down", "seconds"], lines
 
 
 def _joined(parts: Sequence[str]) -> str:

@@ -118,7 +118,7 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
         "setting": asdict(bench.setting),
         "methods": [entry.label for entry in bench.entries],
         "seeds": list(bench.seeds),
-        "table": [{"label": row.label, "scores": list(row.scores), "costs": row.costs} for row in rows],
+        "table": [asdict(row) for row in rows],
         "runs": results,
         "provenance": provenance(),
     }

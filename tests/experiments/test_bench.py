@@ -144,6 +144,38 @@ def test_seeds_become_mean_and_deviation_and_what_is_below_zero_shot_is_flagged(
     assert cell(alone, "mean", None) == "50.0"
 
 
+def test_a_method_is_compared_with_zero_shot_over_its_own_class_names() -> None:
+    described = Bench(PROTOCOLS["personalisation"], parse_entries("promptfl,fedtpg,coop"), Setting((DATA,)), (0,))
+    results = [
+        result(accuracy("test", 0.6, 0.55)),
+        result(accuracy("test", 0.8, 0.9), label="fedtpg"),
+        result(accuracy("test", 0.5, 0.55), label="coop"),
+    ]
+    rows = rows_of(described, results)
+    labels = ["zero-shot", "promptfl", "zero-shot, as for fedtpg", "fedtpg", "coop"]
+    assert [row.label for row in rows] == labels
+    text = markdown(described, rows)
+    for line in ("| zero-shot | 55.0 |", "| zero-shot, as for fedtpg | 90.0 |", "| promptfl | 60.0 |"):
+        assert line in text
+    assert "| fedtpg | 80.0 ▼ |" in text
+    assert "| coop | 50.0 ▼ |" in text
+
+
+def test_a_run_of_another_protocol_is_used_again_under_this_ones_name(tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    tables = []
+    for name, setting in (
+        ("few-shot:personalisation", Setting((DATA,), clients=2, partition="iid", curve=(1,))),
+        ("personalisation", Setting((DATA,), clients=2, partition="iid", shots=1)),
+    ):
+        described = Bench(PROTOCOLS[name], parse_entries("zero_shot"), setting, (0,), {"rounds": 1})
+        rows = rows_of(described, run_all(described, runner, lambda done, total, job: None))
+        tables.append(rows[-1].scores[0])
+    assert len(list((tmp_path / "runs").glob("*.json"))) == 1
+    assert tables[0] == {"1 shot": tables[1]["mean"]}
+    assert set(tables[1]) == {"mean", "sd of clients", "worst client"}, "no column for the domain that all share"
+
+
 def test_a_job_that_cannot_run_is_named_and_finished_ones_stay(tmp_path: Path) -> None:
     setting = Setting((DATA,), clients=2, partition="iid")
     described = Bench(
