@@ -5,7 +5,8 @@ For each other domain j a perceptron Q learns on one client's own embeddings I o
     L = λ·(1 − cos(Q(I) − I, T(t_j, y) − T(t_i, y))) + (1 − λ)·CE(Q(I)·T(t_y))          (both means over the batch)
 
 with t_i and t_j the descriptions of its own and of the other domain, t_y the template, and T normalised text features.
-The logits of the second term are cosines without a temperature. Source: Chen et al., FaST-PT, AAAI 2026, Eq. 1-3.
+The logits of the second term are cosines, as Eq. 2 prints them; ``mst_temperature`` divides them, since the paper calls
+the term "CLIP's standard contrastive loss", which has one. Source: Chen et al., FaST-PT, AAAI 2026, Eq. 1-3.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class StyleTransferHyper(Hyperparameters):
     """How the transforms are trained; the paper gives λ, the rate, the decay and d_e/2 hidden units."""
 
     mst_weight: Annotated[float, Field(ge=0, le=1, description="λ, the alignment term's share of MST's loss")] = 0.5
+    mst_temperature: Annotated[
+        float, Field(gt=0, le=100, description="divides the cosines of MST's consistency term; CLIP's own is 0.01")
+    ] = 1.0
     mst_hidden: Annotated[
         int | None, Field(ge=1, le=65_536, description="hidden units of a transform; default: half of d_e")
     ] = None
@@ -78,12 +82,12 @@ def alignment(moved: Tensor, original: Tensor, directions: Tensor) -> Tensor:
 
 
 def transfer_loss(
-    moved: Tensor, original: Tensor, labels: Tensor, directions: Tensor, text: Tensor, weight: float
+    moved: Tensor, original: Tensor, labels: Tensor, directions: Tensor, text: Tensor, hyper: StyleTransferHyper
 ) -> Tensor:
     """MST's loss of a batch: ``moved`` and ``original (B, d_e)``, directions and template features ``(C, d_e)``."""
     aligned = (1 - alignment(moved, original, directions[labels])).mean()
-    consistent = F.cross_entropy(F.normalize(moved, dim=-1) @ text.T, labels)
-    return weight * aligned + (1 - weight) * consistent
+    consistent = F.cross_entropy(F.normalize(moved, dim=-1) @ text.T / hyper.mst_temperature, labels)
+    return hyper.mst_weight * aligned + (1 - hyper.mst_weight) * consistent
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class StyleTransfer:
             rows = rows.to(features.device)
             optimizer.zero_grad(set_to_none=True)
             moved = transform(parameters, features[rows])
-            loss = transfer_loss(moved, features[rows], labels[rows], directions, text, hyper.mst_weight)
+            loss = transfer_loss(moved, features[rows], labels[rows], directions, text, hyper)
             torch.autograd.backward(loss)
             optimizer.step()
 

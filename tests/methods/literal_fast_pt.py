@@ -36,14 +36,20 @@ def moved(q: Tensors, embedding: Tensor) -> Tensor:
 
 
 def transfer_terms(
-    q: Tensors, embeddings: Tensor, labels: Tensor, own: list[Tensor], target: list[Tensor], template: list[Tensor]
+    q: Tensors,
+    embeddings: Tensor,
+    labels: Tensor,
+    own: list[Tensor],
+    target: list[Tensor],
+    template: list[Tensor],
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """L_A and L_C (Eq. 1 and 2) as means; texts are lists by class."""
     aligned, consistent = [], []
     for embedding, label in zip(embeddings, labels.tolist(), strict=True):
         there = moved(q, embedding)
         aligned.append(1 - cosine(there - embedding, target[label] - own[label]))
-        logits = torch.stack([cosine(there, text) for text in template])
+        logits = torch.stack([cosine(there, text) / temperature for text in template])
         consistent.append(literal.cross_entropy(logits, label))
     return torch.stack(aligned).mean(), torch.stack(consistent).mean()
 

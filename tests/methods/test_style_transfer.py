@@ -56,18 +56,23 @@ def sketcher(make_context: Make) -> ClientContext:
     return replace(make_context(10), domain=SKETCH)
 
 
-@pytest.mark.parametrize("weight", [0.5, 0.2])
-def test_the_loss_is_the_papers_with_its_gradients(weight: float, backbone: Backbone, sketcher: ClientContext) -> None:
+@pytest.mark.parametrize(("weight", "temperature"), [(0.5, 1.0), (0.2, 1.0), (0.2, 0.05)])
+def test_the_loss_is_the_papers_with_its_gradients(
+    weight: float, temperature: float, backbone: Backbone, sketcher: ClientContext
+) -> None:
+    hyper = StyleTransferHyper(mst_weight=weight, mst_temperature=temperature)
     own, target, template = (texts(backbone, one) for one in (SKETCH.description, NEON.description, TEMPLATE))
     start = new_transform(backbone.d_e, 7, torch.Generator().manual_seed(3))
     values, labels = sketcher.train.features(), sketcher.train.labels
 
     q = {name: one.clone().requires_grad_() for name, one in start.items()}
-    found = transfer_loss(transform(q, values), values, labels, target - own, template, weight)
+    found = transfer_loss(transform(q, values), values, labels, target - own, template, hyper)
     gradients = torch.autograd.grad(found, list(q.values()))
 
     p = {name: one.clone().requires_grad_() for name, one in start.items()}
-    aligned, consistent = literal.transfer_terms(p, values, labels, list(own), list(target), list(template))
+    aligned, consistent = literal.transfer_terms(
+        p, values, labels, list(own), list(target), list(template), temperature
+    )
     wanted = weight * aligned + (1 - weight) * consistent
     literally = torch.autograd.grad(wanted, list(p.values()))
 
