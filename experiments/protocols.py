@@ -21,6 +21,7 @@ from shared.data import DataError, open_source
 DOMAIN = "{domain}"
 TARGET = "target"
 Pick = Callable[[Accuracy], float | None]
+_TRAINING = frozenset({"shots", "validation"})
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ class Protocol(ABC):
     summary: str
 
     @abstractmethod
+    def used(self, setting: Setting) -> frozenset[str]:
+        """The fields of ``setting`` that make a difference here, beside its data, which always do."""
+
+    @abstractmethod
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The table's columns, in order."""
 
@@ -81,6 +86,10 @@ class BaseToNovel(Protocol):
 
     name = "base-to-novel"
     summary = "base classes divided over the clients, novel classes unseen"
+
+    def used(self, setting: Setting) -> frozenset[str]:
+        """Clients, or classes for each."""
+        return _TRAINING | {"clients" if setting.classes_per_client is None else "classes_per_client"}
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """Local, base, novel, and their harmonic mean."""
@@ -131,6 +140,10 @@ class LeaveOneDomainOut(Protocol):
     name = "leave-one-domain-out"
     summary = "each domain once the unseen target"
 
+    def used(self, setting: Setting) -> frozenset[str]:
+        """Domains and targets: every domain is a client."""
+        return _TRAINING | {"domains", "targets"}
+
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The targets, their mean, and the clients' own domains."""
         return (*self._targets(setting), "mean", "clients")
@@ -180,6 +193,10 @@ class Personalisation(Protocol):
     name = "personalisation"
     summary = "every client tested on its own mix of classes, or on its own domain"
 
+    def used(self, setting: Setting) -> frozenset[str]:
+        """Domains where the data has them, else a partition."""
+        return _TRAINING | ({"domains"} if any(DOMAIN in data for data in setting.data) else _partition(setting))
+
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The domains where each has a client, the mean over the clients, their standard deviation, and the worst."""
         domains = setting.domains if DOMAIN in setting.data[0] else ()
@@ -224,6 +241,10 @@ class CrossDataset(Protocol):
     name = "cross-dataset"
     summary = "trained on the first data set, tested on the others"
 
+    def used(self, setting: Setting) -> frozenset[str]:
+        """A partition of the first data set."""
+        return _TRAINING | _partition(setting)
+
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The source's own test images, each other data set, and the mean of those."""
         return ("source", *self._others(setting), "mean")
@@ -264,6 +285,10 @@ class FewShot(Protocol):
         self.inner = inner
         self.summary = f"{inner.name} at several numbers of training images of each class and client"
 
+    def used(self, setting: Setting) -> frozenset[str]:
+        """The inner protocol's, with the curve in the place of one number of shots."""
+        return self.inner.used(setting) - {"shots"} | {"curve"}
+
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """One for each number of shots."""
         return tuple(_shots(number) for number in setting.curve)
@@ -291,6 +316,10 @@ PROTOCOLS: dict[str, Protocol] = {
     **{one.name: one for one in _PLAIN},
     **{f"{FewShot.name}:{one.name}": FewShot(one) for one in _PLAIN},
 }
+
+
+def _partition(setting: Setting) -> frozenset[str]:
+    return frozenset({"clients", "partition"} | ({"alpha"} if setting.partition == "dirichlet" else set()))
 
 
 def _shots(number: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,34 @@ def make_bench(
     numbers = whole_numbers(seeds, "--seeds")
     if not setting.data:
         raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)
+    _check(setting)
     return Bench(PROTOCOLS[protocol], parse_entries(methods), setting, numbers, _base(spec, rounds), m)
+
+
+def refuse_idle(protocol: str, setting: Setting, given: Set[str]) -> None:
+    """Refuse options (``given``, by their parameters' names) that ``protocol`` does not look at with this setting.
+
+    Raises:
+        CommandError: there are such options.
+    """
+    if protocol not in PROTOCOLS:
+        return  # `make_bench` says so
+    settings = {one.name for one in fields(Setting)} - {"data"}
+    idle = sorted((given & settings) - PROTOCOLS[protocol].used(setting))
+    if idle:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+        text = f"bench {protocol} looks at no {options} with this data and these options; leave it out"
+        raise CommandError(text, Exit.BAD_INPUT)
+
+
+def _check(setting: Setting) -> None:
+    """What every protocol needs of its setting."""
+    for option, names in (("--domains", setting.domains), ("--targets", setting.targets), ("--data", setting.data)):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise CommandError(f"{option}: {twice[0]} is given twice", Exit.BAD_INPUT)
+    if min(setting.curve) < 1:
+        raise CommandError("--curve: the numbers of shots must be at least 1", Exit.BAD_INPUT)
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:

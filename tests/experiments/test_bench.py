@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,75 @@ def test_options_that_would_change_nothing_are_refused(tmp_path: Path, arguments
     assert code == Exit.BAD_INPUT
     assert f"bench {arguments[0]} takes no {named}:" in " ".join(stderr.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["base-to-novel", "--partition", "iid", "--alpha", "1", "--curve", "2"], "--alpha, --curve, --partition"),
+        (["base-to-novel", "--classes-per-client", "2", "--clients", "3"], "--clients"),
+        (["leave-one-domain-out", "--domains", "a,b", "--clients", "3"], "--clients"),
+        (["personalisation", "--partition", "iid", "--alpha", "1"], "--alpha"),
+        (
+            ["personalisation", "--domains", "neon,sketch", "--classes-per-client", "2"],
+            "--classes-per-client, --domains",
+        ),
+        (["cross-dataset", "--targets", "neon"], "--targets"),
+        (["few-shot:personalisation", "--shots", "3"], "--shots"),
+    ],
+)
+def test_options_that_a_protocol_does_not_look_at_are_refused(tmp_path: Path, arguments: list[str], named: str) -> None:
+    code, _, stderr = invoke(
+        "bench", *arguments, "--data", DATA, "--methods", "zero_shot", "--out", str(tmp_path / "out")
+    )
+    assert code == Exit.BAD_INPUT
+    assert f"bench {arguments[0]} looks at no {named} with" in " ".join(stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
+    """Every field of a setting, changed: the federations differ if and only if the protocol says that it is used."""
+    plain = "symbols:sketch?topic=games&per_class=8&test_per_class=2"
+    by_domain = plain.replace("sketch", "{domain}")
+    changed = {
+        "domains": ("neon", "chalk"), "targets": ("neon",), "clients": 3, "classes_per_client": 2, "partition": "iid",
+        "alpha": 50.0, "shots": 2, "validation": 0.5, "curve": (2,),
+    }  # fmt: skip
+    settings = {
+        "base-to-novel": Setting((plain,), clients=2),
+        "leave-one-domain-out": Setting((by_domain,), ("neon", "sketch")),
+        "personalisation": Setting((plain,), clients=2, partition="dirichlet", alpha=30.0),
+        "cross-dataset": Setting((plain, "digits"), clients=2, partition="dirichlet", alpha=30.0),
+    }
+    settings |= {f"few-shot:{name}": one for name, one in settings.items()}
+    settings["few-shot:personalisation"] = Setting((by_domain,), ("neon", "sketch"))
+    for name, setting in settings.items():
+        protocol = PROTOCOLS[name]
+        before = protocol.trials(setting, 0, False)
+        for field, value in changed.items():
+            other = replace(setting, **{field: value})
+            differs = protocol.trials(other, 0, False) != before
+            assert differs == (field in protocol.used(other) | protocol.used(setting)), (name, field)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["leave-one-domain-out", "--domains", "neon,neon"], "--domains: neon is given twice"),
+        (
+            ["leave-one-domain-out", "--domains", "neon,sketch", "--targets", "neon,neon"],
+            "--targets: neon is given twice",
+        ),
+        (["few-shot:leave-one-domain-out", "--domains", "neon,sketch", "--curve", "0,1"], "at least 1"),
+    ],
+)
+def test_names_given_twice_and_no_shots_are_refused(tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    data = DATA.replace("neon", "{domain}")
+    code, _, stderr = invoke(
+        "bench", *arguments, "--data", data, "--methods", "zero_shot", "--out", str(tmp_path / "out")
+    )
+    assert code == Exit.BAD_INPUT
+    assert complaint in " ".join(stderr.split())
 
 
 def test_what_methods_measure_is_kept_by_round_and_phase() -> None:
