@@ -36,6 +36,10 @@ from coordinator.task_problems import (
 from shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
 from shared.tensors import TensorError, canonical_json, check, decode_file, norm
 
+# No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
+# float32: the aggregate would be no state, and one update the end of the federation.
+LARGEST_NORM = 1e9
+
 
 @dataclass(frozen=True)
 class Target:
@@ -232,6 +236,9 @@ def _examine(live: Live, client: Client, task: Target, upload: Upload) -> tuple[
     size, limit = norm(tensors), live.spec.admission.max_update_norm
     if limit is not None and size > limit:
         raise NormTooLarge(f"the update's norm is {size:.6g}; {limit:g} is allowed (admission.max_update_norm)")
+    if size > LARGEST_NORM:
+        text = f"the update's norm is {size:.6g}; no federation takes more than {LARGEST_NORM:g}"
+        raise NormTooLarge(f"{text}: training has diverged, lower training.learning_rate")
     about = _metadata(metadata)
     if about.task_id != task.id:
         raise WrongTask(f"the metadata names task {about.task_id!r}; the update was sent for {task.id!r}")

@@ -120,7 +120,7 @@ class NotFinite(Refusal):
 
 
 class NormTooLarge(Refusal):
-    """An update over the norm that the spec admits."""
+    """An update over the norm that the spec admits, or any federation."""
 
     status, kind, title = 422, "norm-too-large", "The update's norm is over the limit"
 

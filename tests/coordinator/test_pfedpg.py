@@ -134,6 +134,19 @@ def test_only_a_change_of_the_prompts_that_were_served_is_taken(coordinator: InT
     answer(clients[0], second[0])
 
 
+def test_a_change_whose_square_is_no_float32_is_refused_and_the_round_goes_on(coordinator: InThread) -> None:
+    federation, clients = federation_of(coordinator, "a", "b", rounds=1)
+    tasks = coordinator.training(clients)
+    refused = clients[0].send(tasks[0], update_body({"delta": torch.full((3, 6), 1e25)}, tasks[0]))
+    assert (refused.status_code, refused.json()["type"].rsplit("/", 1)[-1]) == (422, "norm-too-large")
+    assert "lower training.learning_rate" in refused.json()["detail"]
+    largest = {"delta": torch.full((3, 6), 0.99e9 / 18**0.5)}
+    assert clients[0].send(tasks[0], update_body(largest, tasks[0])).status_code == 201
+    answer(clients[1], tasks[1])
+    assert coordinator.task(clients[0])["kind"] == "evaluate", "the server's step came to a state"
+    assert all(tensor.double().isfinite().all() for tensor in state(coordinator, federation).values())
+
+
 def test_a_client_that_misses_a_round_keeps_its_descriptor(
     coordinator: InThread, leap: Callable[[InThread, float], None]
 ) -> None:
