@@ -23,6 +23,7 @@ COMMON_OPTIONS = (
     "partition_seed",
     "validation",
     "only",
+    "template",
 )
 CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # which say nothing about the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
@@ -118,10 +119,10 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     """The source cut to its base or novel classes, then to one client's part, then to a few shots, as options say.
 
     With ``validation=0.25`` that share of the training images of each class stands in for the test images, which are
-    then not looked at at all: for choosing hyperparameters.
+    then not looked at at all: for choosing hyperparameters. ``template`` stands in for the data set's own.
     ``known`` keeps how ``source`` is divided, for its next client.
     """
-    source = _only(source, options)
+    source = _worded(_only(source, options), options)
     source = _cut_classes(source, options)
     source = _hold_out(source, options)
     source = _cut_client(source, options, {} if known is None else known)
@@ -143,6 +144,13 @@ def _only(source: Source, options: Options) -> Source:
         raise DataError(f"{options.uri}: only= names the class {unknown[0]!r}, which is not one of its classes.")
     kept = [k for k, name in enumerate(source.class_names) if name in wanted]
     return _with_classes(source, kept)
+
+
+def _worded(source: Source, options: Options) -> Source:
+    text = options.text("template")
+    if text is not None and text.count("{}") != 1:
+        raise DataError(f"{options.uri}: template={text} must hold '{{}}' exactly once, where the class name goes.")
+    return source if text is None else replace(source, template=text)
 
 
 def _with_classes(source: Source, kept: list[int]) -> Source:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from shared.data import DataError, open_source
+from shared.data.sharing import SharedSources
 
 
 def write_image(path: Path, seed: int, suffix: str = "png") -> None:
@@ -269,3 +270,11 @@ def test_only_some_classes_are_kept_in_the_source_s_order() -> None:
     assert all(digests[some.train.digest(row)] == (two, nine)[label] for row, label in enumerate(some.train.labels))
     with pytest.raises(DataError, match="names the class 'eleven'"):
         open_source("digits?only=two,eleven")
+
+
+def test_a_template_of_the_uri_stands_in_for_the_data_sets_own() -> None:
+    assert open_source("digits?template=the digit {}.&shots=1").template == "the digit {}."
+    assert SharedSources().open("digits?template=the digit {}.").template == "the digit {}."
+    assert open_source("digits").template != "the digit {}."
+    with pytest.raises(DataError, match="exactly once"):
+        open_source("digits?template=a digit")

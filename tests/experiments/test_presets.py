@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -19,6 +21,7 @@ from promptfed.exits import Exit
 from promptfed.main import app
 from shared.data import Source, open_source
 from shared.data.options import Options
+from shared.data.registry import SCHEMES
 from shared.methods import resolve_spec
 
 CLASSES = ("bird", "feather", "headphones", "ice cream", "teapot", "tiger", "whale", "windmill", "wine glass", "zebra")
@@ -37,7 +40,7 @@ def test_a_preset_describes_a_table_that_can_be_run(name: str) -> None:
     for panel in preset.panels():
         bench = preset.bench(panel, "/data", (0,), {})
         assert set(preset.columns) <= set(protocol.columns(bench.setting))
-        assert "{" not in "".join(bench.setting.data).replace("{domain}", "")
+        assert "{" not in "".join(bench.setting.data).replace("{domain}", "").replace("{}", "")
         labels = {entry.label for entry in bench.entries}
         printed = set(preset.paper[panel])
         assert printed & labels, "nothing of ours to compare with"
@@ -82,6 +85,36 @@ def test_what_a_preset_lays_down_is_the_papers() -> None:
         read_preset("paper:nothing")
     with pytest.raises(CommandError, match="there is no preset"):
         read_preset("paper:../papers/plan-pacs")
+
+
+@pytest.mark.parametrize("name", ["paper:fedtpg-nine-datasets", "paper:fedtpg-cross-dataset"])
+def test_fedtpg_words_each_data_set_as_its_table_5_does(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = {
+        "Caltech101": "a photo of a {}.",
+        "Flowers102": "a photo of a {}, a type of flower.",
+        "FGVCAircraft": "a photo of a {}, a type of aircraft.",
+        "ucf101": "a photo of a person doing {}.",
+        "OxfordIIITPet": "a photo of a {}, a type of pet.",
+        "Food101": "a photo of a {}, a type of food.",
+        "DTD": "a photo of a {}, a type of texture.",
+        "StanfordCars": "a photo of a {}.",
+        "SUN397": "a photo of a {}.",
+        "EuroSAT": "a centered satellite photo of {}.",
+        "ImageNet": "a photo of a {}.",
+    }
+    small = open_source("digits?shots=2")
+
+    def opened(body: str, options: Options) -> Source:
+        return replace(small, template=torchvision_sets.TEMPLATES.get(body, torchvision_sets.TEMPLATE))
+
+    monkeypatch.setitem(SCHEMES, "torchvision", opened)
+    class_folders(tmp_path / "ucf101")
+    data = read_preset(name).setting("all", str(tmp_path)).data
+    found = {re.split("[:/]", uri.partition("?")[0])[-1]: open_source(uri).template for uri in data}
+    assert found == {key: wanted[key] for key in found}
+    assert len(found) == (11 if "cross" in name else 9)
 
 
 def test_the_papers_rows_stand_behind_ours() -> None:
