@@ -163,6 +163,7 @@ def test_training_starts_at_the_plain_mean(backbone: Backbone) -> None:
     assert_values(Aggregator("text", level, True)(prompts), prompts.mean(0))
     for name in ("query", "fq.w1", "fa.w1"):
         assert float(state[f"text_aggregator.{name}"].abs().max()) > 0
+    assert 0.9 / 24**0.5 < float(state["text_aggregator.fa.w1"].abs().max()) <= 1 / 24**0.5, "uniform in ±1/√d_t"
     for name in ("fq.b1", "fq.w2", "fq.b2", "fa.b1", "fa.w2", "fa.b2"):
         assert not state[f"text_aggregator.{name}"].any()
     without = start(plan(residual=False), backbone, scale=None)

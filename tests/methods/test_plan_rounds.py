@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.clip import Backbone
-from shared.methods import make_method
+from shared.methods import make_method, resolve_spec
 from shared.methods.base import MethodError
 from tests.methods.small_plan import check_state, phase_of, plan, run_phase, slow_reference, start
 from tests.methods.visual_clients import NAMES, assert_values, client_context, server_context, small_backbone
@@ -151,6 +151,25 @@ def test_the_paper_s_numbers_for_vit_b_16() -> None:
     assert (count(first.down), count(first.up)) == (122_880, 122_880)
     assert (count(second.down), count(second.up)) == (3 * 122_880 + 5_269_248, 5_269_248)
     assert sum(count(phase.down) + count(phase.up) for phase in (first, second)) == 11_152_896
+
+
+def test_defaults_are_the_papers() -> None:
+    spec = resolve_spec({"name": "x", "method": {"name": "plan"}})
+    training = spec.training
+    assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (20, 1, 32, 0.0015)
+    assert (training.optimizer, training.momentum, training.weight_decay) == ("sgd", 0.9, 5e-4)
+    assert spec.aggregation.weighting == "uniform"
+    wanted = {"m": 8, "depth": None, "alpha": 1.0, "zero_shot_reference": True, "text_aggregation": "attention",
+              "visual_aggregation": "attention", "reduction": 8, "residual": True}  # fmt: skip
+    assert {name: spec.method[name] for name in wanted} == wanted
+
+
+def test_which_phases_are_means() -> None:
+    """A robust rule may stand for a mean; prompts that an aggregator is to look at are kept, each for itself."""
+    kinds = {(): [False, True], ("text",): [False, True], ("text", "visual"): [True]}
+    for means, wanted in kinds.items():
+        method = plan(**{f"{kind}_aggregation": "mean" for kind in means})
+        assert [phase.mean for phase in method.phases(1, 4)] == wanted
 
 
 def server_context_of(shape: Any) -> Any:

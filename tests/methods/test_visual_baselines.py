@@ -15,7 +15,7 @@ from coordinator.problems import InvalidSpec
 from experiments.simulation import simulate
 from promptfed.local import Site
 from shared.clip import Backbone, shape_of
-from shared.methods import check_fits, make_method, runnable
+from shared.methods import check_fits, make_method, resolve_spec, runnable
 from shared.methods.base import ClientContext, ClientInfo, ClientUpdate, Method, MethodError, ServerContext
 from shared.methods.fedmaple import FedMaple
 from shared.methods.heads import LinearHead
@@ -115,6 +115,23 @@ def test_fedmaple_starts_with_small_prompts_and_maps_of_a_linear_layer() -> None
     for name in ("coupling_weight", "coupling_bias"):
         assert float(state[name].abs().max()) <= 1 / 8
         assert float(state[name].std()) == pytest.approx(1 / 8 / 3**0.5, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "own"),
+    [
+        ("fedmaple", 0.0035, {"m": 8, "depth": None}),
+        ("fedvpt", 0.002, {"m": 10, "depth": 1, "head": "text", "projected": False}),
+        ("fedvpt_deep", 0.002, {"m": 1, "depth": None, "head": "text", "projected": False}),
+        ("singleset_vpt", 0.002, {"m": 10, "depth": 1, "head": "text", "projected": False}),
+    ],
+)
+def test_defaults(name: str, rate: float, own: dict[str, Any]) -> None:
+    spec = resolve_spec({"name": "x", "method": {"name": name}})
+    training = spec.training
+    assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (20, 1, 32, rate)
+    assert spec.aggregation.weighting == "samples"
+    assert {key: spec.method[key] for key in own} == own
 
 
 @pytest.mark.parametrize("name", ["fedmaple", "fedvpt", "fedvpt_deep"])
