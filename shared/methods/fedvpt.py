@@ -28,6 +28,7 @@ from shared.methods.base import (
 )
 from shared.methods.heads import LinearHead, TextHead, head_width
 from shared.methods.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
+from shared.spec import FederationSpec
 from shared.tensors import Tensors, TensorSpec
 
 PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
@@ -65,6 +66,11 @@ class VisualPromptMethod(Method):
         if hyper.head == "linear":
             self.needs = replace(visual.NEEDS, text_tower=False)
             self.personal = True
+
+    def check(self, spec: FederationSpec) -> None:
+        """``projected`` says where a linear head stands: without one it would say nothing."""
+        if self.hyper.projected and self.hyper.head == "text":
+            raise MethodError("projected is for a linear head: take head: linear with it, or leave it out")
 
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``m``, ``d_v`` and ``depth_v``. Raises MethodError where the image tower takes no such prompts."""

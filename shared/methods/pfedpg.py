@@ -34,6 +34,7 @@ from shared.methods.base import (
 from shared.methods.heads import LinearHead, head_width
 from shared.methods.visual import ImageClassifier, Towers, VisualHyper, learned, train_on_images, vpt_bound
 from shared.seeds import generator as draws_for
+from shared.spec import FederationSpec
 from shared.tensors import Tensors, TensorSpec
 
 BASIS, DESCRIPTORS, ADAPTED = "prompt_basis", "descriptors", "adapted_prompts"
@@ -63,6 +64,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
 BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 MEAN, SQUARE, STEPS = "adam_mean.", "adam_square.", "adam_steps"
 NORM_EPS = 1e-5
+HIDDEN = 100  # pFedHN's
 
 
 class PFedPGHyper(VisualHyper):
@@ -79,7 +81,7 @@ class PFedPGHyper(VisualHyper):
     inner_width: Annotated[
         int | None, Field(ge=1, le=16384, description="l_k = l_v of the attention; default: the vision tower's width")
     ] = None
-    hidden: Annotated[int, Field(ge=1, le=16384, description="hidden width of the generator `mlp`")] = 100
+    hidden: Annotated[int, Field(ge=1, le=16384, description="hidden width of the generator `mlp`")] = HIDDEN
     generator_optimizer: Annotated[
         Literal["adam", "sgd"], Field(description="takes one step a round on generator, basis and descriptors")
     ] = "adam"
@@ -171,6 +173,14 @@ class PFedPG(Method):
     }
 
     # Server half
+
+    def check(self, spec: FederationSpec) -> None:
+        """Widths that the chosen generator does not have are refused."""
+        hyper = self.hyper
+        if hyper.inner_width is not None and hyper.generator != "attention":
+            raise MethodError(f"generator {hyper.generator} has no inner_width: leave it out, or take attention")
+        if hyper.hidden != HIDDEN and hyper.generator != "mlp":
+            raise MethodError(f"generator {hyper.generator} has no hidden layer: leave hidden out, or take mlp")
 
     @property
     def _learned(self) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from shared.methods import describe, make_method, resolve_spec
 from shared.methods.base import ClientInfo, MethodError, ServerContext
 from shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
-from shared.spec import BackboneShape
+from shared.spec import BackboneShape, SpecError
 from shared.tensors import Tensors, check, state_hash
 from tests.methods.conftest import NAMES
 from tests.methods.literal_pfedpg import PROMPTS, Server
@@ -239,6 +240,25 @@ def test_backbones_and_clients_that_do_not_fit() -> None:
     with pytest.raises(MethodError, match="an evaluator has none"):
         method.admit(ClientInfo("lab", "evaluator", 0, NAMES), None, context)
     method.admit(context.clients[0], None, context)
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"generator": "mlp", "inner_width": 8}, "generator mlp has no inner_width"),
+        ({"generator": "basis", "hidden": 50}, "generator basis has no hidden layer"),
+        ({"hidden": 50}, "generator attention has no hidden layer"),
+    ],
+)
+def test_widths_that_a_generator_does_not_have_are_refused(own: dict[str, Any], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        resolve_spec({"name": "x", "method": {"name": "pfedpg"} | own})
+
+
+def test_widths_that_a_generator_has() -> None:
+    for own in ({"inner_width": 8}, {"generator": "mlp", "hidden": 50}):
+        resolved = resolve_spec({"name": "x", "method": {"name": "pfedpg"} | own})
+        assert resolved.method.items() >= own.items()
 
 
 def test_defaults_are_the_papers() -> None:

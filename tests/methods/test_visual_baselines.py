@@ -20,7 +20,7 @@ from shared.methods.base import ClientContext, ClientInfo, ClientUpdate, Method,
 from shared.methods.fedmaple import FedMaple
 from shared.methods.heads import LinearHead
 from shared.seeds import initial_draws
-from shared.spec import BackboneShape, TrainingSpec
+from shared.spec import BackboneShape, SpecError, TrainingSpec
 from shared.tensors import Tensors
 from tests.methods import literal_visual as literal
 from tests.methods.literal import cross_entropy
@@ -132,6 +132,14 @@ def test_defaults(name: str, rate: float, own: dict[str, Any]) -> None:
     assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (20, 1, 32, rate)
     assert spec.aggregation.weighting == "samples"
     assert {key: spec.method[key] for key in own} == own
+
+
+@pytest.mark.parametrize("name", VPT)
+def test_an_option_of_the_linear_head_needs_one(name: str) -> None:
+    spec: dict[str, Any] = {"name": "x", "method": {"name": name, "projected": True}}
+    with pytest.raises(SpecError, match="take head: linear with it"):
+        resolve_spec(spec)
+    assert resolve_spec(spec | {"method": spec["method"] | {"head": "linear"}}).method["projected"] is True
 
 
 @pytest.mark.parametrize("name", ["fedmaple", "fedvpt", "fedvpt_deep"])
