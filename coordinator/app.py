@@ -15,11 +15,11 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator import access, bootstrap, federations
 from coordinator.api import clients, events, health, insights, methods, replays, results, tasks, web
 from coordinator.api import federations as federations_api
+from coordinator.bodies import JsonBodies
 from coordinator.engine import Engine
 from coordinator.guessing import Guessing
 from coordinator.insights import Insights
@@ -35,6 +35,7 @@ from coordinator.problems import (
     StorageFull,
     StoreAway,
     UnreadableBody,
+    UploadTimeout,
 )
 from coordinator.settings import Settings
 from coordinator.store.backend import DatabaseAway
@@ -44,39 +45,7 @@ from shared.messages import Problem
 
 log = logging.getLogger("promptfed.coordinator")
 
-JSON_BYTES = 8 << 20
-LONG_JSON_BYTES = 32 << 20
-LONG_JSON_PATHS = ("/clients", "/prompts/generate")  # with class names, or text features
-TENSOR_PATHS = ("/update", "/initial-state", "/lexicon")
 ROUTERS = (methods, federations_api, clients, tasks, results, replays, insights, events, health, web)
-
-
-class BodyLimit:
-    """Refuses JSON bodies over a limit as they arrive. Tensors have limits of their own (``uploads``).
-
-    The framework's own limit answers in plain text; this one raises within the request, so that it becomes a problem.
-    """
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, counting."""
-        if scope["type"] != "http" or scope["path"].endswith(TENSOR_PATHS):
-            await self._app(scope, receive, send)
-            return
-        limit = LONG_JSON_BYTES if scope["path"].endswith(LONG_JSON_PATHS) else JSON_BYTES
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > limit:
-                raise HTTPException(413)
-            return message
-
-        await self._app(scope, counted, send)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -91,7 +60,7 @@ def create_app(settings: Settings) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.settings = settings
-    app.add_middleware(BodyLimit)
+    app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for module in ROUTERS:
         app.include_router(module.router)
@@ -180,6 +149,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         400: UnreadableBody(str(error.detail)),
         404: NotFound(f"there is nothing at {request.url.path}"),
         405: MethodNotAllowed(f"{request.url.path} does not know {request.method}", headers=dict(error.headers or {})),
+        408: UploadTimeout(str(error.detail)),
         413: BodyTooLarge("the body is too large for this call"),
     }
     return await _answer(request, kinds.get(error.status_code) or HttpError(error.status_code, str(error.detail)))

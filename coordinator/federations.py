@@ -54,7 +54,7 @@ def create(engine: Engine, raw: dict[str, Any], key: str | None = None) -> Live:
     Raises:
         InvalidSpec, NameTaken, KeyReused: it cannot.
     """
-    request_digest = hashlib.sha256(canonical_json(raw).encode()).hexdigest()
+    request_digest = _digest_of(raw)
     with engine.exclusively():
         known = _created_with(engine, key, request_digest)
         if known is not None:
@@ -70,6 +70,15 @@ def create(engine: Engine, raw: dict[str, Any], key: str | None = None) -> Live:
         engine.add(live)
     point("federation-created")
     return live
+
+
+def _digest_of(raw: dict[str, Any]) -> str:
+    try:
+        return hashlib.sha256(canonical_json(raw).encode()).hexdigest()
+    except ValueError:
+        resolve(raw)  # It says where, but for what no spec has a place for.
+        detail = "holds NaN, infinity or text that is no Unicode"
+        raise InvalidSpec(detail, errors=[{"path": "(spec)", "detail": detail}]) from None
 
 
 def _created_with(engine: Engine, key: str | None, request_digest: str) -> Live | None:

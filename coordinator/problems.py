@@ -74,6 +74,12 @@ class BodyTooLarge(Refusal):
     status, kind, title = 413, "too-large", "The body is too large"
 
 
+class UploadTimeout(Refusal):
+    """A body that took too long to arrive."""
+
+    status, kind, title = 408, "upload-timeout", "The body took too long to arrive"
+
+
 class HttpError(Refusal):
     """Another refusal of the HTTP layer."""
 
@@ -288,7 +294,13 @@ class NoSamples(Refusal):
     status, kind, title = 422, "no-samples", "A trainer needs at least one sample"
 
 
-ANY_REQUEST: tuple[type[Refusal], ...] = (InvalidRequest, UnreadableBody, BodyTooLarge, InternalError)
+ANY_REQUEST: tuple[type[Refusal], ...] = (
+    InvalidRequest,
+    UnreadableBody,
+    UploadTimeout,
+    BodyTooLarge,
+    InternalError,
+)
 ANY_CALLER: tuple[type[Refusal], ...] = (Unauthorized, TokenExpired, TooManyFailures, WrongRole, NotFound, StoreAway)
 
 

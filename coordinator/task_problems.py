@@ -41,12 +41,6 @@ class IncompleteBody(Refusal):
     status, kind, title = 400, "incomplete-body", "The body was cut off"
 
 
-class UploadTimeout(Refusal):
-    """A body that took too long to arrive."""
-
-    status, kind, title = 408, "upload-timeout", "The body took too long to arrive"
-
-
 class TooManyUploads(Refusal):
     """As many uploads as are allowed are under way."""
 

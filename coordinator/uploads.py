@@ -20,7 +20,8 @@ from starlette.requests import ClientDisconnect
 
 from coordinator.admission import Upload
 from coordinator.engine import Engine
-from coordinator.task_problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
+from coordinator.problems import UploadTimeout
+from coordinator.task_problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it

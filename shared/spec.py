@@ -6,6 +6,7 @@ itself (``shared.methods.resolve_spec``), which also fills in the defaults that 
 
 from __future__ import annotations
 
+from collections import Counter
 from decimal import ROUND_CEILING, Decimal
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,8 @@ TOLERATE = 0.2
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 ClassName = Annotated[str, Field(min_length=1, max_length=200)]
+Width = Annotated[int, Field(ge=1, le=1 << 15)]
+Depth = Annotated[int, Field(ge=1, le=256)]
 
 
 class SpecError(ValueError):
@@ -57,15 +60,21 @@ class Section(BaseModel):
 
 
 class BackboneShape(Section):
-    """Sizes that a coordinator without a backbone needs to make prompts: the towers' widths and the joint space's."""
+    """Sizes that a coordinator without a backbone needs to make prompts: the towers' widths and the joint space's.
 
-    d_t: Annotated[int, Field(ge=1, description="width of the text tower, where prompts can enter it")] | None = None
-    d_v: Annotated[int, Field(ge=1, description="width of the vision tower, where prompts can enter it")] | None = None
-    d_e: Annotated[int, Field(ge=1, description="dimension of the joint embedding")]
-    text_layers: Annotated[int, Field(ge=1)] | None = None
-    vision_layers: Annotated[int, Field(ge=1)] | None = None
-    context_length: Annotated[int, Field(ge=1)] | None = None
-    patch_size: Annotated[int, Field(ge=1, description="side of the vision tower's patches, in pixels")] | None = None
+    A client may be the one who says them, and tensors are made of these sizes, so they have bounds, well beyond the
+    towers that there are.
+    """
+
+    d_t: Annotated[Width | None, Field(description="width of the text tower, where prompts can enter it")] = None
+    d_v: Annotated[Width | None, Field(description="width of the vision tower, where prompts can enter it")] = None
+    d_e: Annotated[Width, Field(description="dimension of the joint embedding")]
+    text_layers: Depth | None = None
+    vision_layers: Depth | None = None
+    context_length: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    patch_size: Annotated[
+        Annotated[int, Field(ge=1, le=4096)] | None, Field(description="side of the vision tower's patches, in pixels")
+    ] = None
 
 
 class BackboneSpec(Section):
@@ -227,7 +236,7 @@ def check_class_names(names: list[str]) -> list[str]:
     """Return ``names`` if there is at least one and none occurs twice; ValueError otherwise."""
     if not names:
         raise ValueError("is empty: name at least one class")
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"lists a class twice: {', '.join(twice[:5])}")
     return names

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.requests import HTTPConnection
 
 from coordinator.access import Caller, ClientCaller, Enrolling, Operator, digest, identify
 from coordinator.engine import Engine
@@ -36,11 +37,26 @@ _operator_scheme = HTTPBearer(
 _enrolment_scheme = HTTPBearer(scheme_name="enrolment", auto_error=False, description="minted by the operator")
 _client_scheme = HTTPBearer(scheme_name="client", auto_error=False, description="the secret the client enrolled with")
 
+NO_NUL = r"^[^\x00]*$"  # PostgreSQL's text holds none, and may not be asked for any
+
 FederationId = Annotated[str, Path(description="id or name of the federation", max_length=100)]
 ClientId = Annotated[str, Path(description="id or name of the client", max_length=100)]
-TaskId = Annotated[str, Path(max_length=100)]
+TaskId = Annotated[str, Path(max_length=100, pattern=NO_NUL)]
 Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
-After = Annotated[str | None, Query(max_length=100, description="`next` of the page before")]
+After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description="`next` of the page before")]
+
+
+def look_up(connection: HTTPConnection, engine: Engine, token: str) -> Caller:
+    """Who calls with ``token``; nothing is counted. Raises StoreAway, TooManyFailures, Unauthorized, TokenExpired."""
+    if engine.away:
+        raise StoreAway
+    state, found = connection.app.state, digest(token)
+    wanted = connection.path_params.get("federation")
+    # The asked-for federation first: a site may use one secret with several federations.
+    lives = sorted(engine.lives.values(), key=lambda live: wanted not in (live.id, live.name))
+    guessing: Guessing = state.guessing
+    guessing.check(_address(connection), found)
+    return identify(found, state.operator_digest, lives)
 
 
 def _identify(request: Request, engine: Engine, credentials: HTTPAuthorizationCredentials | None) -> Caller:
@@ -48,20 +64,18 @@ def _identify(request: Request, engine: Engine, credentials: HTTPAuthorizationCr
         raise StoreAway
     if credentials is None:
         raise Unauthorized("send the token as `Authorization: Bearer <token>`")
-    wanted = request.path_params.get("federation")
-    # The asked-for federation first: a site may use one secret with several federations.
-    lives = sorted(engine.lives.values(), key=lambda live: wanted not in (live.id, live.name))
     guessing: Guessing = request.app.state.guessing
-    address = request.client.host if request.client is not None else "no address"
-    found = digest(credentials.credentials)
-    guessing.check(address, found)
     try:
-        caller = identify(found, request.app.state.operator_digest, lives)
+        caller = look_up(request, engine, credentials.credentials)
     except Unauthorized:
-        guessing.failed(address)
+        guessing.failed(_address(request))
         raise
-    guessing.succeeded(address, found)
+    guessing.succeeded(_address(request), digest(credentials.credentials))
     return caller
+
+
+def _address(connection: HTTPConnection) -> str:
+    return connection.client.host if connection.client is not None else "no address"
 
 
 async def _operator(

@@ -41,7 +41,6 @@ from coordinator.task_problems import (
     NotSafetensors,
     TooManyUploads,
     UnknownTensor,
-    UploadTimeout,
     WrongDtype,
     WrongShape,
 )
@@ -72,7 +71,6 @@ TENSORS = (
     WrongDtype,
     NotFinite,
     IncompleteBody,
-    UploadTimeout,
     TooManyUploads,
     StorageFull,
 )

@@ -72,7 +72,7 @@ class ReplayReport(BaseModel):
     aggregation: AggregationSpec
     without: list[str]
     states: list[ReplayedState]
-    note: str | None = Field(description="how to read it, where something was otherwise")
+    note: str | None = Field(description="how to read it, where something was otherwise or nothing computed")
 
 
 @router.post(
@@ -100,6 +100,8 @@ async def replay_round(
         return found, encode(found[-1].replayed) if as_tensors and found else None
 
     found, content = await engine.compute(job)
+    if as_tensors and not found:
+        raise NoState(f"{_note(round, found, what_if)}, so there are no tensors to answer with")
     if content is not None:
         headers = {"ETag": f'"{found[-1].replayed_hash}"', "Vary": "Accept"}
         return Response(content, media_type=TENSORS, headers=headers)
@@ -108,8 +110,15 @@ async def replay_round(
         aggregation=what_if.aggregation or live.spec.aggregation,
         without=list(without),
         states=[_view(one) for one in found],
-        note=ONLY_THIS_PHASE if what_if else None,
+        note=_note(round, found, what_if),
     )
+
+
+def _note(round: int, found: list[replay.Replayed], what_if: replay.WhatIf) -> str | None:
+    if not found:
+        what = "no update was aggregated in it" if what_if else "it has no state"
+        return f"nothing of round {round} was computed again: {what}"
+    return ONLY_THIS_PHASE if what_if else None
 
 
 def _aggregation(live: Live, given: AggregationSpec | None) -> AggregationSpec | None:

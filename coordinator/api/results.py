@@ -35,7 +35,7 @@ TENSOR_TYPES = ("application/octet-stream", "application/vnd.safetensors", "appl
 def list_rounds(engine: EngineOf, live: Operated, limit: Limit = 100, after: After = None) -> RoundPage:
     """Reports of all rounds so far, from round 0 on."""
     engine.activity.flush_if_possible()
-    begin = int(after) + 1 if after is not None and after.isdigit() else 0
+    begin = int(after) + 1 if after is not None and after.isdecimal() else 0
     with engine.database.read() as session:
         numbers = reports.rounds(session, live.id)
         page = [number for number in numbers if number >= begin][:limit]

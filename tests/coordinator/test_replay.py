@@ -202,6 +202,19 @@ def test_what_cannot_be_replayed_is_refused(
     assert says in refused["detail"]
 
 
+def test_a_round_without_updates_says_that_nothing_could_be_otherwise(over: tuple[InThread, str, Tensors]) -> None:
+    coordinator, federation, _ = over
+    answer = again(coordinator, federation, 0, without=["a"])
+    assert answer["states"] == []
+    assert answer["note"] == "nothing of round 0 was computed again: no update was aggregated in it"
+    refused = coordinator.http.post(
+        f"/v1/federations/{federation}/rounds/0/replay",
+        json={"without": ["a"]},
+        headers=coordinator.operator | {"Accept": "application/octet-stream"},
+    )
+    assert (refused.status_code, refused.json()["type"].rsplit("/")[-1]) == (404, "no-state")
+
+
 def test_rounds_under_way_and_rounds_not_kept_are_refused(coordinator: InThread) -> None:
     federation = coordinator.create(rounds=3, retention="last_round")
     clients = coordinator.enrol(federation, "a", "b")

@@ -1,0 +1,86 @@
+"""JSON bodies: how much of them is read, from whom, and for how long.
+
+The framework reads and parses a body before it asks who has sent it. A stranger's is not read at all here: it would
+lie in memory, and parsing it would hold up everybody. Tensors are not meant: they are received once it is known from
+whom, within limits of their own (``uploads``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.api.deps import look_up
+from coordinator.problems import Refusal
+
+JSON_BYTES = 8 << 20
+LONG_JSON_BYTES = 32 << 20
+LONG_JSON_PATHS = ("/clients", "/prompts/generate")  # with class names, or text features
+TENSOR_PATHS = ("/update", "/initial-state", "/lexicon")
+NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
+
+
+class JsonBodies:
+    """Passes bodies on as they arrive: within a limit, within ``seconds``, and of callers with a token only.
+
+    The framework's own limit answers in plain text; this one raises within the request, so that it becomes a problem.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float):
+        self._app = app
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, with its body as it may be read."""
+        if scope["type"] == "http" and not scope["path"].endswith(TENSOR_PATHS):
+            receive = _Body(scope, receive, self._seconds)
+        await self._app(scope, receive, send)
+
+
+class _Body:
+    """One request's body. Nobody is looked up before somebody asks for it: most requests have none."""
+
+    def __init__(self, scope: Scope, receive: Receive, seconds: float):
+        self._scope = scope
+        self._receive = receive
+        self._seconds = seconds
+        self._limit = LONG_JSON_BYTES if scope["path"].endswith(LONG_JSON_PATHS) else JSON_BYTES
+        self._received = 0
+        self._until: float | None = None
+        self._whole = False
+
+    async def __call__(self) -> Message:
+        if self._whole:  # What comes now is that the caller has gone.
+            return await self._receive()
+        if self._until is None:
+            if not _is_known(self._scope):
+                self._whole = True
+                return NOTHING
+            self._until = asyncio.get_running_loop().time() + self._seconds
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {self._seconds:g} s") from None
+        self._received += len(message.get("body", b""))
+        if self._received > self._limit:
+            raise HTTPException(413)
+        self._whole = not message.get("more_body", False)
+        return message
+
+
+def _is_known(scope: Scope) -> bool:
+    """Whether the request's token is somebody's; the route asks again, and refuses whoever is not."""
+    connection = HTTPConnection(scope)
+    scheme, token = get_authorization_scheme_param(connection.headers.get("authorization"))
+    if scheme.lower() != "bearer" or not token:
+        return False
+    try:
+        look_up(connection, scope["app"].state.engine, token)
+    except Refusal:
+        return False
+    return True

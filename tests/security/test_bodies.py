@@ -1,0 +1,152 @@
+"""Bodies of JSON: a stranger's is not read, a slow one is not waited for, and no text in one breaks an answer."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared.messages import EnrolRequest
+from tests.coordinator.fakes import CLASSES, bearer, enrolment, secret_of
+from tests.coordinator.open_phases import kind, opened
+from tests.coordinator.running import InThread
+
+ANNOUNCED = 30 << 20
+HALF_A_PAIR = b"\\ud800"
+
+
+def answer_to_a_beginning(coordinator: InThread, path: str, headers: dict[str, str], verb: str = "POST") -> str:
+    """What comes back when of a long JSON body only the first bytes are sent."""
+    host, port = coordinator.url.removeprefix("http://").split(":")
+    given = headers | {"Host": host, "Content-Type": "application/json", "Content-Length": str(ANNOUNCED)}
+    head = "\r\n".join([f"{verb} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())])
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n[[],")
+        answer = b""
+        while not answer.endswith(b"}"):
+            more = connection.recv(4096)
+            assert more, answer
+            answer += more
+        return answer.decode()
+
+
+@pytest.mark.parametrize("token", [None, "nobody's", "\xff", "Basic"])
+def test_a_stranger_s_body_is_not_waited_for(coordinator: InThread, token: str | None) -> None:
+    federation = coordinator.create()
+    headers = {} if token is None else {"Authorization": token if token == "Basic" else f"Bearer {token}"}
+    for path in ("/v1/federations", f"/v1/federations/{federation}/clients", f"/v1/federations/{federation}/start"):
+        answer = answer_to_a_beginning(coordinator, path, headers)
+        assert answer.startswith("HTTP/1.1 401 "), answer
+
+
+def test_whoever_has_failed_too_often_cannot_tell_a_right_guess_by_its_body(
+    coordinator_with: Callable[..., InThread],
+) -> None:
+    coordinator = coordinator_with(auth_failures_per_minute=1)
+    federation = coordinator.create()
+    token = coordinator.token(federation)
+    path = f"/v1/federations/{federation}/clients"
+    assert answer_to_a_beginning(coordinator, path, bearer("wrong")).startswith("HTTP/1.1 401 ")
+    for guess in ("wrong again", token):
+        assert answer_to_a_beginning(coordinator, path, bearer(guess)).startswith("HTTP/1.1 429 "), guess
+
+
+def test_a_body_that_does_not_arrive_is_given_up(coordinator_with: Callable[..., InThread]) -> None:
+    coordinator = coordinator_with(upload_timeout_seconds=0.3)
+    federation, (a, _), (task, _) = opened(coordinator)
+    path = f"/v1/federations/{federation}"
+    for verb, url, headers in (
+        ("POST", f"{path}/clients", bearer(coordinator.token(federation))),
+        ("POST", f"{path}/tasks/{task['task_id']}/failure", a.headers),
+        ("POST", "/v1/federations", coordinator.operator),
+    ):
+        answer = answer_to_a_beginning(coordinator, url, headers, verb)
+        assert answer.startswith("HTTP/1.1 408 "), answer
+        assert "/upload-timeout" in answer
+    assert a.answer(task).status_code == 201
+
+
+def test_a_long_poll_may_outlast_the_time_for_a_body(coordinator_with: Callable[..., InThread]) -> None:
+    coordinator = coordinator_with(upload_timeout_seconds=0.2)
+    [client] = coordinator.enrol(coordinator.create(), "a")
+    assert client.task(wait=0.6).status_code == 204
+
+
+@pytest.mark.both_databases
+def test_text_that_is_no_unicode_and_numbers_that_are_none_are_refused(coordinator: InThread) -> None:
+    federation, (a, _), (task, _) = opened(coordinator)
+    path, operator = f"/v1/federations/{federation}", coordinator.operator
+    evaluation = b'{"splits": {"' + HALF_A_PAIR + b'": {"accuracy": 1, "num_samples": 1}}}'
+    failure = b'{"type": "x", "detail": "y", "' + HALF_A_PAIR + b'": 1}'
+    for verb, url, headers, content in (
+        ("POST", "/v1/federations", operator, b'{"name": "' + HALF_A_PAIR + b'"}'),
+        ("POST", "/v1/federations", operator, b'{"name": "x", "method": {"name": "promptfl", "m": NaN}}'),
+        ("POST", "/v1/federations", operator, b'{"name": "x", "method": {"name": "promptfl"}, "seed": 1e400}'),
+        ("POST", "/v1/federations", operator, b'{"' + HALF_A_PAIR + b'": 1}'),
+        ("POST", f"{path}/enrolment-tokens", operator, b'{"' + HALF_A_PAIR + b'": 1}'),
+        ("POST", f"{path}/rounds/0/replay", operator, b'{"without": ["' + HALF_A_PAIR + b'"]}'),
+        ("PUT", f"{path}/tasks/{task['task_id']}/evaluation", a.headers, evaluation),
+        ("POST", f"{path}/tasks/{task['task_id']}/failure", a.headers, failure),
+    ):
+        sent = headers | {"Content-Type": "application/json"}
+        refused = coordinator.http.request(verb, url, content=content, headers=sent)
+        assert (refused.status_code, kind(refused)) in ((422, "invalid-spec"), (422, "invalid-request")), content
+        assert refused.json()["errors"]
+    assert len(coordinator.get(f"{federation}/clients")["clients"]) == 2
+    assert a.answer(task).status_code == 201
+
+
+@pytest.mark.parametrize("after", ["%C2%B2", "%00", "%ED%A0%80", "x" * 100, "9" * 100, "-1"])
+@pytest.mark.both_databases
+def test_any_text_may_be_the_page_before(coordinator: InThread, after: str) -> None:
+    coordinator.enrol(coordinator.create(name="eyes"), "a")
+    for path in ("/v1/federations", "/v1/federations/eyes/clients", "/v1/federations/eyes/rounds"):
+        answer = coordinator.http.get(f"{path}?after={after}", headers=coordinator.operator)
+        assert answer.status_code in (200, 422), answer.text
+
+
+@pytest.mark.both_databases
+def test_any_text_may_be_an_id(coordinator: InThread) -> None:
+    federation, (a, _), _ = opened(coordinator)
+    path = f"/v1/federations/{federation}"
+    for text in ("%00", "%ED%A0%80", "%2e%2e", "x" * 100):
+        for url, headers in (
+            (f"/v1/federations/{text}", coordinator.operator),
+            (f"{path}/rounds/{text}", coordinator.operator),
+            (f"{path}/tasks/{text}/payload", a.headers),
+        ):
+            assert coordinator.http.get(url, headers=headers).status_code in (404, 422), url
+        url = f"{path}/clients/{text}"
+        assert coordinator.http.delete(url, headers=coordinator.operator).status_code == 404, url
+
+
+def test_sizes_that_no_backbone_has_are_refused(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    client, token = coordinator.client(federation, "a"), coordinator.token(federation)
+    good = {"d_t": 8, "d_e": 8, "d_v": 8}
+    for size in (
+        {"d_t": 10**12},
+        {"d_e": 100_000},
+        {"d_v": 32_769},
+        {"text_layers": 10**6},
+        {"context_length": 1 << 40},
+    ):
+        refused = client.enrol(token, backbone_shape=good | size)
+        assert (refused.status_code, kind(refused)) == (422, "invalid-request"), size
+        assert next(iter(size)) in refused.json()["detail"]
+    assert client.enrol(token, backbone_shape=good).status_code == 201
+
+
+def test_many_class_names_are_looked_through_once() -> None:
+    names = [f"class {number}" for number in range(100_000)]
+    body: dict[str, Any] = enrolment("a", class_names=[*names[1:], names[1]])
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="lists a class twice: class 1"):
+        EnrolRequest.model_validate_json(json.dumps(body))
+    assert time.process_time() - begin < 5, "every name compared with every other takes minutes"
+    assert EnrolRequest(**enrolment("a")).class_names == CLASSES
+    assert EnrolRequest(**enrolment("a")).secret == secret_of("a")
