@@ -8,6 +8,8 @@ let token = null;
 let preview = null; // the object URL of the image that is shown
 let asked = 0; // counts images, so that a late answer does not replace a newer one
 
+class NotSignedIn extends Error {}
+
 async function call(path, options = {}) {
   const headers = token === null ? {} : { Authorization: `Bearer ${token}` };
   let answer;
@@ -20,7 +22,7 @@ async function call(path, options = {}) {
   if (answer.status === 401) {
     token = null;
     signIn();
-    throw new Error("This service wants its token.");
+    throw new NotSignedIn("This service wants its token.");
   }
   if (!answer.ok) throw new Error(body.detail ?? `The service answered ${answer.status}.`);
   return body;
@@ -38,7 +40,8 @@ function signIn() {
   at("token").focus();
 }
 
-async function begin() {
+/** Show what there is; `refused` is said where the token is not this service's. */
+async function begin(refused) {
   try {
     const status = await call("/status");
     const round = status.round === null ? "before its first round" : `in round ${status.round}`;
@@ -49,7 +52,7 @@ async function begin() {
     at("ask").hidden = false;
     tell("");
   } catch (error) {
-    tell(at("sign-in").hidden ? error.message : "");
+    tell(error instanceof NotSignedIn ? refused : error.message);
   }
 }
 
@@ -86,8 +89,8 @@ function present(found) {
 
 function list(classes, count) {
   const rows = classes.slice(0, count).map((one) => {
-    const bars = [["adapted", one.probability]];
-    if (one.zero_shot !== undefined) bars.push(["zero-shot", one.zero_shot]);
+    const bars = [["adapted", one.probability, "learned prompts"]];
+    if (one.zero_shot !== undefined) bars.push(["zero-shot", one.zero_shot, "zero-shot"]);
     return item(one.name, bars);
   });
   at("classes").replaceChildren(...rows);
@@ -98,18 +101,17 @@ function list(classes, count) {
 
 function item(name, bars) {
   const row = document.createElement("li");
-  row.append(element("span", "name", name), ...bars.map(([kind, share]) => bar(kind, share)));
+  row.append(element("span", "name", name), ...bars.map((one) => bar(...one)));
   return row;
 }
 
-function bar(kind, share) {
+/** `label` tells a screen reader what the colour says. */
+function bar(kind, share, label = "") {
   const [line, track, fill] = [element("div", `bar ${kind}`), element("div", "track"), element("div", "fill")];
   fill.style.width = `${100 * share}%`;
   track.append(fill);
-  const label = kind === "zero-shot" ? "zero-shot" : "learned";
-  const value = element("span", "", `${(100 * share).toFixed(1)} %`);
-  value.title = label;
-  line.append(track, value);
+  if (label) line.append(element("span", "unseen", label));
+  line.append(track, element("span", "value", `${(100 * share).toFixed(1)} %`));
   return line;
 }
 
@@ -122,11 +124,15 @@ function element(kind, className, text) {
 
 at("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
-  token = at("token").value.trim();
+  const typed = at("token").value.trim();
   at("token").value = "";
-  begin().then(() => {
-    if (!at("sign-in").hidden) tell("This is not the token of this service.");
-  });
+  // No header can carry anything else: fetch would fail as if nobody answered.
+  if (!/^[\x20-\x7e]+$/.test(typed)) {
+    tell("A token has no special characters: copy the whole line.");
+    return;
+  }
+  token = typed;
+  begin("This is not the token of this service.");
 });
 at("file").addEventListener("change", () => at("file").files.length && predict(at("file").files[0]));
 at("preview").addEventListener("load", () => { at("preview").hidden = false; });
@@ -140,4 +146,4 @@ for (const kind of ["dragleave", "drop"]) {
 document.addEventListener("drop", (event) => {
   if (!at("ask").hidden && event.dataTransfer.files.length) predict(event.dataTransfer.files[0]);
 });
-begin();
+begin("");

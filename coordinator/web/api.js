@@ -57,12 +57,14 @@ export class Api {
   }
 
   /**
-   * Server-sent events after `last`, each handed to `take({id, kind, data})`, until the stream ends or `signal` aborts.
+   * Server-sent events after `last`, each handed to `take({id, kind, data})`, until the stream ends or `signal` aborts;
+   * `opened()` is called once the coordinator answers.
    * Browsers' own EventSource can send no header, so the stream is read by hand.
    */
-  async stream(path, last, take, signal) {
+  async stream(path, last, { opened, take, signal }) {
     const headers = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
     const answer = await this.#fetch(path, { headers, signal });
+    opened();
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {

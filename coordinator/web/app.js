@@ -94,4 +94,9 @@ function welcome(remark) {
 }
 
 signOut.addEventListener("click", () => leave());
+// A link's own way there would put #main where the federation's address is, and so leave the federation.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
 welcome("");

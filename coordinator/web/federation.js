@@ -130,9 +130,12 @@ export class Federation {
 
   async #follow() {
     while (!this.abort.signal.aborted) {
-      this.hooks.connection("live", "live");
       try {
-        await this.api.stream(`${this.path}/events`, this.last, (event) => this.#take(event), this.abort.signal);
+        await this.api.stream(`${this.path}/events`, this.last, {
+          opened: () => this.hooks.connection("live", "live"),
+          take: (event) => this.#take(event),
+          signal: this.abort.signal,
+        });
         if (this.abort.signal.aborted) return;
         if (this.#over() || (await this.#ended())) {
           this.hooks.connection("over", this.model.view.state);
