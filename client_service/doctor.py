@@ -16,7 +16,7 @@ from client_service.checks import Check, check_clock, check_data, check_device, 
 from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
 from client_service.data import check_classes, check_domain, domain_of, open_data
 from client_service.disclosure import Disclosure, disclose
-from client_service.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
+from client_service.enrolment import check_backbone, check_protocol, enrol_request, explain, open_backbone
 from client_service.exits import ClientError
 from client_service.settings import Settings, make_settings, read_token
 from shared.clip import Backbone, BackboneError, shape_of
@@ -131,7 +131,10 @@ class Examination:
                 found = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
                 return await found.enrolment(token), found.traffic.clock
 
-        info, clock = asyncio.run(ask())
+        try:
+            info, clock = asyncio.run(ask())
+        except Refused as refused:
+            raise explain(refused, settings) from None
         check_protocol(info)
         text = f"answers, and takes the enrolment token; {info.name} is {info.state}"
         over = info.state in ("finished", "failed", "cancelled")

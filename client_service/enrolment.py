@@ -122,4 +122,7 @@ def explain(refused: Refused, settings: Settings) -> ClientError:
         return ClientError(Exit.BACKBONE, f"{where} refuses this backbone: {refused.detail}")
     if "protocol" in refused.kind:
         return ClientError(Exit.PROTOCOL, f"{where} refuses this version: {refused.detail}")
+    if refused.kind == "not-found":
+        text = f"{settings.coordinator} answers: {refused.detail}: ask the operator for the federation's name"
+        return ClientError(Exit.REFUSED, text)
     return ClientError(Exit.REFUSED, f"{where} refuses: {refused}")

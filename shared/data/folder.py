@@ -56,7 +56,7 @@ def _folder_items(root: Path) -> list[_Item]:
 def _class_items(root: Path, split: str | None) -> list[_Item]:
     names = _subfolders(root)
     if not names:
-        raise DataError(f"{root} has no class folder.")
+        raise DataError(f"{root} has no class folder; put the images of each class into a folder of the class's name.")
     items = []
     for name in names:
         files = sorted(p for p in (root / name).iterdir() if not p.name.startswith("."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from shared.data.digits import open_digits
 from shared.data.folder import open_csv, open_folder
@@ -39,7 +40,9 @@ def parse_uri(uri: str) -> tuple[str, str, Options]:
     address, _, query = uri.partition("?")
     scheme, _, body = address.partition(":")
     if scheme not in SCHEMES:
-        raise DataError(f"{uri}: unknown data source {scheme!r}; known are {', '.join(sorted(SCHEMES))}.")
+        known = f"unknown data source {scheme!r}; known are {', '.join(sorted(SCHEMES))}"
+        meant = f"; write folder:{address} for folders of images" if Path(address).is_dir() else ""
+        raise DataError(f"{uri}: {known}{meant}.")
     return scheme, body, Options.parse(uri, query)
 
 

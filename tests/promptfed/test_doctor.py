@@ -116,7 +116,7 @@ def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InT
     [
         ({"coordinator": "http://127.0.0.1:1"}, "coordinator", "no answer"),
         ({"coordinator": "http://192.0.2.1"}, "coordinator", "--allow-plain-http"),
-        ({"federation": "absent"}, "coordinator", "no federation"),
+        ({"federation": "absent"}, "coordinator", "no federation 'absent': ask the operator for the"),
         ({"data": "folder:/absent"}, "data", "/absent"),
         ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
     ],
@@ -130,6 +130,18 @@ def test_what_fails_says_why(
     (check,) = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]
     assert check["verdict"] == "fail"
     assert why in check["text"]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_what_fails_says_what_to_do(coordinator: InThread, token: Path, pets: Path, tmp_path: Path) -> None:
+    token.write_text("0" * 64)
+    lines = doctor(*joining(coordinator, token, pets, data=str(pets))).stdout.splitlines()
+    (asked,) = [line for line in lines if line.startswith("fail  coordinator")]
+    assert asked.endswith("ask the operator for a new enrolment token")
+    (looked,) = [line for line in lines if line.startswith("fail  data")]
+    assert f"write folder:{pets} for folders of images" in looked
+    looked = doctor("--data", f"folder:{pets / 'cat'}").stdout
+    assert "put the images of each class into a folder of the class's name" in looked
 
 
 @pytest.mark.usefixtures("loaded")
