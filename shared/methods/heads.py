@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from torch.nn import functional as F
 from shared.methods.base import ClientContext, MethodError
 from shared.methods.text_features import template_features
 from shared.seeds import generator
-from shared.tensors import Tensors
+from shared.tensors import Tensors, canonical_json
 
 if TYPE_CHECKING:
     from shared.clip import Backbone
 
-WEIGHT, BIAS = "head_weight", "head_bias"  # names of the private tensors
+WEIGHT, BIAS, CLASSES = "head_weight", "head_bias", "head_classes"  # names of the private tensors
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,11 @@ class LinearHead:
                 f"the linear head of client {context.client!r} is for {classes} classes and features of {features}; "
                 f"now it has {len(names)} and {width}: enrol it under another name"
             )
+        if CLASSES in private and not private[CLASSES].equal(_digest(names)):
+            raise MethodError(
+                f"the linear head of client {context.client!r} was trained for as many classes, but with other names "
+                "or in another order: give the client its former data, or enrol it under another name"
+            )
         return cls(names, weight, bias)
 
     def trainable(self, device: torch.device) -> LinearHead:
@@ -122,8 +128,14 @@ class LinearHead:
         return LinearHead(tuple(class_names), self.weight[rows], self.bias[rows])
 
     def private(self) -> Tensors:
-        """The tensors that the client keeps."""
-        return {WEIGHT: self.weight.detach().cpu(), BIAS: self.bias.detach().cpu()}
+        """The tensors that the client keeps: ``head_classes (4,)`` is a digest of the names that the rows stand for."""
+        return {WEIGHT: self.weight.detach().cpu(), BIAS: self.bias.detach().cpu(), CLASSES: _digest(self.names)}
+
+
+def _digest(names: tuple[str, ...]) -> Tensor:
+    """``(4,)`` int64, of names and their order."""
+    found = hashlib.sha256(canonical_json(list(names)).encode()).digest()
+    return torch.tensor([int.from_bytes(found[at : at + 8], "little", signed=True) for at in range(0, 32, 8)])
 
 
 def head_width(backbone: Backbone, projected: bool) -> int:

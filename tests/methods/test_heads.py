@@ -10,7 +10,7 @@ import torch
 
 from shared.clip import Backbone
 from shared.methods.base import ClientContext, MethodError
-from shared.methods.heads import BIAS, WEIGHT, LinearHead, TextHead, head_width
+from shared.methods.heads import BIAS, CLASSES, WEIGHT, LinearHead, TextHead, head_width
 from shared.methods.zero_shot import TemplateClassifier
 from tests.methods.conftest import NAMES, MadeUpSplit
 
@@ -46,7 +46,7 @@ def test_a_trained_head_comes_back(make_context: Make) -> None:
         for tensor in head.parameters:
             tensor -= 0.1 * tensor.grad
     kept = head.private()
-    assert set(kept) == {WEIGHT, BIAS}
+    assert set(kept) == {WEIGHT, BIAS, CLASSES}
     assert not any(tensor.requires_grad for tensor in kept.values())
     again = LinearHead.of(context, kept, 6)
     assert again.weight.equal(head.weight)
@@ -58,6 +58,17 @@ def test_rows_follow_the_training_label_space(make_context: Make) -> None:
     head = LinearHead.of(context, {}, 4)
     assert head.names == NAMES
     assert head.among(context.class_names).weight.equal(head.weight[:2])
+
+
+@pytest.mark.parametrize("names", [("sun", "moon", "umbrella", "star", "cloud"), NAMES[::-1]])
+def test_rows_that_stand_for_other_classes_now_are_refused(make_context: Make, names: tuple[str, ...]) -> None:
+    """As many classes in a client's changed data fit the tensors, and would be trained as if they were these."""
+    kept = LinearHead.start(make_context(), 4).private()
+    changed = replace(make_context(), class_names=names, label_space=names)
+    assert len(names) == len(NAMES)
+    with pytest.raises(MethodError, match="with other names or in another order"):
+        LinearHead.of(changed, kept, 4)
+    assert LinearHead.of(make_context(), {name: kept[name] for name in (WEIGHT, BIAS)}, 4).weight.equal(kept[WEIGHT])
 
 
 def test_refusals(make_context: Make) -> None:

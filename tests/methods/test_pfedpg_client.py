@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shared.clip import Backbone, shape_of
 from shared.methods.base import ClientContext
-from shared.methods.heads import BIAS, WEIGHT, LinearHead
+from shared.methods.heads import BIAS, CLASSES, WEIGHT, LinearHead
 from shared.methods.training import batches
 from shared.seeds import generator
 from shared.spec import TrainingSpec
@@ -97,7 +97,7 @@ def test_training_equals_sgd_written_out_and_sends_just_the_change(any_backbone:
             velocity[k] = 0.9 * velocity[k] + gradient + 0.01 * values[k]
             values[k] = values[k] - 0.05 * velocity[k]
     assert set(found.update) == {"delta"}
-    assert set(found.private) == {"adapted_prompts", WEIGHT, BIAS}
+    assert set(found.private) == {"adapted_prompts", WEIGHT, BIAS, CLASSES}
     assert_equal(found.private["adapted_prompts"], values[0])
     assert_equal(found.private[WEIGHT], values[1])
     assert_equal(found.private[BIAS], values[2])

@@ -26,7 +26,7 @@ from promptfed.local import Site
 from shared.clip import Backbone, FeatureCache, shape_of
 from shared.data import open_source
 from shared.messages import Task
-from shared.methods.heads import BIAS, WEIGHT
+from shared.methods.heads import BIAS, CLASSES, WEIGHT
 from shared.methods.pfedpg import ADAPTED
 from shared.tensors import Tensors, decode, encode
 from tests.client_service.fake import FakeCoordinator, made_up_source
@@ -107,7 +107,7 @@ def test_a_federation_on_a_backbone_without_text(wire: Wire, tmp_path: Path) -> 
         last[task] = {"adapted": wire.payloads[task]["prompts"] + update["delta"]}
     heads = [private_state(tmp_path / "run", name) for name in DATA]
     for head in heads:
-        assert set(head) == {WEIGHT, BIAS, ADAPTED}
+        assert set(head) == {WEIGHT, BIAS, CLASSES, ADAPTED}
         assert any(torch.allclose(head[ADAPTED], one["adapted"], atol=1e-6) for one in last.values())
         for row in head[WEIGHT]:
             trace = row[:4].contiguous().numpy().tobytes()
