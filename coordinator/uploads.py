@@ -1,7 +1,8 @@
 """Bodies of tensors: streamed to a temporary file, at most N at once, hashed on the way.
 
 More wait their turn for a while, unread: refused at once, clients would send whole bodies in vain and stay away for
-seconds while there is room. What waits is bounded in bytes, so memory does not grow with the number of clients.
+seconds while there is room. What waits is bounded in bytes, so memory does not grow with the number of clients. Of the
+places one client has a share: with slow bodies it would keep all others out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from fastapi import Request
@@ -27,8 +28,18 @@ CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it
 RETRY_AFTER = "2"
 WAITING_BYTES = 64 << 20
+SHARE = 4  # a client has at most one place in so many, but always one
+OF_ONE_CLIENT = 8  # bodies that may be under way or wait
 HELD_BYTES = 320 << 10  # of one body, before the server stops reading it: 64 KB and what was under way
 _SHA256 = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]*):")
+
+
+class _Turns:
+    """The places that one client may take; ``bodies`` are under way or wait."""
+
+    def __init__(self, most: int):
+        self.places = asyncio.Semaphore(most)
+        self.bodies = 0
 
 
 class Uploads:
@@ -40,6 +51,7 @@ class Uploads:
         self._timeout = timeout
         self._patience = patience
         self._places = asyncio.Semaphore(most)
+        self._turns: dict[object, _Turns] = {}
         self._running = 0
         self._waiting_bytes = 0
 
@@ -50,33 +62,46 @@ class Uploads:
         Raises:
             TooManyUploads, UploadTimeout, IncompleteBody: it could not be received.
         """
-        await self._take_place(_held(request))
-        self._running += 1
-        self._engine.measures.uploads.set(self._running)
-        path = self._engine.blobs.temporary()
-        try:
-            yield await self._receive(request, path, limit)
-        finally:
-            self._running -= 1
-            self._places.release()
+        async with self._place(getattr(request.state, "client", None), _held(request)):
+            self._running += 1
             self._engine.measures.uploads.set(self._running)
-            if _is_there(path):
-                await asyncio.to_thread(path.unlink, missing_ok=True)
+            path = self._engine.blobs.temporary()
+            try:
+                yield await self._receive(request, path, limit)
+            finally:
+                self._running -= 1
+                self._engine.measures.uploads.set(self._running)
+                if _is_there(path):
+                    await asyncio.to_thread(path.unlink, missing_ok=True)
 
-    async def _take_place(self, held: int) -> None:
-        if self._waiting_bytes + held > WAITING_BYTES:
+    @asynccontextmanager
+    async def _place(self, client: object | None, held: int) -> AsyncIterator[None]:
+        """A place for the length of the block, waited for; ``client`` is None where an operator sends."""
+        most = self._most if client is None else max(1, self._most // SHARE)
+        own = self._turns.get(client) or _Turns(most)
+        if self._waiting_bytes + held > WAITING_BYTES or (client is not None and own.bodies >= OF_ONE_CLIENT):
             raise self._too_many()
+        self._turns[client] = own
+        own.bodies += 1
         self._waiting_bytes += held
         try:
-            async with asyncio.timeout(self._patience):
-                await self._places.acquire()
-        except TimeoutError:
-            raise self._too_many() from None
+            async with AsyncExitStack() as taken:
+                try:
+                    async with asyncio.timeout(self._patience):
+                        await taken.enter_async_context(own.places)
+                        await taken.enter_async_context(self._places)
+                except TimeoutError:
+                    raise self._too_many() from None
+                finally:
+                    self._waiting_bytes -= held
+                yield
         finally:
-            self._waiting_bytes -= held
+            own.bodies -= 1
+            if own.bodies == 0:
+                del self._turns[client]
 
     def _too_many(self) -> TooManyUploads:
-        text = f"{self._most} uploads are under way: try again in {RETRY_AFTER} s"
+        text = f"too many uploads are under way: try again in {RETRY_AFTER} s"
         return TooManyUploads(text, headers={"Retry-After": RETRY_AFTER})
 
     async def _receive(self, request: Request, path: Path, limit: int) -> Upload:

@@ -6,12 +6,14 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 
 from shared.messages import EnrolRequest
-from tests.coordinator.fakes import CLASSES, bearer, enrolment, secret_of
+from tests.coordinator.fakes import CLASSES, bearer, content_digest, enrolment, secret_of, update_body
 from tests.coordinator.open_phases import kind, opened
 from tests.coordinator.running import InThread
 
@@ -68,6 +70,36 @@ def test_a_body_that_does_not_arrive_is_given_up(coordinator_with: Callable[...,
         assert answer.startswith("HTTP/1.1 408 "), answer
         assert "/upload-timeout" in answer
     assert a.answer(task).status_code == 201
+
+
+def test_one_client_s_slow_uploads_keep_nobody_else_out(coordinator_with: Callable[..., InThread]) -> None:
+    coordinator = coordinator_with(max_uploads=8, upload_wait_seconds=30)
+    federation, (a, b), (task_a, task_b) = opened(coordinator)
+    uploads = coordinator.app.state.uploads
+    body = update_body({"context": torch.ones(4, 8)}, task_a)
+    url = f"/v1/federations/{federation}/tasks/{task_a['task_id']}/update"
+    head = {**a.headers, "Host": "x", "Content-Digest": content_digest(body), "Content-Length": str(len(body))}
+    lines = "\r\n".join([f"PUT {url} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())])
+    host, port = coordinator.url.removeprefix("http://").split(":")
+    with ExitStack() as open_:
+        slow = [open_.enter_context(socket.create_connection((host, int(port)), timeout=10)) for _ in range(8)]
+        for connection in slow:
+            connection.sendall(lines.encode() + b"\r\n\r\n" + body[:5])
+        end = time.monotonic() + 10
+        while sum(turns.bodies for turns in uploads._turns.values()) < 8:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert uploads._running == 2, "a quarter of the places"
+        refused = a.send(task_a, body)
+        assert (refused.status_code, kind(refused)) == (503, "too-many-uploads"), "and not everybody's waiting room"
+        begin = time.monotonic()
+        assert b.answer(task_b).status_code == 201
+        assert time.monotonic() - begin < 15, "it did not wait for the others"
+        for connection in slow:
+            connection.sendall(body[5:])
+        answers = sorted(connection.recv(12) for connection in slow)
+    assert answers == [b"HTTP/1.1 200"] * 7 + [b"HTTP/1.1 201"], "twins wait for each other and are answered"
+    assert (uploads._running, uploads._waiting_bytes, uploads._turns) == (0, 0, {})
 
 
 def test_a_long_poll_may_outlast_the_time_for_a_body(coordinator_with: Callable[..., InThread]) -> None:
