@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -9,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from pydantic import ValidationError
+from pydantic_settings import CliSettingsSource
 
 from client_service.exits import Exit
 from client_service.narration import sentence
@@ -76,11 +78,22 @@ def check(settings: Settings) -> int:
     return Exit.OK if found.healthy else Exit.BAD_DATA
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line: every setting is an option."""
+class Help(argparse.RawDescriptionHelpFormatter):
+    """What the settings find out for themselves is not required, though the model has no default for it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        return text.removesuffix(" (required)") if "default:" in text else text
+
+
+def main(arguments: list[str] | None = None, program: str = "client_service") -> int:
+    """The command line, which calls itself ``program``: every setting is an option."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        settings = Settings(_cli_parse_args=given, _cli_prog_name="client_service", _cli_implicit_flags=True)  # type: ignore[call-arg]
+        line: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
+            Settings, cli_prog_name=program, cli_parse_args=given, cli_implicit_flags=True, formatter_class=Help
+        )
+        settings = Settings(_cli_settings_source=line)  # type: ignore[call-arg]
     except ValidationError as error:
         print(one_line(error), file=sys.stderr)
         return Exit.USAGE

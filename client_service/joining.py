@@ -138,7 +138,7 @@ class Joining:
             return self.parts.enrolment_token
         path, enrolled = self.settings.enrolment_token_file, identity.client_id is not None
         if path is None and not enrolled:
-            text = "no enrolment token: give --enrolment-token-file (the operator makes one: `promptfed federation token`)"
+            text = "no enrolment token: give --enrolment-token-file (`promptfed federation token` makes one)"
             raise ClientError(Exit.NOT_ALLOWED, text)
         if path is None or (enrolled and not path.exists()):
             return None

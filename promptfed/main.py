@@ -311,7 +311,7 @@ def client(context: typer.Context) -> None:
     from client_service.__main__ import main as run_client
     from shared.leaving import leave
 
-    leave(run_client(context.args))
+    leave(run_client(context.args, "promptfed client"))
 
 
 def main() -> None:

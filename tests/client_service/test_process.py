@@ -169,6 +169,14 @@ def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_help_names_the_command_and_what_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"], "promptfed client")
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("usage: promptfed client ")
+    assert text.count("(required)") == 3  # coordinator, federation, data; name and state folder are found out
+
+
 @pytest.mark.parametrize(
     "module", ["client_service", "client_service.settings", "client_service.exits", "client_service.__main__"]
 )
