@@ -27,6 +27,8 @@ from shared.tensors import canonical_json
 
 FORMAT = 2  # of a run's file: another number makes it be run again
 VARIANT = "@"
+# What a run's file holds that tables and plots are made of.
+RESULT = frozenset({"label", "seed", "trial", "rounds", "accuracies", "costs", "wall_seconds", "setup_seconds"})
 
 
 @dataclass(frozen=True)
@@ -252,9 +254,12 @@ def read_result(path: Path) -> dict[str, Any]:
     """A run's file. Raises CommandError where it is not one."""
     try:
         found = json.loads(path.read_text())
-        return dict(found)
+        missing = RESULT - set(found) if isinstance(found, dict) else RESULT
+        if missing:
+            raise ValueError(f"it holds no {min(missing)}")
     except (OSError, ValueError) as error:
         raise CommandError(f"{path} cannot be read: remove it to run it again ({error})", Exit.BAD_INPUT) from None
+    return dict(found)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -66,10 +66,12 @@ def parse_entry(text: str) -> Entry:
         if not equals or not key:
             raise CommandError(f"{text}: {option!r} is not key=value, as in plan:residual=false", Exit.BAD_INPUT)
         parts = key.split(".")
+        if key == "seed":
+            raise CommandError(f"{text}: seeds are given by --seeds, the same for every method", Exit.BAD_INPUT)
         if parts[0] in FederationSpec.model_fields and key != "name":
-            changes = merged(changes, _nested(parts, yaml.safe_load(value)))
+            changes = merged(changes, _nested(parts, _value(text, option, value)))
         else:
-            method[key] = yaml.safe_load(value)
+            method[key] = _value(text, option, value)
     return Entry(text.strip(), method, changes)
 
 
@@ -87,6 +89,13 @@ def parse_entries(text: str) -> list[Entry]:
     if twice:
         raise CommandError(f"{twice[0]} is given twice", Exit.BAD_INPUT)
     return entries
+
+
+def _value(text: str, option: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise CommandError(f"{text}: the value of {option!r} cannot be read", Exit.BAD_INPUT) from None
 
 
 def _nested(parts: list[str], value: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def make_bench(
     numbers = whole_numbers(seeds, "--seeds")
     if not setting.data:
         raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)
-    _check(setting)
+    _check(protocol, setting)
     return Bench(PROTOCOLS[protocol], parse_entries(methods), setting, numbers, _base(spec, rounds), m)
 
 
@@ -81,8 +81,17 @@ def refuse_idle(protocol: str, setting: Setting, given: Set[str]) -> None:
         raise CommandError(text, Exit.BAD_INPUT)
 
 
-def _check(setting: Setting) -> None:
-    """What every protocol needs of its setting."""
+def _check(protocol: str, setting: Setting) -> None:
+    """No name is given twice, and the data leave to the protocol what it sets itself."""
+    for uri in setting.data:
+        named = {part.partition("=")[0] for part in uri.partition("?")[2].split("&")}
+        ours = {"client", "clients", "classes_per_client", "partition", "alpha"}
+        ours |= {"classes"} if protocol.endswith("base-to-novel") else set()
+        ours |= {"shots"} if setting.shots is not None or protocol.startswith("few-shot") else set()
+        ours |= {"validation"} if setting.validation is not None else set()
+        if named & ours:
+            text = f"--data {uri}: bench {protocol} sets {min(named & ours)} itself; leave it out of the URI"
+            raise CommandError(text, Exit.BAD_INPUT)
     for option, names in (("--domains", setting.domains), ("--targets", setting.targets), ("--data", setting.data)):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -207,6 +216,8 @@ def _base(spec: Path | None, rounds: int | None) -> dict[str, Any]:
     base = read_spec(spec) if spec is not None else {}
     if "method" in base:
         raise CommandError(f"{spec} names a method: leave it out, --methods names them", Exit.BAD_INPUT)
+    if "seed" in base:
+        raise CommandError(f"{spec} names a seed: leave it out, --seeds names them", Exit.BAD_INPUT)
     return base if rounds is None else base | {"rounds": rounds}
 
 

@@ -166,8 +166,8 @@ def bench(
             return
         setting = Setting(
             data=tuple(data or ()),
-            domains=tuple(name for name in domains.split(",") if name),
-            targets=tuple(name for name in targets.split(",") if name),
+            domains=tuple(name.strip() for name in domains.split(",") if name.strip()),
+            targets=tuple(name.strip() for name in targets.split(",") if name.strip()),
             clients=clients,
             classes_per_client=classes_per_client,
             partition=partition,

@@ -16,6 +16,7 @@ from experiments.entries import parse_entries
 from experiments.protocols import PROTOCOLS, Setting
 from experiments.tables import TableRow, cell, markdown, rows_of
 from promptfed.api import CommandError
+from promptfed.bench import make_bench
 from promptfed.exits import Exit
 from promptfed.main import app
 
@@ -192,6 +193,10 @@ def test_a_job_that_cannot_run_is_named_and_finished_ones_stay(tmp_path: Path) -
     [
         ({"--seeds": "0,0"}, "must be different"),
         ({"--seeds": "a"}, "write whole numbers"),
+        ({"--methods": "promptfl:m=[1"}, "the value of 'm=[1' cannot be read"),
+        ({"--methods": "promptfl:seed=3"}, "seeds are given by --seeds"),
+        ({"--data": DATA + "&client=0"}, "sets client itself"),
+        ({"--data": DATA + "&shots=1", "--shots": "2"}, "sets shots itself"),
         ({"--methods": "nothing"}, "there is no method"),
         ({"--data": "symbols:nowhere"}, "unknown domain"),
         ({"--methods": "promptfl:training.epochs=0"}, "training.epochs"),
@@ -215,6 +220,23 @@ def test_an_unknown_protocol_and_a_method_in_the_spec_are_refused(tmp_path: Path
     code, _, stderr = invoke(*ARGUMENTS, "--spec", str(spec), "--out", str(tmp_path))
     assert code == Exit.BAD_INPUT
     assert "names a method" in " ".join(stderr.split())
+    spec.write_text("seed: 1\n")
+    code, _, stderr = invoke(*ARGUMENTS, "--spec", str(spec), "--out", str(tmp_path))
+    assert (code, "names a seed" in " ".join(stderr.split())) == (Exit.BAD_INPUT, True)
+
+
+def test_novel_classes_are_never_those_that_the_uri_trains_on(tmp_path: Path) -> None:
+    """With classes=base in the URI, both halves would be its base classes."""
+    with pytest.raises(CommandError, match="sets classes itself"):
+        make_bench("base-to-novel", "coop", Setting((DATA + "&classes=base",)), "0", None, None, None)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{"])
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.raises(CommandError, match=r"run\.json cannot be read: remove it"):
+        bench_module.read_result(path)
 
 
 @pytest.mark.parametrize(
