@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from coordinator import access, federations, logs
 from coordinator.app import create_app
 from coordinator.bootstrap import BootstrapFailed, read_spec
+from coordinator.connections import ACCEPTED_AT_ONCE, QUEUE, Connection, raise_open_files
 from coordinator.problems import Refusal
 from coordinator.settings import Settings
 from coordinator.store.backend import CannotOpen, DatabaseAway
@@ -47,6 +48,8 @@ class Server(uvicorn.Server):
         """Start, and only then say so."""
         self._serving = asyncio.get_running_loop()
         await super().startup(sockets)
+        for one in sockets or []:
+            one.listen(QUEUE)  # asyncio has one number for this and for how many it accepts at once
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -68,6 +71,7 @@ def serve(settings: Settings) -> int:
     database did not answer in time.
     """
     logs.configure(settings.log_level)
+    raise_open_files()
     try:
         with _ended_by_sigterm():
             _check(settings)
@@ -117,6 +121,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _config(settings: Settings, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=Connection,
+        backlog=ACCEPTED_AT_ONCE,
         lifespan="on",
         log_config=None,
         access_log=False,

@@ -1,0 +1,62 @@
+"""Connections: as many as there are open files for, and none that never asks for anything.
+
+Where a process has no open file left, asyncio fills the log with thousands of lines a second and answers nobody, and
+neither the database nor an update can be opened: whoever can reach the port could bring that about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 30.0  # that the head of a request may take, from the connection's opening or its own first byte
+ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
+QUEUE = 2048  # connections that the system keeps until they are accepted
+KEPT_FILES = 400  # for these, the database's connections, blobs and uploads
+
+
+def raise_open_files() -> None:
+    """Allow this process as many open files as the system lets it have: the usual 1,024 do not do for 1,000 clients."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_connections() -> int:
+    """How many connections leave enough open files for everything else."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(files - KEPT_FILES, files // 2)
+
+
+class Connection(H11Protocol):
+    """Hangs up on whoever is one too many, or does not come to the end of a request's head."""
+
+    _overdue: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, or end it at once."""
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.abort()
+        else:
+            self._overdue = self.loop.call_later(HEAD_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; part of a head sets the time for the rest of it."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._overdue is None and not self.transport.is_closing():
+            self._overdue = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _stop_waiting(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None

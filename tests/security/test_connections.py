@@ -1,0 +1,92 @@
+"""Connections of strangers: what never becomes a request is hung up on, and open files do not run out."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from coordinator import connections
+from tests.coordinator.fakes import drive
+from tests.coordinator.running import InThread, Process
+
+
+def connect(coordinator: InThread | Process) -> socket.socket:
+    host, port = coordinator.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the other side ends the connection without an answer."""
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n", b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: "]
+)
+def test_half_a_head_is_not_waited_for(coordinator: InThread, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    with connect(coordinator) as connection:
+        connection.sendall(sent)
+        assert hung_up(connection)
+
+
+def test_half_a_second_head_is_not_waited_for_either_however_it_trickles(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    whole = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+    with connect(coordinator) as connection:
+        connection.sendall(whole + b"\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        begin = time.monotonic()
+        with pytest.raises(OSError):  # noqa: PT011 (a reset or a broken pipe, as it comes)
+            for byte in whole * 10:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)
+        assert time.monotonic() - begin < 5
+
+
+def test_a_long_poll_outlasts_the_time_for_a_head(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    [client] = coordinator.enrol(coordinator.create(), "a")
+    assert client.task(wait=0.6).status_code == 204
+    assert client.task().status_code == 204, "on the same connection"
+
+
+def test_one_connection_too_many_is_ended_and_those_before_go_on(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.get("/v1/federations")
+    monkeypatch.setattr(connections, "most_connections", lambda: 3)
+    with ExitStack() as open_:
+        for _ in range(2):
+            open_.enter_context(connect(coordinator))
+        assert hung_up(open_.enter_context(connect(coordinator)))
+        coordinator.get("/v1/federations")
+
+
+def test_strangers_cannot_use_up_the_open_files(tmp_path: Path) -> None:
+    process = Process(tmp_path / "data")
+    try:
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard, "it takes what it may have"
+        federation = process.create(rounds=2)
+        clients = process.enrol(federation, "a", "b")
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (800, hard))
+        with ExitStack() as open_:
+            for _ in range(850):
+                open_.enter_context(connect(process))
+            process.post(f"{federation}/start")
+            drive(clients)
+            process.until(federation, state="finished")
+        assert "out of system resource" not in process.log()
+    finally:
+        process.kill()
