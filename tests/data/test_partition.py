@@ -148,3 +148,15 @@ def test_train_test_divides_each_class(counts: list[int], seed: int) -> None:
 def test_another_seed_is_another_division() -> None:
     assert not torch.equal(partition.iid(50, 2, 0)[0], partition.iid(50, 2, 1)[0])
     assert partition.pathological(50, 5, 0) != partition.pathological(50, 5, 1)
+
+
+@given(st.integers(0, 1000))
+def test_another_seed_draws_other_dirichlet_shares(seed: int) -> None:
+    labels = torch.arange(10).repeat_interleave(50)
+
+    def mix(seed: int) -> list[list[int]]:
+        [parts] = partition.dirichlet([labels], 4, 0.5, seed)
+        return [torch.bincount(labels[rows], minlength=10).tolist() for rows in parts]
+
+    assert mix(seed) == mix(seed)
+    assert mix(seed) != mix(seed + 1)

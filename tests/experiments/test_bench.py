@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from experiments import bench as bench_module
 from experiments.bench import Bench, Runner, costs, measured, run_all, scores_of
 from experiments.entries import parse_entries
 from experiments.protocols import PROTOCOLS, Setting
+from experiments.provenance import data_hash
 from experiments.tables import TableRow, cell, markdown, rows_of
 from promptfed.api import CommandError
 from promptfed.bench import make_bench
 from promptfed.exits import Exit
 from promptfed.main import app
+from shared.data import open_source
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=3"
 ARGUMENTS = [
@@ -321,6 +324,19 @@ def test_names_given_twice_and_no_shots_are_refused(tmp_path: Path, arguments: l
     )
     assert code == Exit.BAD_INPUT
     assert complaint in " ".join(stderr.split())
+
+
+def test_the_hash_of_the_data_is_of_names_labels_and_pixels_of_both_splits() -> None:
+    whole = open_source(DATA)
+    fewer = {
+        "train": replace(whole, train=whole.train.select(torch.arange(1, len(whole.train)))),
+        "test": replace(whole, test=whole.test.select(torch.arange(1, len(whole.test)))),
+        "names": replace(whole, class_names=tuple(reversed(whole.class_names))),
+        "pixels": open_source(DATA.replace("neon", "sketch")),
+    }
+    hashes = {name: data_hash({"a": one}) for name, one in fewer.items()}
+    assert len({data_hash({"a": whole}), data_hash({"b": whole}), *hashes.values()}) == 6
+    assert data_hash({"a": open_source(DATA)}) == data_hash({"a": whole})
 
 
 def test_what_methods_measure_is_kept_by_round_and_phase() -> None:
