@@ -72,7 +72,8 @@ export class Status {
   #button(verb) {
     const act = () => (verb === "cancel" ? this.dialog.showModal() : this.#act(verb));
     const title = verb[0].toUpperCase() + verb.slice(1);
-    return h("button", { type: "button", class: verb === "cancel" ? "danger" : "primary", on: { click: act } }, title);
+    const kind = verb === "cancel" ? "danger" : "primary";
+    return h("button", { type: "button", class: kind, hidden: true, on: { click: act } }, title); // until the state is known
   }
 
   async #act(verb) {

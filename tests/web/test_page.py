@@ -108,6 +108,15 @@ def test_cancelling_asks_first(coordinator: InThread, visited: Visit) -> None:
     assert coordinator.get(federation)["state"] == "cancelled"
 
 
+def test_what_is_not_there_cannot_be_steered(coordinator: InThread, visited: Visit) -> None:
+    enrolled(coordinator, "a", "b")
+    page = visited.page
+    visited.open("/#/federations/absent")
+    visited.sign_in()
+    expect(page.get_by_role("alert")).to_have_text("there is no federation 'absent'")
+    expect(page.get_by_role("group", name="Steer this federation").get_by_role("button")).to_have_count(0)
+
+
 def test_names_are_text_whoever_chose_them(coordinator: InThread, visited: Visit) -> None:
     """The coordinator refuses such names at enrolment; the page does not rely on it."""
     enrolled(coordinator, "a", "b")
