@@ -99,7 +99,7 @@ def check_new(out: Path) -> None:
     """Raise CommandError where ``out`` is there and not an empty folder."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise CommandError(f"{out} is not an empty folder: give --out a new one", Exit.BAD_INPUT)
+            raise CommandError(f"{out} is not an empty folder: give another one", Exit.BAD_INPUT)
     except OSError as error:
         raise CommandError(f"cannot use {out}: {error.strerror}", Exit.BAD_INPUT) from None
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from client_service.prediction import Predictor
+from client_service.prediction import BadImage, Predictor, TooManyPixels
 from experiments.simulated import Accuracy, accuracies_of
 from promptfed.adapted import Learned, predictor_of, weights_of
 from promptfed.api import CommandError
@@ -20,6 +20,7 @@ from promptfed.export import Asked, export, open_backbone_of
 from promptfed.output import percent
 from promptfed.taking import Taken
 from shared.clip import Backbone
+from shared.messages import Role
 from shared.tensors import Tensors, decode
 
 if TYPE_CHECKING:
@@ -99,12 +100,19 @@ class Result:
             round = found[0] if found is not None else None
         return [one for report in self.reports if report["round"] == round for one in accuracies_of(report)]
 
-    def mean(self, role: Literal["trainer", "evaluator"] = "trainer", column: Column = "adapted") -> float | None:
-        """Mean over the clients of ``role`` on their own test images; None where there is none."""
+    def mean(self, role: Role = "trainer", column: Column = "adapted") -> float | None:
+        """Mean over the clients of ``role`` on their own test images; None where there is none.
+
+        Raises:
+            CommandError: there is no such role or column.
+        """
+        _check(role, get_args(Role))
+        _check(column, get_args(Column))
         return _mean([one for one in self.accuracies() if one.role == role and one.split == "test"], column)
 
-    def curve(self, role: Literal["trainer", "evaluator"] = "trainer") -> dict[int, float]:
-        """The mean of ``role`` after each evaluated round."""
+    def curve(self, role: Role = "trainer") -> dict[int, float]:
+        """The mean of ``role`` after each evaluated round. Raises CommandError where there is no such role."""
+        _check(role, get_args(Role))
         found = {}
         for report in self.reports:
             rows = [one for one in accuracies_of(report) if one.role == role and one.split == "test"]
@@ -117,13 +125,16 @@ class Result:
         """Classify an image (a PIL image, a file, or its bytes) as an evaluator of the federation does.
 
         Raises:
-            CommandError: there are no class names, or the method classifies with what each client keeps to itself.
-            ValueError: it is no image.
+            CommandError: it is no image, there are no class names, or the method classifies with what each client keeps
+                to itself.
         """
         names = self._names(class_names)
         if names not in self._predictors:
             self._predictors[names] = predictor_of(self._learned.serve(self._loaded(), names))
-        return Prediction.of(self._predictors[names].predict(_bytes(image)))
+        try:
+            return Prediction.of(self._predictors[names].predict(_bytes(image)))
+        except (BadImage, TooManyPixels) as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
 
     def class_weights(self, class_names: Sequence[str] | None = None) -> Tensors | None:
         """What plain open_clip code classifies with: ``class_weights (C, d_e)`` and ``zero_shot_weights``.
@@ -196,11 +207,19 @@ def _mean(rows: Sequence[Accuracy], column: Column) -> float | None:
     return fmean(known) if known else None
 
 
+def _check(given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        raise CommandError(f"{given!r} is not known here: give {' or '.join(map(repr, known))}", Exit.BAD_INPUT)
+
+
 def _bytes(image: Image | Path | str | bytes) -> bytes:
     if isinstance(image, bytes):
         return image
     if isinstance(image, (str, Path)):
-        return Path(image).read_bytes()
+        try:
+            return Path(image).read_bytes()
+        except OSError as error:
+            raise CommandError(f"cannot read {image}: {error.strerror}", Exit.BAD_INPUT) from None
     file = io.BytesIO()
     image.convert("RGB").save(file, "PNG")
     return file.getvalue()

@@ -53,6 +53,13 @@ def test_accuracies_by_client_round_and_role(result: promptfed.Result) -> None:
     assert list(result.curve()) == [0, 1, 2]
     assert result.curve()[2] == result.mean()
     assert [one.round for one in result.accuracies(0)] == [0, 0, 0]
+    for wrong in (
+        lambda: result.mean(column="zeroshot"),
+        lambda: result.mean("client"),
+        lambda: result.curve("client"),
+    ):
+        with pytest.raises(promptfed.CommandError, match=r"give '.*' or '"):
+            wrong()  # type: ignore[no-untyped-call]
 
 
 def test_it_is_what_the_coordinator_told(result: promptfed.Result) -> None:
@@ -75,8 +82,10 @@ def test_predictions_and_weights_agree(result: promptfed.Result, backbone: Backb
     assert found.probabilities == pytest.approx(dict(zip(names, expected.tolist(), strict=True)), abs=1e-5)
     assert found.class_name == names[int(expected.argmax())]
     assert set(result.predict(image, ["sun", "anchor"]).probabilities) == {"sun", "anchor"}
-    with pytest.raises(ValueError, match="image"):
+    with pytest.raises(promptfed.CommandError, match="cannot be read as an image"):
         result.predict(b"no image")
+    with pytest.raises(promptfed.CommandError, match=r"cannot read absent\.png: No such file"):
+        result.predict("absent.png")
 
 
 def test_export_from_a_notebook(result: promptfed.Result, tmp_path: Path) -> None:
