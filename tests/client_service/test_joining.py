@@ -165,6 +165,14 @@ def test_a_federation_that_does_not_exist(make_coordinator: MakeCoordinator, mak
     assert "there is no such federation" in str(error)
 
 
+def test_an_address_of_something_else(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator(alter=lambda request: Response(b"<html>a portal</html>", 404))
+    error = ends(make_worker(coordinator))
+    assert error.exit is Exit.REFUSED
+    assert "answers 404" in str(error)
+    assert "is the address right?" in str(error)
+
+
 def test_a_federation_that_is_over(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
     coordinator = make_coordinator(rounds=0, state="finished")
     error = ends(make_worker(coordinator))
