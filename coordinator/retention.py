@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 
 AT_ONCE = 500  # digests that one query asks for
+TURN_SECONDS = 0.001  # left to others, since who lets go of a lock and takes it again at once is mostly the first
 NAMING = (  # the columns of `_stored`, in its order
     StateRow.sha256,
     UpdateRow.sha256,
@@ -61,13 +63,14 @@ def awaits_computing(session: Session, id: str, client: str) -> bool:
 
 
 def collect(engine: Engine, digests: Iterable[str]) -> None:
-    """Remove those of ``digests`` that no row names any more."""
+    """Remove those of ``digests`` that no row names any more, some at a time: meanwhile nothing else can change."""
     candidates = sorted(digests)
-    with engine.exclusively(), engine.database.read() as session:
-        for begin in range(0, len(candidates), AT_ONCE):
-            some = candidates[begin : begin + AT_ONCE]
+    for begin in range(0, len(candidates), AT_ONCE):
+        some = candidates[begin : begin + AT_ONCE]
+        with engine.exclusively(), engine.database.read() as session:
             for digest in set(some) - _named(session, some):
                 engine.blobs.remove(digest)
+        time.sleep(TURN_SECONDS)
 
 
 def sweep(engine: Engine) -> None:

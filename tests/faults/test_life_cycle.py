@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from coordinator import retention
+from coordinator.store.blobs import Blobs
 from tests.coordinator.fakes import FakeClient, drive
 from tests.coordinator.running import Api, InThread, in_thread
 from tests.coordinator.whole import outcome
@@ -152,3 +156,27 @@ def finish(folder: Path, options: dict[str, Any], federation: str, names: tuple[
         drive(rejoined(coordinator, federation, names))
         coordinator.until(federation, state="finished")
         return outcome(coordinator, federation)
+
+
+def test_a_deletion_lets_others_in_between(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = coordinator.create(rounds=3)
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    coordinator.until(federation, state="finished")
+    files, remove, begun = coordinator.engine.blobs.all(), Blobs.remove, threading.Event()
+
+    def slowly(self: Blobs, digest: str) -> bool:
+        begun.set()
+        time.sleep(0.1)
+        return remove(self, digest)
+
+    monkeypatch.setattr(retention, "AT_ONCE", 1)
+    monkeypatch.setattr(Blobs, "remove", slowly)
+    deletion = threading.Thread(target=coordinator.delete, args=(federation,))
+    deletion.start()
+    assert begun.wait(10)
+    coordinator.create(name="other")
+    assert len(coordinator.engine.blobs.all()) > len(files) // 3, "it had to wait for the whole deletion"
+    deletion.join()
+    assert coordinator.engine.blobs.all() == []
