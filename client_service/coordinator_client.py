@@ -204,11 +204,14 @@ class CoordinatorClient:
             sleep=self.sleep,
         )
         try:
-            return await (retrying(once) if retry else once())
+            answer = await (retrying(once) if retry else once())
         except (httpx.TransportError, _Unavailable) as error:
             raise ClientError(
                 Exit.UNREACHABLE, f"no answer from the coordinator at {self.base_url}: {_why(error)}"
             ) from None
+        if retrying.statistics.get("attempt_number", 1) > 1:
+            log.info("the coordinator at %s answers again", self.base_url)
+        return answer
 
     async def _send(self, request: httpx.Request, limit: int) -> _Answer:
         response = await self.http.send(request, stream=True, follow_redirects=False)

@@ -106,6 +106,8 @@ def _refusal(response: httpx.Response, problem: dict[str, Any]) -> tuple[str, Ex
     detail = problem.get("detail") or problem.get("title") or response.reason_phrase
     places = "; ".join(f"{item['path']}: {item['detail']}" for item in problem.get("errors", []) if "path" in item)
     text = f"{detail}{f' ({places})' if places and places not in str(detail) else ''}"
+    if not problem:
+        return f"{response.url} answers {response.status_code} {text}: is that a coordinator's address?", Exit.FAILED
     if response.status_code in (401, 403):
         return f"{text}: give the operator token with --token-file or {TOKEN_VARIABLE}", Exit.NOT_ALLOWED
     return text, Exit.REFUSED if response.status_code < 500 else Exit.FAILED

@@ -61,6 +61,8 @@ async function predict(file) {
   at("answer").hidden = true;
   tell("");
   show(file);
+  at("hint").textContent = `Looking at ${file.name}…`;
+  at("ask").setAttribute("aria-busy", "true");
   try {
     const options = { method: "POST", body: file, headers: { "Content-Type": "application/octet-stream" } };
     const found = await call("/v1/predict", options);
@@ -68,13 +70,15 @@ async function predict(file) {
   } catch (error) {
     if (mine === asked) tell(error.message);
   }
+  if (mine !== asked) return;
+  at("hint").textContent = file.name;
+  at("ask").setAttribute("aria-busy", "false");
 }
 
 function show(file) {
   if (preview !== null) URL.revokeObjectURL(preview);
   preview = URL.createObjectURL(file);
   at("preview").src = preview;
-  at("hint").textContent = file.name;
 }
 
 function present(found) {

@@ -14,6 +14,8 @@ from shared.data.source import DataError, Domain, FileImages, Source, Split, rea
 
 TEMPLATE = "a photo of a {}."
 _SPLITS = ("train", "test")
+_OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # what Windows leaves beside images
+_TOLD = 3  # files that are no images, before only their number is told
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def _class_items(root: Path, split: str | None) -> list[_Item]:
         raise DataError(f"{root} has no class folder; put the images of each class into a folder of the class's name.")
     items = []
     for name in names:
-        files = sorted(p for p in (root / name).iterdir() if not p.name.startswith("."))
+        files = sorted(p for p in (root / name).iterdir() if not _is_hidden(p))
         if not files:
             raise DataError(f"the class folder {root / name} is empty; add images or remove it.")
         for path in files:
@@ -69,6 +71,10 @@ def _class_items(root: Path, split: str | None) -> list[_Item]:
                 )
             items.append(_Item(path, name.replace("_", " "), split))
     return items
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".") or path.name.lower() in _OF_FILE_MANAGERS
 
 
 def open_csv(body: str, options: Options) -> Source:
@@ -108,8 +114,7 @@ def _csv_item(table: Path, number: int, row: dict[str, str]) -> _Item:
 
 def _source(items: list[_Item], domain: str | None, options: Options, where: str) -> Source:
     names = tuple(sorted({item.label for item in items}))
-    for item in items:
-        read_image(item.path)
+    _check_images(items)
     labels = torch.tensor([names.index(item.label) for item in items])
     whole = Split(labels, FileImages([item.path for item in items]))
     if items[0].split is None:
@@ -121,6 +126,19 @@ def _source(items: list[_Item], domain: str | None, options: Options, where: str
         is_train = torch.tensor([item.split == "train" for item in items])
         train, test = is_train.nonzero()[:, 0], (~is_train).nonzero()[:, 0]
     return Source(options.uri, names, _domain(domain), TEMPLATE, whole.select(train), whole.select(test))
+
+
+def _check_images(items: list[_Item]) -> None:
+    """Read all: whoever mends a folder wants to know of every file that is none. Raises DataError."""
+    wrong = []
+    for item in items:
+        try:
+            read_image(item.path)
+        except DataError as error:
+            wrong.append(str(error))
+    if wrong:
+        more = f" And {len(wrong) - _TOLD} more." if len(wrong) > _TOLD else ""
+        raise DataError(" ".join(wrong[:_TOLD]) + more)
 
 
 def _domain(name: str | None) -> Domain | None:

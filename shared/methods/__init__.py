@@ -55,7 +55,7 @@ def method_class(name: str) -> type[Method]:
     """The class of a method. Raises SpecError for a name that is not in ``METHODS``."""
     if name not in METHODS:
         near = get_close_matches(name, METHODS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         detail = f"there is no method {name!r}{hint} Known: {', '.join(sorted(METHODS))}"
         raise SpecError([{"path": "method.name", "detail": detail}])
     return METHODS[name]

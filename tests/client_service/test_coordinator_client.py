@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
@@ -81,10 +82,16 @@ def send(script: Scripted) -> None:
     asyncio.run(script.client.send_failure("t", FailureRequest(type="x", detail="y")))
 
 
-def test_connection_errors_and_5xx_are_tried_again_with_growing_jittered_waits() -> None:
+def test_connection_errors_and_5xx_are_tried_again_with_growing_jittered_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     failures = [httpx.ConnectError("refused"), httpx.ReadTimeout("slow"), *(httpx.Response(500) for _ in range(8))]
     script = Scripted(*failures, httpx.Response(201))
-    send(script)
+    with caplog.at_level(logging.INFO, "promptfed.client"):
+        send(script)
+    told = [record.getMessage() for record in caplog.records]
+    assert [f"at {BASE} does not answer" in line for line in told] == [True] * 10 + [False]
+    assert told[-1] == f"the coordinator at {BASE} answers again"
     assert len(script.requests) == 11
     assert script.client.traffic.retries == 10
     for attempt, delay in enumerate(script.delays):

@@ -106,6 +106,7 @@ def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
         page.get_by_text("hospital-a in the federation pets, in round 3").wait_for()
         page.set_input_files("#file", image(tmp_path))
         page.locator("#verdict").filter(has_text=HOSTILE).wait_for()
+        page.locator("#ask[aria-busy=false]").filter(has_text="image.png").wait_for()
         assert page.locator("#classes img").count() == 0  # a class name is text
         assert page.locator("#classes li").count() == 8
         assert page.locator("#classes .bar.adapted .value").first.inner_text() == "50.0 %"

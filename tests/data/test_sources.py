@@ -132,6 +132,18 @@ def test_unreadable_images_are_named(tmp_path: Path) -> None:
     class_folders(tmp_path)
     (tmp_path / "cat" / "broken.png").write_bytes(b"not an image")
     refuse(f"folder:{tmp_path}", "broken.png", "cannot be read")
+    for number in range(4):
+        (tmp_path / "cat" / f"notes-{number}.txt").write_text("not an image either")
+    refuse(f"folder:{tmp_path}", "broken.png", "notes-0.txt", "notes-1.txt", "And 2 more.")
+
+
+def test_what_file_managers_leave_is_no_image_of_the_class(tmp_path: Path) -> None:
+    class_folders(tmp_path)
+    before = open_source(f"folder:{tmp_path}")
+    for name in ("Thumbs.db", "desktop.ini", ".DS_Store"):
+        (tmp_path / "cat" / name).write_bytes(b"not an image")
+    after = open_source(f"folder:{tmp_path}")
+    assert torch.equal(after.train.labels, before.train.labels)
 
 
 def test_truncated_images_are_named(tmp_path: Path) -> None:

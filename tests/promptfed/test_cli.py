@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,11 @@ def test_tokens_and_addresses(command: Command, tmp_path: Path) -> None:
     assert away.exit_code == Exit.UNREACHABLE
     assert "http://127.0.0.1:9" in away.stderr
     assert len(away.stderr.strip().splitlines()) == 1
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.handle_request).start()
+        elsewhere = command("list", url=f"http://127.0.0.1:{other.server_port}")
+    assert elsewhere.exit_code == Exit.FAILED
+    assert "is that a coordinator's address?" in elsewhere.stderr
     none = CliRunner(env={"PROMPTFED_OPERATOR_TOKEN": ""}).invoke(app, ["federation", "list"])
     assert none.exit_code == Exit.NOT_ALLOWED
     assert "--token-file" in none.stderr
