@@ -125,6 +125,33 @@ def test_no_point_near_or_far_is_nearer_to_all_than_the_geometric_median(seed: i
     assert all(literal.cost_of(vector, vectors, weights) >= least - 1e-6 for vector in vectors)
 
 
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("kind", ["scales", "clusters", "far"])
+def test_the_geometric_median_is_found_wherever_the_updates_lie(
+    seed: int, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where Weiszfeld's steps alone become tiny: 12 orders of magnitude, two even clusters, one far away."""
+    draws = torch.Generator().manual_seed(seed)
+    count = 2 * int(torch.randint(2, 12, (1,), generator=draws))
+    X = torch.randn(count, 10, generator=draws)
+    if kind == "scales":
+        X *= 10 ** (torch.rand(count, 1, generator=draws) * 12 - 6)
+    elif kind == "clusters":
+        X = 1e-3 * X + 5 * (torch.arange(count) % 2)[:, None]
+    else:
+        X = 1e-5 * X + 1e5 * (torch.arange(count) == 0)[:, None]
+    w = torch.full((count,), 1 / count, dtype=torch.float64)
+    y, influence = robust.geometric_median(Rows(updates_of(X.tolist()), {}, None), w, AggregationSpec())
+    assert "was not found" not in caplog.text
+    # The rows' tensors are in order of name, as the vectors are.
+    distances = (X.double() - y).norm(dim=1)
+    there = distances == 0
+    pull = ((w / distances.where(~there, torch.ones(()).double()))[:, None] * (X.double() - y))[~there].sum(0)
+    assert float(pull.norm()) <= float(w[there].sum()) + 1e-9, "no direction in which the sum would fall"
+    assert float(influence.sum()) == pytest.approx(1)
+    assert torch.allclose(influence @ X.double(), y, rtol=1e-6, atol=1e-6 * float(X.abs().max()))
+
+
 def test_the_geometric_median_of_known_figures() -> None:
     def point(*places: tuple[float, float], weights: list[float] | None = None) -> list[float]:
         weights = weights or [1 / len(places)] * len(places)

@@ -139,7 +139,8 @@ def raw_put(coordinator: InThread, url: str, headers: dict[str, str], body: byte
 def test_a_hundred_thousand_bad_updates_leave_memory_flat(tmp_path: Path) -> None:
     process = Forked(tmp_path / "data")
     try:
-        federation = process.create(admission=LIMITS)
+        # The phase has to outlast the attack.
+        federation = process.create(admission=LIMITS, participation={"min_clients": 2, "deadline_seconds": 86_400})
         a, b = process.enrol(federation, "a", "b")
         process.post(f"{federation}/start")
         task, _ = process.training([a, b])
