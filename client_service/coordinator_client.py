@@ -341,7 +341,7 @@ def _retry_after(response: httpx.Response) -> float | None:
     text = response.headers.get("retry-after", "")
     if response.status_code not in (429, 503) or not text:
         return None
-    if text.isdigit():
+    if text.isdecimal():
         return float(text)
     try:
         return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
