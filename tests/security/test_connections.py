@@ -90,3 +90,28 @@ def test_strangers_cannot_use_up_the_open_files(tmp_path: Path) -> None:
         assert "out of system resource" not in process.log()
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("hard", "raised", "connected"),
+    [(4096, 4096, 3696), (600, 600, 300), (resource.RLIM_INFINITY, connections.ENOUGH_FILES, 65_136)],
+)
+def test_as_many_connections_as_the_system_has_files_for(
+    monkeypatch: pytest.MonkeyPatch, hard: int, raised: int, connected: int
+) -> None:
+    limits = [(256, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
+    connections.raise_open_files()
+    assert limits[-1] == (raised, hard)
+    assert connections.most_connections() == connected
+
+
+def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int, wanted: tuple[int, int]) -> None:
+        raise ValueError(f"not allowed to raise the limit to {wanted}")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections.raise_open_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
