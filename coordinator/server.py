@@ -22,6 +22,7 @@ from coordinator import access, federations, logs
 from coordinator.app import create_app
 from coordinator.bootstrap import BootstrapFailed, read_spec
 from coordinator.connections import ACCEPTED_AT_ONCE, QUEUE, Connection, raise_open_files
+from coordinator.memory import share_heaps
 from coordinator.problems import Refusal
 from coordinator.settings import Settings
 from coordinator.store.backend import CannotOpen, DatabaseAway
@@ -72,6 +73,7 @@ def serve(settings: Settings) -> int:
     """
     logs.configure(settings.log_level)
     raise_open_files()
+    share_heaps()
     try:
         with _ended_by_sigterm():
             _check(settings)

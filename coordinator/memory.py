@@ -1,0 +1,22 @@
+"""Memory that threads leave behind: the C library keeps it in as many heaps as it lets threads have."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+ARENAS = 2
+_M_ARENA_MAX = -8  # <malloc.h>
+
+
+def share_heaps() -> None:
+    """Let all threads allocate from two heaps, where the C library is glibc and its variable does not say otherwise.
+
+    By itself glibc has eight a core. Requests go from thread to thread, so that each heap keeps what a burst of them
+    once needed: with 1,000 clients the process grew by 170 MB in 200 rounds without holding more than at the start.
+    """
+    if "MALLOC_ARENA_MAX" in os.environ:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and others have none
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, ARENAS)
