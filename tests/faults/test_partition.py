@@ -160,11 +160,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_partition_ends_a_round_by_deadline_and_quorum(coordinator: InThread) -> None:
+def test_a_partition_ends_a_round_by_deadline_and_quorum(
+    coordinator: InThread, leap: Callable[[InThread, float], None]
+) -> None:
     """Client b is cut off with an open task; back again, its late update is refused and it goes on."""
     with Proxy(coordinator.url, nothing) as proxy:
         federation, (a, b), (task_a, task_b) = opened_behind(
-            proxy, coordinator, rounds=2, participation={"quorum": 0.5, "deadline_seconds": 1.0}
+            proxy, coordinator, rounds=2, participation={"quorum": 0.5, "deadline_seconds": 3600}
         )
         late = update_body(trained(b.payload(task_b), "b", task_b), task_b)
         proxy.trouble = lambda asked: "refused"
@@ -172,6 +174,7 @@ def test_a_partition_ends_a_round_by_deadline_and_quorum(coordinator: InThread) 
             b.send(task_b, late)
         a.http = coordinator.http
         assert a.answer(task_a).status_code == 201
+        leap(coordinator, 3600)
         coordinator.until(federation, round=1, phase="evaluation")
         proxy.trouble = nothing
         refused = b.send(task_b, late)
@@ -185,10 +188,15 @@ def test_a_partition_ends_a_round_by_deadline_and_quorum(coordinator: InThread) 
         assert [one["client"] for one in second["updates"]] == ["a", "b"]
 
 
-def test_clients_that_never_come_back_pause_the_federation_after_two_deadlines(coordinator: InThread) -> None:
+def test_clients_that_never_come_back_pause_the_federation_after_two_deadlines(
+    coordinator: InThread, leap: Callable[[InThread, float], None]
+) -> None:
     with Proxy(coordinator.url, nothing) as proxy:
-        federation, _, _ = opened_behind(proxy, coordinator, participation={"deadline_seconds": 0.4})
+        federation, _, _ = opened_behind(proxy, coordinator, participation={"deadline_seconds": 3600})
         proxy.trouble = lambda asked: "refused"
+        leap(coordinator, 3600)
+        wait_for(lambda: coordinator.get(federation)["stage"]["extended"])
+        leap(coordinator, 3600)
         found = coordinator.until(federation, state="paused")
         assert found["reason"] == "quorum_missed"
         [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
