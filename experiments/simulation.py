@@ -66,8 +66,8 @@ def simulate(
     ``folder`` (new or empty; default: a temporary one) keeps what coordinator and clients keep. ``pool`` clients
     compute at once, each with ``training.threads`` torch threads. ``backbone``, ``features`` and ``sources`` can be
     handed in, to serve several runs; else they are made from the spec, in ``folder`` and from the sites' URIs.
-    ``progress`` is called in another thread, at every change. It can be called anywhere, also where an event loop runs;
-    nothing global is left changed.
+    ``progress`` is called in another thread, where five times a second something has changed: a quick round may pass
+    untold. ``simulate`` can be called anywhere, also where an event loop runs; nothing global is left changed.
 
     Raises:
         CommandError: one line: a spec, data or backbone that cannot be used, a client that failed, a federation that
