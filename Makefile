@@ -33,7 +33,7 @@ test-all: lint
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,docs,mlflow,tensorboard]'
 	$(BIN)/python -m pytest $(ARGS)
 
-# Kills, attacks and partitions at length, about an hour: what docs/reliability.md tells.
+# Kills, attacks and partitions at length, about an hour and a half: what docs/reliability.md tells.
 test-faults: $(READY)
 	$(BIN)/python -m pytest -m slow -s tests/faults tests/security tests/experiments/test_poisoned.py $(ARGS)
 

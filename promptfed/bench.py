@@ -29,7 +29,7 @@ _EMBEDDED = _ALL | {"reduced"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 
 
-def refuse_unused(protocol: str, given: Set[str]) -> None:
+def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:
     """Refuse options of the command line (``given``, by the names of their parameters) that would change nothing.
 
     Raises:
@@ -39,8 +39,11 @@ def refuse_unused(protocol: str, given: Set[str]) -> None:
         unused, why = given - _EMBEDDED, "its panels set the rest"
     elif protocol.startswith("paper:"):
         unused, why = given - _PRESET, "the preset sets the rest"
+    elif protocol in PROTOCOLS:
+        idle = {one.name for one in fields(Setting)} - {"data"} - PROTOCOLS[protocol].used(setting)
+        unused, why = given & (idle | {"reduced", "root"}), "it looks at none with this data and these options"
     else:
-        unused, why = given & ((_EMBEDDED | _PRESET) - _ALL - {"spec", "rounds"}), "it belongs to other benches"
+        return  # `make_bench` says so
     if unused:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
         raise CommandError(f"bench {protocol} takes no {options}: {why}; leave it out", Exit.BAD_INPUT)
@@ -63,22 +66,6 @@ def make_bench(
         raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)
     _check(protocol, setting)
     return Bench(PROTOCOLS[protocol], parse_entries(methods), setting, numbers, _base(spec, rounds), m)
-
-
-def refuse_idle(protocol: str, setting: Setting, given: Set[str]) -> None:
-    """Refuse options (``given``, by their parameters' names) that ``protocol`` does not look at with this setting.
-
-    Raises:
-        CommandError: there are such options.
-    """
-    if protocol not in PROTOCOLS:
-        return  # `make_bench` says so
-    settings = {one.name for one in fields(Setting)} - {"data"}
-    idle = sorted((given & settings) - PROTOCOLS[protocol].used(setting))
-    if idle:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-        text = f"bench {protocol} looks at no {options} with this data and these options; leave it out"
-        raise CommandError(text, Exit.BAD_INPUT)
 
 
 def _check(protocol: str, setting: Setting) -> None:

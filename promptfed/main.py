@@ -143,27 +143,9 @@ def bench(
     """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot."""
     from experiments.bench import Runner
     from experiments.protocols import Setting
-    from promptfed.bench import (
-        make_bench,
-        refuse_idle,
-        refuse_unused,
-        run_bench,
-        run_embedded,
-        run_preset,
-        whole_numbers,
-    )
+    from promptfed.bench import make_bench, refuse_unused, run_bench, run_embedded, run_preset, whole_numbers
 
     with reporting_errors():
-        given = {name for name in context.params if _written(context, name)}
-        refuse_unused(protocol, given)
-        runner = Runner(out, pool, device, allow_backbone)
-        if protocol == "embedded":
-            run_embedded(runner, reduced, seeds, as_json)
-            return
-        seeds = seeds or "0,1,2"
-        if protocol.startswith("paper:"):
-            run_preset(protocol, root, seeds, runner, spec, rounds, as_json)
-            return
         setting = Setting(
             data=tuple(data or ()),
             domains=tuple(name.strip() for name in domains.split(",") if name.strip()),
@@ -176,7 +158,15 @@ def bench(
             validation=validation,
             curve=whole_numbers(curve, "--curve"),
         )
-        refuse_idle(protocol, setting, given)
+        refuse_unused(protocol, setting, {name for name in context.params if _written(context, name)})
+        runner = Runner(out, pool, device, allow_backbone)
+        if protocol == "embedded":
+            run_embedded(runner, reduced, seeds, as_json)
+            return
+        seeds = seeds or "0,1,2"
+        if protocol.startswith("paper:"):
+            run_preset(protocol, root, seeds, runner, spec, rounds, as_json)
+            return
         described = make_bench(protocol, methods, setting, seeds, spec, rounds, m)
         run_bench(described, runner, as_json)
 

@@ -277,7 +277,7 @@ def test_options_that_a_protocol_does_not_look_at_are_refused(tmp_path: Path, ar
         "bench", *arguments, "--data", DATA, "--methods", "zero_shot", "--out", str(tmp_path / "out")
     )
     assert code == Exit.BAD_INPUT
-    assert f"bench {arguments[0]} looks at no {named} with" in " ".join(stderr.split())
+    assert f"bench {arguments[0]} takes no {named}: it looks at none with" in " ".join(stderr.split())
     assert not (tmp_path / "out").exists()
 
 
