@@ -91,6 +91,14 @@ def ready(page: Any) -> None:
     page.locator("#ask").wait_for(state="visible")
 
 
+# What the page says of the image meanwhile, and whether it calls itself busy.
+HINTS = """() => {
+  const [hint, ask] = ["hint", "ask"].map((id) => document.getElementById(id));
+  window.hints = [];
+  new MutationObserver(() => hints.push([hint.textContent, ask.ariaBusy])).observe(hint, { childList: true });
+}"""
+
+
 def image(folder: Path) -> Path:
     path = folder / "image.png"
     file = io.BytesIO()
@@ -104,9 +112,11 @@ def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
         answer = page.goto(url)
         assert answer.headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
         page.get_by_text("hospital-a in the federation pets, in round 3").wait_for()
+        page.evaluate(HINTS)
         page.set_input_files("#file", image(tmp_path))
         page.locator("#verdict").filter(has_text=HOSTILE).wait_for()
         page.locator("#ask[aria-busy=false]").filter(has_text="image.png").wait_for()
+        assert page.evaluate("hints") == [["Looking at image.png…", "true"], ["image.png", "false"]]
         assert page.locator("#classes img").count() == 0  # a class name is text
         assert page.locator("#classes li").count() == 8
         assert page.locator("#classes .bar.adapted .value").first.inner_text() == "50.0 %"
