@@ -20,21 +20,23 @@ FROM services AS coordinator
 COPY requirements/coordinator.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install -c requirements/constraints.txt -r requirements/coordinator.txt 'psycopg[binary]'
-COPY shared shared
-COPY coordinator coordinator
+COPY promptfed/__init__.py promptfed/
+COPY shared promptfed/shared
+COPY coordinator promptfed/coordinator
 USER 10001:10001
 ENV PROMPTFED_COORDINATOR_DATA_DIR=/data
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --start-interval=1s CMD ["python", "-c", \
     "import http.client as c; s = c.HTTPConnection('127.0.0.1', 8080, timeout=4); s.request('GET', '/readyz'); exit(s.getresponse().status != 200)"]
-ENTRYPOINT ["python", "-m", "coordinator"]
+ENTRYPOINT ["python", "-m", "promptfed.coordinator"]
 
 FROM services AS client
 COPY requirements/client.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install -c requirements/constraints.txt -r requirements/client.txt
-COPY shared shared
-COPY client_service client_service
+COPY promptfed/__init__.py promptfed/
+COPY shared promptfed/shared
+COPY client_service promptfed/client_service
 USER 10001:10001
 # What libraries keep at home, such as weights that open_clip downloads, is kept with the client's state.
 ENV HOME=/state \
@@ -43,4 +45,4 @@ ENV HOME=/state \
     PROMPTFED_CLIENT_API_PORT=8081
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --start-interval=1s CMD ["python", "-c", \
     "import http.client as c; s = c.HTTPConnection('127.0.0.1', 8081, timeout=4); s.request('GET', '/healthz'); exit(s.getresponse().status != 200)"]
-ENTRYPOINT ["python", "-m", "client_service"]
+ENTRYPOINT ["python", "-m", "promptfed.client_service"]

@@ -23,7 +23,7 @@ demo: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy shared coordinator client_service promptfed experiments
+	$(BIN)/mypy promptfed
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow' $(ARGS)
@@ -53,7 +53,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.coordinator_load
 
 backbone: $(READY)
-	$(BIN)/python -m shared.clip.tiny.pretrain --out $(or $(OUT),weights.safetensors) $(ARGS)
+	$(BIN)/python -m promptfed.shared.clip.tiny.pretrain --out $(or $(OUT),weights.safetensors) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,9 +10,9 @@ import time
 
 import torch
 
-from coordinator.robust import RULES, Rule
-from shared.methods.base import ClientUpdate
-from shared.spec import AggregationSpec
+from promptfed.coordinator.robust import RULES, Rule
+from promptfed.shared.methods.base import ClientUpdate
+from promptfed.shared.spec import AggregationSpec
 
 SIZES = ((10, 8192), (100, 8192), (1000, 8192), (50, 1_310_720))  # the last: 50 clients with 5 MB each
 REPEATS = 3

@@ -178,7 +178,7 @@ async def expect(http: Connection, wanted: int, verb: str, path: str, body: byte
 def coordinator(folder: Path, options: list[str]) -> Iterator[tuple[int, int]]:
     """A coordinator process: its port and its process id."""
     port_file = folder / "url"
-    command = [sys.executable, "-m", "coordinator", "--data-dir", str(folder / "data"), "--port", "0"]
+    command = [sys.executable, "-m", "promptfed.coordinator", "--data-dir", str(folder / "data"), "--port", "0"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*command, "--port-file", str(port_file), *options], stdout=log, stderr=log)  # noqa: S603
     try:

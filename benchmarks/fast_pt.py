@@ -30,15 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.simulation import simulate
+from promptfed.experiments.simulation import simulate
 from promptfed.local import Site
-from shared.clip import Backbone, FeatureCache, load_backbone, tiny
-from shared.data import open_source
-from shared.methods import make_method
-from shared.methods.base import Classifier, ClientContext
-from shared.methods.domain_mixture import MixtureClassifier
-from shared.methods.style_transfer import EmbeddedSplit
-from shared.spec import TrainingSpec
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.data import open_source
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import Classifier, ClientContext
+from promptfed.shared.methods.domain_mixture import MixtureClassifier
+from promptfed.shared.methods.style_transfer import EmbeddedSplit
+from promptfed.shared.spec import TrainingSpec
 
 M, DOMAINS = 4, 3
 STYLES, TARGET = ("blueprint", "quickdraw", "neon"), "sketch"

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from shared.methods import make_method
-from shared.methods.base import ClientInfo, ClientUpdate, ServerContext
-from shared.seeds import initial_draws
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors, state_hash
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientInfo, ClientUpdate, ServerContext
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors, state_hash
 
 TARGET_MS = 50.0  # attention and Adam at the default sizes
 WARM_UP = 3

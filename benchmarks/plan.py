@@ -34,11 +34,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.step import class_names
-from shared.clip import Backbone, load_backbone, shape_of
-from shared.methods import make_method
-from shared.methods.base import ClientContext, ClientInfo, Phase, ServerContext
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors
+from promptfed.shared.clip import Backbone, load_backbone, shape_of
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientContext, ClientInfo, Phase, ServerContext
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors
 
 PARTS = ("time", "memory", "numbers")
 OPTIONS: dict[str, dict[str, Any]] = {

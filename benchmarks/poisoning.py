@@ -1,9 +1,9 @@
 """Accuracy of PromptFL on symbols with 2 of 10 clients sending poisoned updates, under each aggregation rule.
 
-Whole federations run in one process (`experiments.simulation`): the real coordinator, the real clients. A poisoned one
-trains as all do and then lies about the result. Ten clients hold equal parts of one rare style; accuracy is the mean of
-all clients' own test images after the last round. The learning rate was chosen without any poison, on training images
-held out with `validation=0.25`, among 0.1, 0.3, 0.5 and 1.
+Whole federations run in one process (`promptfed.experiments.simulation`): the real coordinator, the real clients.
+A poisoned one trains as all do and then lies about the result. Ten clients hold equal parts of one rare style;
+accuracy is the mean of all clients' own test images after the last round. The learning rate was chosen without any
+poison, on training images held out with `validation=0.25`, among 0.1, 0.3, 0.5 and 1.
 
     python -m benchmarks.poisoning --seeds 0,1,2 --json poisoning.json
 """
@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.simulation import simulate
+from promptfed.experiments.simulation import simulate
 from promptfed.local import Site
-from shared.clip import Backbone, FeatureCache, load_backbone, tiny
-from shared.data.sharing import SharedSources
-from shared.methods.base import ClientContext, Method, TrainResult
-from shared.methods.promptfl import PromptFL
-from shared.seeds import generator
-from shared.tensors import Tensors
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.methods.base import ClientContext, Method, TrainResult
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors
 
 CLIENTS, POISONED = 10, ("site-3", "site-7")
 DATA = "symbols:neon?topic=weather&per_class=40&test_per_class=40&partition=iid&clients=10&client={}"

@@ -65,7 +65,7 @@ def run_processes(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any
 
 def run_simulation(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any]]:
     """Run the same in this process."""
-    from experiments.simulation import simulate
+    from promptfed.experiments.simulation import simulate
 
     torch.set_num_threads(1)
     return simulate(spec, sites).reports

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from experiments.provenance import provenance
-from experiments.simulated import Simulated
-from experiments.simulation import simulate
+from promptfed.experiments.provenance import provenance
+from promptfed.experiments.simulated import Simulated
+from promptfed.experiments.simulation import simulate
 from promptfed.local import Site
+from promptfed.shared.data.classes import SYMBOLS
 from promptfed.watching import Snapshot
-from shared.data.classes import SYMBOLS
 
 CASES = ((100, 20), (1000, 3))  # clients and rounds
 TRAIN, TEST = 16, 10  # images of each client

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone
+from promptfed.shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone
 
 CHUNK = 100
 WAYS = ("plain", "cached", "short", "prefix")

@@ -26,15 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.step import class_names, provenance, seconds
-from shared.clip import Backbone, BackboneError, load_backbone, shape_of
-from shared.methods import make_method
-from shared.methods.base import ClientContext, Method, ServerContext
-from shared.methods.fedpgp import FedPGP, contrastive_loss, delta
-from shared.methods.fedtpg import FedTPG
-from shared.methods.training import make_optimizer
-from shared.seeds import initial_draws
-from shared.spec import TrainingSpec
-from shared.tensors import Tensors
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientContext, Method, ServerContext
+from promptfed.shared.methods.fedpgp import FedPGP, contrastive_loss, delta
+from promptfed.shared.methods.fedtpg import FedTPG
+from promptfed.shared.methods.training import make_optimizer
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.tensors import Tensors
 
 CLASSES = {"fedpgp": 10, "fedtpg": 20}
 RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits

@@ -1,4 +1,4 @@
-"""``python -m client_service --coordinator URL --federation NAME ...``: one client process."""
+"""``python -m promptfed.client_service --coordinator URL --federation NAME ...``: one client process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Literal
 from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource
 
-from client_service.exits import Exit
-from client_service.narration import sentence
-from client_service.settings import Settings, one_line
-from shared.leaving import leave
+from promptfed.client_service.exits import Exit
+from promptfed.client_service.narration import sentence
+from promptfed.client_service.settings import Settings, one_line
+from promptfed.shared.leaving import leave
 
 
 class JsonFormatter(logging.Formatter):
@@ -59,15 +59,15 @@ def start(settings: Settings) -> int:
     set_up_logging(settings.log_format)
     if settings.check:
         return check(settings)
-    from client_service.worker import run
+    from promptfed.client_service.worker import run
 
     return run(settings)
 
 
 def check(settings: Settings) -> int:
     """Look at everything and join nothing; BAD_DATA where something stands in the way."""
-    from client_service.doctor import Examination, Patient
-    from client_service.terminal import Terminal
+    from promptfed.client_service.doctor import Examination, Patient
+    from promptfed.client_service.terminal import Terminal
 
     found = Examination(Patient.of(settings))
     found.run()

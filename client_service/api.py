@@ -15,11 +15,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from client_service import page
-from client_service.exits import ClientError, Exit
-from client_service.monitor import Monitor
-from client_service.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
-from shared.messages import PROBLEM_BASE, Problem
+from promptfed.client_service import page
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
+from promptfed.shared.messages import PROBLEM_BASE, Problem
 
 MAX_IMAGE_BYTES = 20 << 20
 STOP_SECONDS = 1

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from shared.data import DataError, Source, Split
+from promptfed.shared.data import DataError, Source, Split
 
 Verdict = Literal["pass", "warn", "fail"]
 

@@ -20,10 +20,10 @@ import httpx
 from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay
 
-from client_service.exits import ClientError, Exit
-from client_service.settings import Settings
-from shared.addresses import is_loopback
-from shared.messages import (
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.settings import Settings
+from promptfed.shared.addresses import is_loopback
+from promptfed.shared.messages import (
     EnrolmentInfo,
     EnrolRequest,
     EnrolResponse,

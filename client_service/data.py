@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from client_service.exits import ClientError, Exit
-from client_service.images import IMAGES, HeldImages, ImageCache
-from shared import messages
-from shared.clip import Backbone, FeatureCache
-from shared.data import DataError, Domain, Source, Split, open_source
-from shared.methods.base import Method
-from shared.methods.training import TaskCancelled
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.images import IMAGES, HeldImages, ImageCache
+from promptfed.shared import messages
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import DataError, Domain, Source, Split, open_source
+from promptfed.shared.methods.base import Method
+from promptfed.shared.methods.training import TaskCancelled
 
 CHUNK = 256  # images between two looks at whether to stop
 
@@ -26,7 +26,7 @@ Cancelled = Callable[[], bool]
 
 
 class LocalSplit:
-    """One split of a client's data (``shared.methods.base.Split``)."""
+    """One split of a client's data (``promptfed.shared.methods.base.Split``)."""
 
     def __init__(self, labels: Tensor, features: Callable[[], Tensor], images: Callable[[Tensor], Tensor]):
         self.labels = labels

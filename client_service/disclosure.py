@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from shared.messages import Domain, EnrolmentInfo, EnrolRequest
-from shared.methods.base import ClientInfo, Method, MethodError, ServerContext
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import DTYPES, TensorSpec
+from promptfed.shared.messages import Domain, EnrolmentInfo, EnrolRequest
+from promptfed.shared.methods.base import ClientInfo, Method, MethodError, ServerContext
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import DTYPES, TensorSpec
 
 EACH, SOME = "in each round in which it is asked", "in round"
 ROUNDS = 3  # that stand for all: the first, those in between, the last

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from client_service.checks import Check, check_clock, check_data, check_device, check_disk, check_versions
-from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
-from client_service.data import check_classes, check_domain, domain_of, open_data
-from client_service.disclosure import Disclosure, disclose
-from client_service.enrolment import check_backbone, check_protocol, enrol_request, explain, open_backbone
-from client_service.exits import ClientError
-from client_service.settings import Settings, make_settings, read_token
-from shared.clip import Backbone, BackboneError, shape_of
-from shared.data import Source
-from shared.messages import EnrolmentInfo
-from shared.methods import check_fits, make_method
-from shared.methods.base import Method, MethodError
-from shared.spec import BackboneSpec, SpecError
+from promptfed.client_service.checks import Check, check_clock, check_data, check_device, check_disk, check_versions
+from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
+from promptfed.client_service.data import check_classes, check_domain, domain_of, open_data
+from promptfed.client_service.disclosure import Disclosure, disclose
+from promptfed.client_service.enrolment import check_backbone, check_protocol, enrol_request, explain, open_backbone
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.settings import Settings, make_settings, read_token
+from promptfed.shared.clip import Backbone, BackboneError, shape_of
+from promptfed.shared.data import Source
+from promptfed.shared.messages import EnrolmentInfo
+from promptfed.shared.methods import check_fits, make_method
+from promptfed.shared.methods.base import Method, MethodError
+from promptfed.shared.spec import BackboneSpec, SpecError
 
 ANSWER_SECONDS = 5.0  # that a coordinator gets to answer
 NOBODY = "0" * 64  # in the place of a secret: none is made for a look

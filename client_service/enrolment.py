@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from pydantic import ValidationError
 
-from client_service.coordinator_client import Refused
-from client_service.exits import ClientError, Exit
-from client_service.settings import Settings
-from shared.clip import Backbone, BackboneError, load_backbone, shape_of
-from shared.clip.loading import CHECKPOINT_SUFFIXES
-from shared.data import Source
-from shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest
-from shared.spec import BackboneSpec
+from promptfed.client_service.coordinator_client import Refused
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.settings import Settings
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.clip.loading import CHECKPOINT_SUFFIXES
+from promptfed.shared.data import Source
+from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest
+from promptfed.shared.spec import BackboneSpec
 
 
 def choose_device(wanted: str) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from client_service.data import TEST, Cancelled, ClientData
-from shared.messages import SplitResult
-from shared.methods.base import Classifier, ClientContext, Method, Mixes, Split
-from shared.methods.training import TaskCancelled
-from shared.methods.zero_shot import TemplateClassifier
-from shared.tensors import Tensors, canonical_json
+from promptfed.client_service.data import TEST, Cancelled, ClientData
+from promptfed.shared.messages import SplitResult
+from promptfed.shared.methods.base import Classifier, ClientContext, Method, Mixes, Split
+from promptfed.shared.methods.training import TaskCancelled
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.tensors import Tensors, canonical_json
 
 EVALUATION_BATCH = 256
 SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images

@@ -9,26 +9,26 @@ from functools import partial
 
 import torch
 
-from client_service.checks import Check, check_clock, check_data, check_device
-from client_service.compute import Compute
-from client_service.coordinator_client import CoordinatorClient, Refused
-from client_service.data import TEST, TRAIN, ClientData, check_classes, check_domain, domain_of, open_data
-from client_service.disclosure import Disclosure, disclose
-from client_service.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
-from client_service.exits import ClientError, Exit
-from client_service.images import IMAGES, ImageCache
-from client_service.monitor import Monitor
-from client_service.prediction import Predictor
-from client_service.private_state import Identity, PrivateState
-from client_service.settings import Settings, read_token
-from client_service.tasks import TaskWork
-from shared.clip import Backbone, BackboneError, FeatureCache, shape_of
-from shared.data import DataError, Source
-from shared.messages import EnrolmentInfo, EnrolRequest
-from shared.methods import check_fits, make_method
-from shared.methods.base import Method, MethodError
-from shared.spec import SpecError
-from shared.tensors import TensorError
+from promptfed.client_service.checks import Check, check_clock, check_data, check_device
+from promptfed.client_service.compute import Compute
+from promptfed.client_service.coordinator_client import CoordinatorClient, Refused
+from promptfed.client_service.data import TEST, TRAIN, ClientData, check_classes, check_domain, domain_of, open_data
+from promptfed.client_service.disclosure import Disclosure, disclose
+from promptfed.client_service.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.images import IMAGES, ImageCache
+from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.prediction import Predictor
+from promptfed.client_service.private_state import Identity, PrivateState
+from promptfed.client_service.settings import Settings, read_token
+from promptfed.client_service.tasks import TaskWork
+from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, shape_of
+from promptfed.shared.data import DataError, Source
+from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
+from promptfed.shared.methods import check_fits, make_method
+from promptfed.shared.methods.base import Method, MethodError
+from promptfed.shared.spec import SpecError
+from promptfed.shared.tensors import TensorError
 
 log = logging.getLogger("promptfed.client")
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from fastapi import APIRouter, Response
 
-from shared.pages import MEDIA_TYPES, page_headers
+from promptfed.shared.pages import MEDIA_TYPES, page_headers
 
 # `blob:` is the chosen image, shown from the browser's memory.
 HEADERS = page_headers(images="blob:")
@@ -19,7 +19,7 @@ router = APIRouter(include_in_schema=False)
 
 @cache
 def _content(name: str) -> bytes:
-    return (files("client_service") / "web" / name).read_bytes()
+    return (files("promptfed.client_service") / "web" / name).read_bytes()
 
 
 @router.get("/")

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from shared.clip import Backbone
-from shared.methods.base import Classifier, ClientContext, Mixes
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods.base import Classifier, ClientContext, Mixes
 
 MAX_PIXELS = 64_000_000
 
@@ -48,7 +48,7 @@ class Served:
 
 
 class OneImage:
-    """A split that holds one image (``shared.methods.base.Split``)."""
+    """A split that holds one image (``promptfed.shared.methods.base.Split``)."""
 
     def __init__(self, backbone: Backbone, image: Image.Image):
         self.labels = torch.zeros(1, dtype=torch.int64)

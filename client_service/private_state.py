@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from client_service.exits import ClientError, Exit
-from shared.messages import EnrolmentInfo, Role, TaskConfig
-from shared.tensors import TensorError, Tensors, decode, encode
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
+from promptfed.shared.tensors import TensorError, Tensors, decode, encode
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,20 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from client_service.compute import Compute
-from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused
-from client_service.data import TEST, Cancelled
-from client_service.exits import ClientError
-from client_service.monitor import Monitor
-from client_service.private_state import PrivateState
-from client_service.tasks import TaskWork
-from shared.clip import BackboneError
-from shared.data import DataError
-from shared.messages import FailureRequest, Task
-from shared.methods.base import MethodError
-from shared.methods.training import TaskCancelled
-from shared.spec import SpecError
-from shared.tensors import TensorError
+from promptfed.client_service.compute import Compute
+from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused
+from promptfed.client_service.data import TEST, Cancelled
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.tasks import TaskWork
+from promptfed.shared.clip import BackboneError
+from promptfed.shared.data import DataError
+from promptfed.shared.messages import FailureRequest, Task
+from promptfed.shared.methods.base import MethodError
+from promptfed.shared.methods.training import TaskCancelled
+from promptfed.shared.spec import SpecError
+from promptfed.shared.tensors import TensorError
 
 log = logging.getLogger("promptfed.client")
 

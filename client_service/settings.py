@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from client_service.exits import ClientError, Exit
-from shared.addresses import is_loopback
-from shared.messages import Role
-from shared.spec import NAME_PATTERN, Name
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.shared.addresses import is_loopback
+from promptfed.shared.messages import Role
+from promptfed.shared.spec import NAME_PATTERN, Name
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:\d+)?)$"
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from client_service.data import TRAIN, Cancelled, ClientData
-from client_service.evaluation import Evaluation
-from client_service.prediction import Predictor, Served
-from client_service.private_state import PrivateState, Provenance, Serving
-from shared.clip import Backbone
-from shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
-from shared.methods import make_method
-from shared.methods.base import ClientContext, ClientInfo, Method, MethodError
-from shared.spec import TrainingSpec
-from shared.tensors import Tensors, canonical_json, decode, encode
+from promptfed.client_service.data import TRAIN, Cancelled, ClientData
+from promptfed.client_service.evaluation import Evaluation
+from promptfed.client_service.prediction import Predictor, Served
+from promptfed.client_service.private_state import PrivateState, Provenance, Serving
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientContext, ClientInfo, Method, MethodError
+from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.tensors import Tensors, canonical_json, decode, encode
 
 ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context, payload, private state
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from client_service.checks import Check
-from client_service.disclosure import Disclosure
+from promptfed.client_service.checks import Check
+from promptfed.client_service.disclosure import Disclosure
 
 log = logging.getLogger("promptfed.client")
 

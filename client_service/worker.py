@@ -10,21 +10,21 @@ from concurrent.futures import Executor
 
 import httpx
 
-from client_service.api import create_app, running_api
-from client_service.compute import Compute
-from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
-from client_service.enrolment import explain
-from client_service.exits import ClientError, Exit
-from client_service.joining import Consent, FederationEnded, Joining, Parts
-from client_service.monitor import Hook, Monitor, Status
-from client_service.prediction import Predictor
-from client_service.private_state import PrivateState
-from client_service.session import Session
-from client_service.settings import Settings, read_token
-from client_service.terminal import Terminal
-from shared.clip import Backbone, FeatureCache
-from shared.data import Source
-from shared.leaving import leave
+from promptfed.client_service.api import create_app, running_api
+from promptfed.client_service.compute import Compute
+from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
+from promptfed.client_service.enrolment import explain
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining import Consent, FederationEnded, Joining, Parts
+from promptfed.client_service.monitor import Hook, Monitor, Status
+from promptfed.client_service.prediction import Predictor
+from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.session import Session
+from promptfed.client_service.settings import Settings, read_token
+from promptfed.client_service.terminal import Terminal
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import Source
+from promptfed.shared.leaving import leave
 
 log = logging.getLogger("promptfed.client")
 
@@ -151,7 +151,7 @@ async def serve(worker: Worker) -> Exit:
 
 
 def run(settings: Settings) -> int:
-    """Run a client process to its end; the exit code (`client_service.exits`).
+    """Run a client process to its end; the exit code (`promptfed.client_service.exits`).
 
     Where a stop could not wait for a computation, the process ends here: what is on disk stands a kill at any instant.
     """

@@ -1,4 +1,4 @@
-"""``python -m coordinator``: the options of ``Settings``, or PROMPTFED_COORDINATOR_* variables."""
+"""``python -m promptfed.coordinator``: the options of ``Settings``, or PROMPTFED_COORDINATOR_* variables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from coordinator.settings import DEFAULT_PORT, Settings
-from shared.leaving import leave
+from promptfed.coordinator.settings import DEFAULT_PORT, Settings
+from promptfed.shared.leaving import leave
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             place = "".join(f"--{str(part).replace('_', '-')}: " for part in item["loc"])
             print(f"coordinator: {place}{item['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         return 2
-    from coordinator.server import serve
+    from promptfed.coordinator.server import serve
 
     return serve(settings)
 

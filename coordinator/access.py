@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from hmac import compare_digest
 from pathlib import Path
 
-from coordinator.live import Client, Live
-from coordinator.problems import TokenExpired, Unauthorized
+from promptfed.coordinator.live import Client, Live
+from promptfed.coordinator.problems import TokenExpired, Unauthorized
 
 OPERATOR_FILE = "operator.token"
 

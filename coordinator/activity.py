@@ -12,9 +12,9 @@ from collections import Counter
 from sqlalchemy import bindparam, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator import clock
-from coordinator.store.database import Database
-from coordinator.store.tables import ClientRow, TaskRow
+from promptfed.coordinator import clock
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.tables import ClientRow, TaskRow
 
 SEEN = update(ClientRow).where(ClientRow.id == bindparam("key")).values(last_seen=bindparam("moment"))
 MORE = TaskRow.bytes_down + bindparam("size")

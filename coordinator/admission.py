@@ -10,19 +10,16 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import clock
-from coordinator.engine import Engine
-from coordinator.faults import point
-from coordinator.ledger import Change
-from coordinator.live import Client, Live
-from coordinator.problems import (
-    BodyTooLarge,
-    NotFound,
-)
-from coordinator.run import ENDED, Answered, Failed
-from coordinator.store.blobs import digest_of
-from coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
-from coordinator.task_problems import (
+from promptfed.coordinator import clock
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.faults import point
+from promptfed.coordinator.ledger import Change
+from promptfed.coordinator.live import Client, Live
+from promptfed.coordinator.problems import BodyTooLarge, NotFound
+from promptfed.coordinator.run import ENDED, Answered, Failed
+from promptfed.coordinator.store.blobs import digest_of
+from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
+from promptfed.coordinator.task_problems import (
     TENSOR_REFUSALS,
     AlreadyAnswered,
     BadMetadata,
@@ -33,8 +30,8 @@ from coordinator.task_problems import (
     WrongTask,
     WrongTaskKind,
 )
-from shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
-from shared.tensors import TensorError, canonical_json, check, decode_file, norm
+from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
+from promptfed.shared.tensors import TensorError, canonical_json, check, decode_file, norm
 
 # No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
 # float32: the aggregate would be no state, and one update the end of the federation.

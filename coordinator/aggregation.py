@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shared.methods.base import ClientUpdate
-from shared.spec import AggregationSpec
-from shared.tensors import Tensors, chunks
+from promptfed.shared.methods.base import ClientUpdate
+from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.tensors import Tensors, chunks
 
 Key = TypeVar("Key", str, int)
 

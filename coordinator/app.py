@@ -16,15 +16,15 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from coordinator import access, bootstrap, federations
-from coordinator.api import clients, events, health, insights, methods, replays, results, tasks, web
-from coordinator.api import federations as federations_api
-from coordinator.bodies import JsonBodies
-from coordinator.engine import Engine
-from coordinator.guessing import Guessing
-from coordinator.insights import Insights
-from coordinator.measures import Measures
-from coordinator.problems import (
+from promptfed.coordinator import access, bootstrap, federations
+from promptfed.coordinator.api import clients, events, health, insights, methods, replays, results, tasks, web
+from promptfed.coordinator.api import federations as federations_api
+from promptfed.coordinator.bodies import JsonBodies
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.guessing import Guessing
+from promptfed.coordinator.insights import Insights
+from promptfed.coordinator.measures import Measures
+from promptfed.coordinator.problems import (
     BodyTooLarge,
     HttpError,
     InternalError,
@@ -37,11 +37,11 @@ from coordinator.problems import (
     UnreadableBody,
     UploadTimeout,
 )
-from coordinator.settings import Settings
-from coordinator.store.backend import DatabaseAway
-from coordinator.store.opening import Store, open_store
-from coordinator.uploads import Uploads
-from shared.messages import Problem
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store.opening import Store, open_store
+from promptfed.coordinator.uploads import Uploads
+from promptfed.shared.messages import Problem
 
 log = logging.getLogger("promptfed.coordinator")
 

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.api.deps import look_up
-from coordinator.problems import Refusal
+from promptfed.coordinator.api.deps import look_up
+from promptfed.coordinator.problems import Refusal
 
 JSON_BYTES = 8 << 20
 LONG_JSON_BYTES = 32 << 20

@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from coordinator import federations
-from coordinator.access import digest, write_secret
-from coordinator.engine import Engine
-from coordinator.live import Live
-from coordinator.problems import Refusal
-from coordinator.settings import Settings
+from promptfed.coordinator import federations
+from promptfed.coordinator.access import digest, write_secret
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.settings import Settings
 
 
 class BootstrapFailed(Exception):

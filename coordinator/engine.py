@@ -19,18 +19,18 @@ from typing import Any, TypeVar
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
-from coordinator import clock, logs, restore, retention, work
-from coordinator.activity import Activity
-from coordinator.bells import Bells, wait
-from coordinator.ledger import Change
-from coordinator.live import Live
-from coordinator.measures import Measures
-from coordinator.problems import NotFound, Refusal
-from coordinator.rounds import WrongMoment
-from coordinator.run import ENDED, CannotStart, Fail, Restarted, Tick
-from coordinator.store.backend import DatabaseAway, InUse
-from coordinator.store.blobs import Blobs
-from coordinator.store.database import Database
+from promptfed.coordinator import clock, logs, restore, retention, work
+from promptfed.coordinator.activity import Activity
+from promptfed.coordinator.bells import Bells, wait
+from promptfed.coordinator.ledger import Change
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.measures import Measures
+from promptfed.coordinator.problems import NotFound, Refusal
+from promptfed.coordinator.rounds import WrongMoment
+from promptfed.coordinator.run import ENDED, CannotStart, Fail, Restarted, Tick
+from promptfed.coordinator.store.backend import DatabaseAway, InUse
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.database import Database
 
 log = logging.getLogger("promptfed.coordinator")
 

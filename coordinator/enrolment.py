@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
-from coordinator import clock
-from coordinator.access import digest
-from coordinator.engine import Engine
-from coordinator.faults import point
-from coordinator.ledger import Change
-from coordinator.live import Client, Live
-from coordinator.problems import (
+from promptfed.coordinator import clock
+from promptfed.coordinator.access import digest
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.faults import point
+from promptfed.coordinator.ledger import Change
+from promptfed.coordinator.live import Client, Live
+from promptfed.coordinator.problems import (
     CannotStart,
     DomainMissing,
     LateJoin,
@@ -25,12 +25,12 @@ from coordinator.problems import (
     Withdrawn,
     WrongState,
 )
-from coordinator.run import ENDED, Enrolled
-from coordinator.store.tables import ClientRow
-from shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
-from shared.methods import check_fits
-from shared.methods.base import MethodError
-from shared.spec import BackboneShape
+from promptfed.coordinator.run import ENDED, Enrolled
+from promptfed.coordinator.store.tables import ClientRow
+from promptfed.shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
+from promptfed.shared.methods import check_fits
+from promptfed.shared.methods.base import MethodError
+from promptfed.shared.spec import BackboneShape
 
 
 def enrolment_info(live: Live) -> EnrolmentInfo:
@@ -51,7 +51,7 @@ def enrol(engine: Engine, id: str, request: EnrolRequest) -> tuple[Client, bool]
     """The client, and whether it is new (or back after its name was reset).
 
     Raises:
-        A refusal of ``coordinator.problems``: see ``_check``.
+        A refusal of ``promptfed.coordinator.problems``: see ``_check``.
     """
     with engine.change(id) as change:
         live = change.live

@@ -10,20 +10,20 @@ from typing import Any
 
 from sqlalchemy import select
 
-from coordinator import clock, retention, states, work
-from coordinator.access import digest, new_token
-from coordinator.engine import Engine
-from coordinator.faults import point
-from coordinator.live import Live, fresh
-from coordinator.problems import InvalidSpec, KeyReused, NameTaken, NotFound, Refusal, WrongState
-from coordinator.rounds import WrongMoment
-from coordinator.run import ENDED, Cancel, Event, Pause, Resume, Withdraw
-from coordinator.store.tables import ClientRow, EventRow, FederationRow, TokenRow
-from coordinator.task_problems import TENSOR_REFUSALS, Ended
-from shared.methods import check_fits, resolve_spec
-from shared.methods.base import MethodError
-from shared.spec import FederationSpec, SpecError
-from shared.tensors import TensorError, canonical_json, check, decode, state_hash
+from promptfed.coordinator import clock, retention, states, work
+from promptfed.coordinator.access import digest, new_token
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.faults import point
+from promptfed.coordinator.live import Live, fresh
+from promptfed.coordinator.problems import InvalidSpec, KeyReused, NameTaken, NotFound, Refusal, WrongState
+from promptfed.coordinator.rounds import WrongMoment
+from promptfed.coordinator.run import ENDED, Cancel, Event, Pause, Resume, Withdraw
+from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow, TokenRow
+from promptfed.coordinator.task_problems import TENSOR_REFUSALS, Ended
+from promptfed.shared.methods import check_fits, resolve_spec
+from promptfed.shared.methods.base import MethodError
+from promptfed.shared.spec import FederationSpec, SpecError
+from promptfed.shared.tensors import TensorError, canonical_json, check, decode, state_hash
 
 
 def resolve(raw: dict[str, Any]) -> FederationSpec:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from coordinator import reports
-from coordinator.api.schemas import GenerateRequest, PromptsView, TensorView
-from coordinator.engine import Engine
-from coordinator.live import Live
-from coordinator.problems import InvalidRequest, NotAGenerator
-from shared.tensors import decode
+from promptfed.coordinator import reports
+from promptfed.coordinator.api.schemas import GenerateRequest, PromptsView, TensorView
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.problems import InvalidRequest, NotAGenerator
+from promptfed.shared.tensors import decode
 
 
 def generate(engine: Engine, live: Live, request: GenerateRequest, round: int | None) -> PromptsView:

@@ -14,8 +14,8 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from coordinator import clock
-from coordinator.problems import TooManyFailures
+from promptfed.coordinator import clock
+from promptfed.coordinator.problems import TooManyFailures
 
 log = logging.getLogger("promptfed.coordinator")
 

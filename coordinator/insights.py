@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, cast
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import lexicon, readings, reports, states
-from coordinator.api.insight_schemas import (
+from promptfed.coordinator import lexicon, readings, reports, states
+from promptfed.coordinator.api.insight_schemas import (
     ContextWords,
     DriftPoint,
     InsightsView,
@@ -27,11 +27,11 @@ from coordinator.api.insight_schemas import (
     TensorDrift,
     WordsView,
 )
-from coordinator.engine import Engine
-from coordinator.live import Live
-from coordinator.store.tables import PhaseRow, StateRow
-from shared.methods.base import Method
-from shared.tensors import Tensors, decode_file
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.store.tables import PhaseRow, StateRow
+from promptfed.shared.methods.base import Method
+from promptfed.shared.tensors import Tensors, decode_file
 
 KEPT = 5000  # results in memory; each is a few numbers, a matrix of similarities a few thousand
 MOST_ROUNDS = 200  # points of the drift; of more rounds evenly spaced ones are taken

@@ -9,11 +9,11 @@ from typing import Any
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from coordinator import clock
-from coordinator.aggregation import shares
-from coordinator.live import Live, OpenTask
-from coordinator.rounds import step
-from coordinator.run import (
+from promptfed.coordinator import clock
+from promptfed.coordinator.aggregation import shares
+from promptfed.coordinator.live import Live, OpenTask
+from promptfed.coordinator.rounds import step
+from promptfed.coordinator.run import (
     ENDED,
     Asked,
     AskStatus,
@@ -29,7 +29,7 @@ from coordinator.run import (
     Run,
     Settled,
 )
-from coordinator.store.tables import ClientRow, EventRow, FederationRow, PhaseRow, TaskRow
+from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow, PhaseRow, TaskRow
 
 
 @dataclass

@@ -12,15 +12,15 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor
 
-from coordinator import retention
-from coordinator.admission import Upload
-from coordinator.engine import Engine
-from coordinator.live import Live
-from coordinator.problems import WrongState
-from coordinator.store.blobs import Blobs
-from coordinator.task_problems import TENSOR_REFUSALS
-from shared.spec import ClassName, check_class_names
-from shared.tensors import TensorError, check, decode_file
+from promptfed.coordinator import retention
+from promptfed.coordinator.admission import Upload
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.problems import WrongState
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.task_problems import TENSOR_REFUSALS
+from promptfed.shared.spec import ClassName, check_class_names
+from promptfed.shared.tensors import TensorError, check, decode_file
 
 WORDS, FEATURES = "word_embeddings", "class_features"
 MOST_BYTES = 256 << 20

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 
-from coordinator.run import PhasePlan, Rules, Run
-from shared.messages import Domain, Peer, Role, TaskKind
-from shared.methods import method_for
-from shared.methods.base import ClientInfo, Method, Phase, ServerContext
-from shared.spec import BackboneShape, FederationSpec
+from promptfed.coordinator.run import PhasePlan, Rules, Run
+from promptfed.shared.messages import Domain, Peer, Role, TaskKind
+from promptfed.shared.methods import method_for
+from promptfed.shared.methods.base import ClientInfo, Method, Phase, ServerContext
+from promptfed.shared.spec import BackboneShape, FederationSpec
 
 
 @dataclass(frozen=True)

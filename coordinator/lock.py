@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from coordinator.store.backend import InUse
+from promptfed.coordinator.store.backend import InUse
 
 
 class FolderInUse(InUse):

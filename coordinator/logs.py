@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coordinator.live import Live
+    from promptfed.coordinator.live import Live
 
 FIELDS = ("federation", "round", "phase", "client")
 MOST_ITEMS = 20  # of a list: a line is for reading, the whole stands in the reports

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from coordinator.ledger import Change
-from coordinator.run import Closed, Completed, Moved, Run, Settled
+from promptfed.coordinator.ledger import Change
+from promptfed.coordinator.run import Closed, Completed, Moved, Run, Settled
 
 SECONDS = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 1800, 7200)
 

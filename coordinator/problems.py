@@ -1,6 +1,6 @@
 """Refusals: named classes with status, kind and title, answered as RFC 9457 problem details.
 
-Those of tasks and updates stand in `coordinator.task_problems`.
+Those of tasks and updates stand in `promptfed.coordinator.task_problems`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
 
-from shared.messages import PROBLEM_BASE
+from promptfed.shared.messages import PROBLEM_BASE
 
 MEDIA_TYPE = "application/problem+json"
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shared.tensors import norm
+from promptfed.shared.tensors import norm
 
 COLUMNS = 1 << 16  # entries of all updates that are worked on together in float64
 SAMPLE = 256  # words whose nearest other word says how far apart words are

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import states
-from coordinator.aggregation import shares
-from coordinator.live import Live
-from coordinator.problems import NoState, NotAMean, NotFound, TooFewUpdates, UpdatesGone
-from coordinator.robust import Judged, Rule
-from coordinator.run import ENDED
-from coordinator.store.tables import EventRow, PhaseRow, StateRow
-from shared.methods.base import MethodError
-from shared.methods.rules import check_krum, check_means
-from shared.spec import AggregationSpec
-from shared.tensors import Tensors, decode, norm, state_hash
+from promptfed.coordinator import states
+from promptfed.coordinator.aggregation import shares
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.problems import NoState, NotAMean, NotFound, TooFewUpdates, UpdatesGone
+from promptfed.coordinator.robust import Judged, Rule
+from promptfed.coordinator.run import ENDED
+from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow
+from promptfed.shared.methods.base import MethodError
+from promptfed.shared.methods.rules import check_krum, check_means
+from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.tensors import Tensors, decode, norm, state_hash
 
 if TYPE_CHECKING:
-    from coordinator.engine import Engine
+    from promptfed.coordinator.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import clock
-from coordinator.api.schemas import (
+from promptfed.coordinator import clock
+from promptfed.coordinator.api.schemas import (
     ClientEvaluation,
     CountedUpdate,
     EvaluationReport,
@@ -20,10 +20,10 @@ from coordinator.api.schemas import (
     RoundReport,
     UpdateReport,
 )
-from coordinator.live import Live
-from coordinator.problems import NoState
-from coordinator.run import ENDED
-from coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.problems import NoState
+from promptfed.coordinator.run import ENDED
+from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 
 
 @dataclass(frozen=True)

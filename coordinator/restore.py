@@ -8,13 +8,13 @@ from typing import cast
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import clock
-from coordinator.ledger import open_task
-from coordinator.live import Client, Live, fresh
-from coordinator.run import ENDED, AskStatus, Member, Run, Stage, Work
-from coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
-from shared.messages import Domain, FederationState, Role
-from shared.spec import BackboneShape, FederationSpec
+from promptfed.coordinator import clock
+from promptfed.coordinator.ledger import open_task
+from promptfed.coordinator.live import Client, Live, fresh
+from promptfed.coordinator.run import ENDED, AskStatus, Member, Run, Stage, Work
+from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
+from promptfed.shared.messages import Domain, FederationState, Role
+from promptfed.shared.spec import BackboneShape, FederationSpec
 
 
 def load_all(session: Session, now: float) -> dict[str, Live]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.live import Live
-from coordinator.run import ENDED
-from coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.run import ENDED
+from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 
 if TYPE_CHECKING:
-    from coordinator.engine import Engine
+    from promptfed.coordinator.engine import Engine
 
 
 AT_ONCE = 500  # digests that one query asks for

@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import capped, weighted_mean
-from shared.methods.base import ClientUpdate
-from shared.spec import AggregationSpec
-from shared.tensors import Tensors
+from promptfed.coordinator.aggregation import capped, weighted_mean
+from promptfed.shared.methods.base import ClientUpdate
+from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.tensors import Tensors
 
 log = logging.getLogger("promptfed.coordinator")
 

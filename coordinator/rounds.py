@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from coordinator.run import (
+from promptfed.coordinator.run import (
     ENDED,
     EVALUATION,
     QUORUM_MISSED,
@@ -45,9 +45,9 @@ from coordinator.run import (
     Withdraw,
     WorkDone,
 )
-from shared.messages import FederationState, Role, TaskKind
-from shared.seeds import sampling_order
-from shared.spec import ceil_fraction
+from promptfed.shared.messages import FederationState, Role, TaskKind
+from promptfed.shared.seeds import sampling_order
+from promptfed.shared.spec import ceil_fraction
 
 
 class WrongMoment(Exception):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shared.messages import FederationState, Role, TaskKind
-from shared.spec import ceil_fraction
+from promptfed.shared.messages import FederationState, Role, TaskKind
+from promptfed.shared.spec import ceil_fraction
 
 AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
 Work = Literal["join", "aggregate"]

@@ -18,15 +18,15 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from coordinator import access, federations, logs
-from coordinator.app import create_app
-from coordinator.bootstrap import BootstrapFailed, read_spec
-from coordinator.connections import ACCEPTED_AT_ONCE, QUEUE, Connection, raise_open_files
-from coordinator.memory import share_heaps
-from coordinator.problems import Refusal
-from coordinator.settings import Settings
-from coordinator.store.backend import CannotOpen, DatabaseAway
-from coordinator.store.opening import open_store
+from promptfed.coordinator import access, federations, logs
+from promptfed.coordinator.app import create_app
+from promptfed.coordinator.bootstrap import BootstrapFailed, read_spec
+from promptfed.coordinator.connections import ACCEPTED_AT_ONCE, QUEUE, Connection, raise_open_files
+from promptfed.coordinator.memory import share_heaps
+from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
+from promptfed.coordinator.store.opening import open_store
 
 log = logging.getLogger("promptfed.coordinator")
 

@@ -13,13 +13,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from torch import Tensor
 
-from coordinator.live import Live
-from coordinator.robust import Rule
-from coordinator.store.blobs import Blobs
-from coordinator.store.tables import TaskRow, UpdateRow
-from shared.methods.base import ClientUpdate, Phase, ServerContext
-from shared.seeds import initial_draws
-from shared.tensors import Shape, Tensors, TensorSpec, check, decode, decode_file
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.robust import Rule
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.tables import TaskRow, UpdateRow
+from promptfed.shared.methods.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.tensors import Shape, Tensors, TensorSpec, check, decode, decode_file
 
 Counted = tuple[str, float, str]
 """A counted update: its client, its weight, its digest."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.problems import Refusal
+from promptfed.coordinator.problems import Refusal
 
 
 class Ended(Refusal):

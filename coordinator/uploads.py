@@ -19,10 +19,10 @@ from pathlib import Path
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from coordinator.admission import Upload
-from coordinator.engine import Engine
-from coordinator.problems import UploadTimeout
-from coordinator.task_problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads
+from promptfed.coordinator.admission import Upload
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.problems import UploadTimeout
+from promptfed.coordinator.task_problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it

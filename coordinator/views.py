@@ -5,8 +5,8 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import clock
-from coordinator.api.schemas import (
+from promptfed.coordinator import clock
+from promptfed.coordinator.api.schemas import (
     Awaited,
     BackboneView,
     ClientCounts,
@@ -15,8 +15,8 @@ from coordinator.api.schemas import (
     LastRefusal,
     StageView,
 )
-from coordinator.live import Live
-from coordinator.store.tables import ClientRow, FederationRow, StateRow
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.store.tables import ClientRow, FederationRow, StateRow
 
 
 def federation_view(session: Session, live: Live) -> FederationView:

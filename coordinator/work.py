@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator import clock, states
-from coordinator.faults import point
-from coordinator.ledger import Change
-from coordinator.live import Live, OpenTask
-from coordinator.problems import (
+from promptfed.coordinator import clock, states
+from promptfed.coordinator.faults import point
+from promptfed.coordinator.ledger import Change
+from promptfed.coordinator.live import Live, OpenTask
+from promptfed.coordinator.problems import (
     CannotStart,
     InitialStateMismatch,
     InitialStateMissing,
     NotEnoughClients,
     WrongState,
 )
-from coordinator.robust import Judged, Rule
-from coordinator.rounds import NotEnoughTrainers, WrongMoment
-from coordinator.run import Start, WorkDone
-from coordinator.store.blobs import digest_of
-from coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
-from shared.methods.base import Measured, MethodError, NeedsBackbone, ServerContext
-from shared.tensors import TensorError, Tensors, decode_file, encode, state_hash
+from promptfed.coordinator.robust import Judged, Rule
+from promptfed.coordinator.rounds import NotEnoughTrainers, WrongMoment
+from promptfed.coordinator.run import Start, WorkDone
+from promptfed.coordinator.store.blobs import digest_of
+from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.shared.methods.base import Measured, MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.tensors import TensorError, Tensors, decode_file, encode, state_hash
 
 if TYPE_CHECKING:
-    from coordinator.engine import Engine
+    from promptfed.coordinator.engine import Engine
 
 
 def start(engine: Engine, id: str) -> None:

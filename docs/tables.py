@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from shared.messages import Domain
-from shared.methods import METHODS, describe, make_method
-from shared.methods.base import ClientInfo, Phase, ServerContext
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import DTYPES, TensorSpec
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods import METHODS, describe, make_method
+from promptfed.shared.methods.base import ClientInfo, Phase, ServerContext
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import DTYPES, TensorSpec
 
 FOLDER = Path(__file__).parent / "methods"
 MARKED = re.compile(r"<!-- table: (\w+) (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)

@@ -17,14 +17,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.simulated import Accuracy
     from promptfed.api import CommandError
+    from promptfed.experiments.simulated import Accuracy
     from promptfed.remote import Connection, Federation, connect
     from promptfed.results import Prediction, Result
     from promptfed.running import run
 
 _WHERE = {
-    "Accuracy": "experiments.simulated",
+    "Accuracy": "promptfed.experiments.simulated",
     "CommandError": "promptfed.api",
     "Connection": "promptfed.remote",
     "Federation": "promptfed.remote",

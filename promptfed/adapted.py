@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from client_service.data import LocalSplit
-from client_service.prediction import Predictor, Served
 from promptfed.api import CommandError
+from promptfed.client_service.data import LocalSplit
+from promptfed.client_service.prediction import Predictor, Served
 from promptfed.exits import Exit
 from promptfed.prompts import class_names as split_names
+from promptfed.shared.clip import Backbone, BackboneError, shape_of
+from promptfed.shared.data import DataError, open_source
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientContext, ClientInfo, Fixed, Method, MethodError, ServerContext
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.tensors import Tensors
 from promptfed.taking import Taken
-from shared.clip import Backbone, BackboneError, shape_of
-from shared.data import DataError, open_source
-from shared.messages import Domain
-from shared.methods import make_method
-from shared.methods.base import ClientContext, ClientInfo, Fixed, Method, MethodError, ServerContext
-from shared.methods.zero_shot import TemplateClassifier
-from shared.spec import BackboneShape, SpecError, TrainingSpec
-from shared.tensors import Tensors
 
 TEMPLATE = "a photo of a {}."
 NOBODY = ClientInfo("nobody", "evaluator", 0, ())
@@ -146,7 +146,7 @@ def predictor_of(served: Served) -> Predictor:
 
 
 def weights_of(served: Served) -> Tensors | None:
-    """What plain open_clip code classifies with (`shared.methods.base.Fixed`), and ``zero_shot_weights (C, d_e)``."""
+    """What plain open_clip code classifies with (`Fixed`), and ``zero_shot_weights (C, d_e)``."""
     found = served.classifier.weights() if isinstance(served.classifier, Fixed) else None
     if found is None:
         return None

@@ -6,12 +6,12 @@ from typing import Any
 
 from promptfed.api import CommandError
 from promptfed.exits import Exit
-from shared.clip import Backbone, BackboneError, load_backbone, shape_of
-from shared.methods import check_fits, method_for, resolve_spec
-from shared.methods.base import MethodError, NeedsBackbone, ServerContext
-from shared.seeds import initial_draws
-from shared.spec import BackboneShape, FederationSpec, SpecError
-from shared.tensors import encode
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.methods import check_fits, method_for, resolve_spec
+from promptfed.shared.methods.base import MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
+from promptfed.shared.tensors import encode
 
 
 def with_backbone(raw: dict[str, Any], allow_backbone: bool) -> tuple[dict[str, Any], bytes | None]:

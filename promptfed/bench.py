@@ -10,16 +10,16 @@ from typing import Any
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments.bench import Bench, Job, Runner, run_all, write_json
-from experiments.benchmark import REDUCED_SEEDS, SEEDS, document, panels, summary
-from experiments.entries import parse_entries
-from experiments.plots import draw
-from experiments.presets import interleaved, preset_names, read_preset
-from experiments.protocols import PROTOCOLS, Setting
-from experiments.provenance import provenance
-from experiments.tables import TableRow, cells, markdown, rows_of
 from promptfed.api import CommandError
 from promptfed.exits import Exit
+from promptfed.experiments.bench import Bench, Job, Runner, run_all, write_json
+from promptfed.experiments.benchmark import REDUCED_SEEDS, SEEDS, document, panels, summary
+from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.plots import draw
+from promptfed.experiments.presets import interleaved, preset_names, read_preset
+from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.provenance import provenance
+from promptfed.experiments.tables import TableRow, cells, markdown, rows_of
 from promptfed.federation import read_spec
 from promptfed.output import console, messages, print_json, table, write_file
 

@@ -14,10 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from promptfed.adapted import Learned
+from promptfed.shared.clip import Backbone, tiny
+from promptfed.shared.methods import METHODS
+from promptfed.shared.tensors import Tensors, canonical_json, encode
 from promptfed.taking import Taken
-from shared.clip import Backbone, tiny
-from shared.methods import METHODS
-from shared.tensors import Tensors, canonical_json, encode
 
 FORMAT = 1
 STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (

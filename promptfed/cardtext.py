@@ -6,7 +6,7 @@ from typing import Any
 
 from promptfed.cards import BACKBONE_FOLDER, JSON_FILE, STATE_FILE, WEIGHTS_FILE, carries_backbone
 from promptfed.output import percent, size
-from shared.methods import METHODS
+from promptfed.shared.methods import METHODS
 
 MOST_CLASSES = 12  # named one by one
 WHAT = {

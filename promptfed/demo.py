@@ -13,10 +13,10 @@ from promptfed.launch import accuracies, conduct, new_folder, show
 from promptfed.local import LocalFederation, Site
 from promptfed.output import print_json
 from promptfed.processes import Processes, ProcessFailed, interrupt_on_sigterm
+from promptfed.shared.data.demo import DEMOS, Demo
+from promptfed.shared.methods import make_method
+from promptfed.shared.spec import SpecError
 from promptfed.watching import Result, Watcher
-from shared.data.demo import DEMOS, Demo
-from shared.methods import make_method
-from shared.spec import SpecError
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from client_service.doctor import Examination, Patient
 from promptfed.api import CommandError
+from promptfed.client_service.doctor import Examination, Patient
 from promptfed.exits import Exit
 from promptfed.output import console, print_json
 

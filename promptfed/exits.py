@@ -1,4 +1,4 @@
-"""Exit codes of the command; `promptfed client` has those of `client_service.exits`."""
+"""Exit codes of the command; `promptfed client` has those of `promptfed.client_service.exits`."""
 
 from __future__ import annotations
 

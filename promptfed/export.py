@@ -28,10 +28,10 @@ from promptfed.cards import (
 from promptfed.cardtext import markdown
 from promptfed.exits import Exit
 from promptfed.output import console, print_json, size
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import Domain
+from promptfed.shared.tensors import TensorError, Tensors, decode, encode, state_hash
 from promptfed.taking import Taken
-from shared.clip import Backbone
-from shared.messages import Domain
-from shared.tensors import TensorError, Tensors, decode, encode, state_hash
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def accuracies(result: Result, column: Literal["zero_shot", "federated"]) -> dic
 def _prepared(run: Run, allow_backbone: bool) -> tuple[dict[str, Any], bytes | None, tuple[str, ...]]:
     """The spec as it is POSTed, the initial state where a backbone must make it, and what clients are to permit."""
     from promptfed.backbone import with_backbone
-    from shared.methods import resolve_spec
+    from promptfed.shared.methods import resolve_spec
 
     # Rounds start once everybody is there, so that evaluators see the first evaluation too.
     spec, initial_state = with_backbone(run.spec | {"start": "manual"}, allow_backbone)

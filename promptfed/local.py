@@ -121,7 +121,7 @@ class LocalFederation(Services):
         }
         arguments = [f"--{key}={value}" for key, value in options.items()]
         arguments += client_options(site, self.permitted)
-        self.processes.start(f"client-{site.name}", ["-m", "client_service", *arguments])
+        self.processes.start(f"client-{site.name}", ["-m", "promptfed.client_service", *arguments])
 
     def watch(self) -> list[str]:
         """As ``processes`` does."""
@@ -134,7 +134,7 @@ class LocalFederation(Services):
     def _start_coordinator(self, port: int) -> Coordinator:
         data_dir, port_file = self.folder / "coordinator", self.folder / "coordinator.url"
         # A database of its own, whatever the environment says of another coordinator's.
-        arguments = ["-m", "coordinator", f"--data-dir={data_dir}", "--database-url=", "--host=127.0.0.1"]
+        arguments = ["-m", "promptfed.coordinator", f"--data-dir={data_dir}", "--database-url=", "--host=127.0.0.1"]
         managed = self.processes.start("coordinator", [*arguments, f"--port={port}", f"--port-file={port_file}"])
         deadline = time.monotonic() + START_SECONDS
         while not port_file.exists():

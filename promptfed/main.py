@@ -141,9 +141,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot."""
-    from experiments.bench import Runner
-    from experiments.protocols import Setting
     from promptfed.bench import make_bench, refuse_unused, run_bench, run_embedded, run_preset, whole_numbers
+    from promptfed.experiments.bench import Runner
+    from promptfed.experiments.protocols import Setting
 
     with reporting_errors():
         setting = Setting(
@@ -262,9 +262,9 @@ def doctor(
 ) -> None:
     """Check data, GPU, backbone, clock and coordinator, and show what would leave this machine; joins nothing."""
     with reporting_errors():
-        from client_service.doctor import Patient
+        from promptfed.client_service.doctor import Patient
         from promptfed.doctor import examine
-        from shared.spec import BackboneSpec
+        from promptfed.shared.spec import BackboneSpec
 
         patient = Patient(
             coordinator=coordinator,
@@ -289,8 +289,8 @@ PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 @app.command(context_settings=PASS_ON, add_help_option=False)
 def coordinator(context: typer.Context) -> None:
     """Run a coordinator (`promptfed coordinator --help` lists its options)."""
-    from coordinator.__main__ import main as run_coordinator
-    from shared.leaving import leave
+    from promptfed.coordinator.__main__ import main as run_coordinator
+    from promptfed.shared.leaving import leave
 
     leave(run_coordinator(context.args))
 
@@ -298,8 +298,8 @@ def coordinator(context: typer.Context) -> None:
 @app.command(context_settings=PASS_ON, add_help_option=False)
 def client(context: typer.Context) -> None:
     """Run a client of a federation (`promptfed client --help` lists its options)."""
-    from client_service.__main__ import main as run_client
-    from shared.leaving import leave
+    from promptfed.client_service.__main__ import main as run_client
+    from promptfed.shared.leaving import leave
 
     leave(run_client(context.args, "promptfed client"))
 

@@ -7,8 +7,8 @@ from typing import Any
 from promptfed.api import CommandError
 from promptfed.exits import Exit
 from promptfed.output import console, print_json, table
-from shared.methods import METHODS, describe
-from shared.spec import SpecError
+from promptfed.shared.methods import METHODS, describe
+from promptfed.shared.spec import SpecError
 
 
 def show_methods(name: str | None, as_json: bool) -> None:

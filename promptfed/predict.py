@@ -9,14 +9,14 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from client_service.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.adapted import Learned, class_names_of, given_class_names, predictor_of
 from promptfed.api import CommandError, Coordinator
+from promptfed.client_service.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.exits import Exit
 from promptfed.export import open_backbone_of, read_export
 from promptfed.output import console, percent, print_json, table
+from promptfed.shared.tensors import decode
 from promptfed.taking import take
-from shared.tensors import decode
 
 BAR = 24  # columns of a whole bar
 NO_NAMES = "nobody has named the classes: give them with --classes a,b or --data URI"

@@ -53,7 +53,7 @@ def class_names(text: str) -> list[str]:
     Raises:
         CommandError: none, or one twice.
     """
-    from shared.spec import check_class_names
+    from promptfed.shared.spec import check_class_names
 
     try:
         return check_class_names([name.strip() for name in text.split(",") if name.strip()])
@@ -68,8 +68,8 @@ def text_features(federation: dict[str, Any], names: list[str], allow_backbone: 
         CommandError: the backbone cannot be loaded or is another one here, or a name does not fit into it.
     """
     from promptfed.backbone import check_fingerprint, open_backbone
-    from shared.clip import BackboneError
-    from shared.methods.text_features import name_features
+    from promptfed.shared.clip import BackboneError
+    from promptfed.shared.methods.text_features import name_features
 
     backbone = open_backbone(federation["spec"], allow_backbone=allow_backbone)
     check_fingerprint(backbone, federation["backbone"]["fingerprint"])
@@ -84,6 +84,6 @@ def text_features(federation: dict[str, Any], names: list[str], allow_backbone: 
 def _safetensors(tensors: dict[str, Any]) -> bytes:
     import torch
 
-    from shared.tensors import DTYPES, encode
+    from promptfed.shared.tensors import DTYPES, encode
 
     return encode({name: torch.tensor(one["data"], dtype=DTYPES[one["dtype"]]) for name, one in tensors.items()})

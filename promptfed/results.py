@@ -11,17 +11,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from client_service.prediction import BadImage, Predictor, TooManyPixels
-from experiments.simulated import Accuracy, accuracies_of
 from promptfed.adapted import Learned, predictor_of, weights_of
 from promptfed.api import CommandError
+from promptfed.client_service.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.exits import Exit
+from promptfed.experiments.simulated import Accuracy, accuracies_of
 from promptfed.export import Asked, export, open_backbone_of
 from promptfed.output import percent
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import Role
+from promptfed.shared.tensors import Tensors, decode
 from promptfed.taking import Taken
-from shared.clip import Backbone
-from shared.messages import Role
-from shared.tensors import Tensors, decode
 
 if TYPE_CHECKING:
     from PIL.Image import Image

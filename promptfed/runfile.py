@@ -14,7 +14,7 @@ from promptfed.api import CommandError
 from promptfed.exits import Exit
 from promptfed.federation import read_spec
 from promptfed.local import Site
-from shared.spec import NAME_PATTERN, Name, SpecError
+from promptfed.shared.spec import NAME_PATTERN, Name, SpecError
 
 INDEX, COUNT = "{index}", "{count}"
 

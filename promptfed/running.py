@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.simulated import Simulated
-from experiments.simulation import simulate
 from promptfed.backbone import open_backbone
+from promptfed.experiments.simulated import Simulated
+from promptfed.experiments.simulation import simulate
 from promptfed.local import Site
 from promptfed.results import Result
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data import Source
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.tensors import encode
 from promptfed.taking import Taken
 from promptfed.watching import Watcher
-from shared.clip import Backbone
-from shared.data import Source
-from shared.data.sharing import SharedSources
-from shared.tensors import encode
 
 Data = Mapping[str, str | Source] | Sequence[str | Source]
 
@@ -41,10 +41,10 @@ def run(
     Args:
         method: a name, or a name with hyperparameters, as in ``{"name": "fedpgp", "b": 4}``.
         data: what each client trains on, by its name or in order: data URIs such as ``"symbols:neon"`` or
-            ``"folder:/data/pets"``, or `shared.data.Source` objects.
+            ``"folder:/data/pets"``, or `promptfed.shared.data.Source` objects.
         unseen: what clients that only evaluate hold, such as a domain that nobody trains on.
         tests: further test sets of every training client, by name.
-        backbone: the frozen model, where it is loaded already (`shared.clip.load_backbone`); default: the spec's.
+        backbone: the frozen model, where it is loaded already (`load_backbone`); default: the spec's.
         folder: a new folder that keeps what coordinator and clients keep; default: a temporary one.
         pool: clients that compute at once.
         device: ``cpu``, ``cuda`` or ``cuda:N``.

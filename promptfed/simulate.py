@@ -13,19 +13,19 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.provenance import provenance
-from experiments.simulated import Accuracy, Simulated
-from experiments.simulation import simulate
 from promptfed.exits import Exit
+from promptfed.experiments.provenance import provenance
+from promptfed.experiments.simulated import Accuracy, Simulated
+from promptfed.experiments.simulation import simulate
 from promptfed.launch import new_folder
 from promptfed.output import console, messages, percent, print_json, size, table, write_file
 from promptfed.processes import interrupt_on_sigterm
 from promptfed.runfile import read_run
 from promptfed.running import taken_of
+from promptfed.shared.leaving import leave
+from promptfed.shared.tensors import encode
 from promptfed.tracking import open_tracker, record
 from promptfed.watching import Result, Row, Watcher, result_table
-from shared.leaving import leave
-from shared.tensors import encode
 
 MOST_ROWS = 12  # clients that a table shows one by one
 RESULT_FILE, PROMPTS_FILE = "result.json", "prompts.safetensors"

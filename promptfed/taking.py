@@ -66,7 +66,7 @@ def take(api: Coordinator, federation: str, round: int | None = None) -> Taken:
 
 
 def _check(body: bytes, named: str) -> None:
-    from shared.tensors import TensorError, decode, state_hash
+    from promptfed.shared.tensors import TensorError, decode, state_hash
 
     try:
         found = state_hash(decode(body)[0])

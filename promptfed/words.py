@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shared.clip import Backbone
+    from promptfed.shared.clip import Backbone
 
 AT_ONCE = 1000
 END_OF_WORD = "</w>"  # CLIP's tokenizer marks so what ends a word
@@ -58,9 +58,9 @@ def make_lexicon(backbone: Backbone, class_names: list[str]) -> bytes:
     """
     import torch
 
-    from shared.clip import BackboneError
-    from shared.methods.text_features import name_features
-    from shared.tensors import encode
+    from promptfed.shared.clip import BackboneError
+    from promptfed.shared.methods.text_features import name_features
+    from promptfed.shared.tensors import encode
 
     try:
         words, embeddings = vocabulary(backbone)

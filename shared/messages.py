@@ -1,4 +1,4 @@
-"""What coordinator and clients say to each other in JSON; tensors travel beside it (``shared.tensors``)."""
+"""What coordinator and clients say to each other in JSON; tensors travel beside it (``promptfed.shared.tensors``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
+from promptfed.shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
 
 PROTOCOL_VERSION = 1
 PROBLEM_BASE = "https://promptfed.invalid/problems/"

@@ -1,7 +1,7 @@
 """The federation spec: what an operator sends to ``POST /v1/federations`` and reads back resolved.
 
 Control commands import this module, so it stays free of torch. Method hyperparameters are validated by the method
-itself (``shared.methods.resolve_spec``), which also fills in the defaults that its paper gives.
+itself (``promptfed.shared.methods.resolve_spec``), which also fills in the defaults that its paper gives.
 """
 
 from __future__ import annotations

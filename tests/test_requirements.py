@@ -23,7 +23,7 @@ class Hiding(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{name} is not in the image", name=name)
 
 sys.meta_path.insert(0, Hiding())
-for package in (service, "shared.methods"):
+for package in (service, "promptfed.shared.methods"):
     found = importlib.import_module(package)
     for module in pkgutil.walk_packages(found.__path__, f"{package}."):
         if not module.name.endswith(("__main__", "migrations.env")):
@@ -82,7 +82,9 @@ def test_a_service_imports_with_what_its_image_installs(service: str, absent: se
         image |= needed([Requirement("psycopg[binary]")])
     hidden = modules_besides(image)
     assert absent <= hidden, "the image installs more than it should"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, service, *sorted(hidden)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, f"promptfed.{service}", *sorted(hidden)], capture_output=True, text=True
+    )
     assert done.stdout == "imported\n", done.stderr
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response, status
 from sqlalchemy import select
 
-from coordinator import federations
-from coordinator.api.deps import After, ClientId, EngineOf, EnrollingAt, Limit, Operated
-from coordinator.api.schemas import ClientPage, ClientView
-from coordinator.enrolment import enrol, enrolment_info
-from coordinator.problems import (
+from promptfed.coordinator import federations
+from promptfed.coordinator.api.deps import After, ClientId, EngineOf, EnrollingAt, Limit, Operated
+from promptfed.coordinator.api.schemas import ClientPage, ClientView
+from promptfed.coordinator.enrolment import enrol, enrolment_info
+from promptfed.coordinator.problems import (
     ANY_CALLER,
     CannotStart,
     DomainMissing,
@@ -28,9 +28,9 @@ from coordinator.problems import (
     WrongState,
     documented,
 )
-from coordinator.store.tables import ClientRow
-from coordinator.views import client_view
-from shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
+from promptfed.coordinator.store.tables import ClientRow
+from promptfed.coordinator.views import client_view
+from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 

@@ -9,12 +9,12 @@ from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
-from coordinator.access import Caller, ClientCaller, Enrolling, Operator, digest, identify
-from coordinator.engine import Engine
-from coordinator.guessing import Guessing
-from coordinator.live import Client, Live
-from coordinator.problems import NotFound, StoreAway, Unauthorized, Withdrawn, WrongRole
-from coordinator.settings import Settings
+from promptfed.coordinator.access import Caller, ClientCaller, Enrolling, Operator, digest, identify
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.guessing import Guessing
+from promptfed.coordinator.live import Client, Live
+from promptfed.coordinator.problems import NotFound, StoreAway, Unauthorized, Withdrawn, WrongRole
+from promptfed.coordinator.settings import Settings
 
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Header
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import select
 
-from coordinator.api.deps import EngineOf, Operated
-from coordinator.bells import wait
-from coordinator.engine import EVENTS, Engine
-from coordinator.problems import ANY_CALLER, documented
-from coordinator.run import ENDED
-from coordinator.store.backend import DatabaseAway
-from coordinator.store.tables import EventRow
+from promptfed.coordinator.api.deps import EngineOf, Operated
+from promptfed.coordinator.bells import wait
+from promptfed.coordinator.engine import EVENTS, Engine
+from promptfed.coordinator.problems import ANY_CALLER, documented
+from promptfed.coordinator.run import ENDED
+from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store.tables import EventRow
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 

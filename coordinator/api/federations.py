@@ -8,9 +8,9 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Body, Header, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 
-from coordinator import federations
-from coordinator.api.deps import After, EngineOf, IsOperator, Limit, Operated, SettingsOf
-from coordinator.api.schemas import (
+from promptfed.coordinator import federations
+from promptfed.coordinator.api.deps import After, EngineOf, IsOperator, Limit, Operated, SettingsOf
+from promptfed.coordinator.api.schemas import (
     DryRun,
     FederationPage,
     FederationView,
@@ -18,7 +18,7 @@ from coordinator.api.schemas import (
     SuppliedState,
     TokenRequest,
 )
-from coordinator.problems import (
+from promptfed.coordinator.problems import (
     ANY_CALLER,
     BodyTooLarge,
     CannotStart,
@@ -32,7 +32,7 @@ from coordinator.problems import (
     WrongState,
     documented,
 )
-from coordinator.task_problems import (
+from promptfed.coordinator.task_problems import (
     BadMetadata,
     HeaderTooLarge,
     IncompleteBody,
@@ -44,7 +44,7 @@ from coordinator.task_problems import (
     WrongDtype,
     WrongShape,
 )
-from coordinator.views import federation_view
+from promptfed.coordinator.views import federation_view
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.api.deps import EngineOf
-from coordinator.api.schemas import Health
-from coordinator.problems import NotReady, documented
-from coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.api.deps import EngineOf
+from promptfed.coordinator.api.schemas import Health
+from promptfed.coordinator.problems import NotReady, documented
+from promptfed.coordinator.store.backend import DatabaseAway
 
 router = APIRouter(tags=["health"])
 

@@ -8,15 +8,15 @@ from typing import Annotated
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Request
 
-from coordinator import lexicon
-from coordinator.api.deps import EngineOf, Operated
-from coordinator.api.federations import TENSOR_BODY, TENSORS
-from coordinator.api.insight_schemas import InsightsView, LexiconView
-from coordinator.api.results import RoundQuery, round_number
-from coordinator.engine import Engine
-from coordinator.insights import Insights
-from coordinator.live import Live
-from coordinator.problems import ANY_CALLER, BodyTooLarge, NoState, WrongState, documented
+from promptfed.coordinator import lexicon
+from promptfed.coordinator.api.deps import EngineOf, Operated
+from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
+from promptfed.coordinator.api.insight_schemas import InsightsView, LexiconView
+from promptfed.coordinator.api.results import RoundQuery, round_number
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.insights import Insights
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.problems import ANY_CALLER, BodyTooLarge, NoState, WrongState, documented
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["insights"])
 

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from coordinator.api.schemas import MethodList, MethodView
-from coordinator.problems import NotFound, documented
-from shared import methods
-from shared.spec import SpecError
+from promptfed.coordinator.api.schemas import MethodList, MethodView
+from promptfed.coordinator.problems import NotFound, documented
+from promptfed.shared import methods
+from promptfed.shared.spec import SpecError
 
 router = APIRouter(prefix="/v1/methods", tags=["methods"])
 

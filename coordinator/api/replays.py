@@ -7,19 +7,12 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Response
 from pydantic import BaseModel, Field
 
-from coordinator import replay
-from coordinator.api.deps import EngineOf, Operated
-from coordinator.live import Live
-from coordinator.problems import (
-    ANY_CALLER,
-    NoState,
-    NotAMean,
-    TooFewUpdates,
-    UpdatesGone,
-    documented,
-)
-from shared.spec import AggregationSpec
-from shared.tensors import encode
+from promptfed.coordinator import replay
+from promptfed.coordinator.api.deps import EngineOf, Operated
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.problems import ANY_CALLER, NoState, NotAMean, TooFewUpdates, UpdatesGone, documented
+from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.tensors import encode
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 

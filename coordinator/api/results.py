@@ -9,10 +9,18 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Path, Query, Response, status
 from fastapi.responses import FileResponse, JSONResponse
 
-from coordinator import generation, reports
-from coordinator.api.deps import After, EngineOf, Limit, Operated
-from coordinator.api.schemas import GenerateRequest, Metric, MetricList, PromptsView, RoundPage, RoundReport, TensorView
-from coordinator.problems import (
+from promptfed.coordinator import generation, reports
+from promptfed.coordinator.api.deps import After, EngineOf, Limit, Operated
+from promptfed.coordinator.api.schemas import (
+    GenerateRequest,
+    Metric,
+    MetricList,
+    PromptsView,
+    RoundPage,
+    RoundReport,
+    TensorView,
+)
+from promptfed.coordinator.problems import (
     ANY_CALLER,
     InvalidRequest,
     NoState,
@@ -21,7 +29,7 @@ from coordinator.problems import (
     NotFound,
     documented,
 )
-from shared.tensors import decode
+from promptfed.shared.tensors import decode
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 

@@ -1,4 +1,4 @@
-"""What the coordinator answers in JSON, besides the messages that clients know (``shared.messages``)."""
+"""What the coordinator answers in JSON, besides the messages that clients know (``promptfed.shared.messages``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
-from shared.messages import Domain, FederationState, Role, SplitResult, TaskKind
-from shared.spec import BackboneShape, ClassName, FederationSpec
+from promptfed.shared.messages import Domain, FederationState, Role, SplitResult, TaskKind
+from promptfed.shared.spec import BackboneShape, ClassName, FederationSpec
 
 
 class MethodView(BaseModel):

@@ -9,23 +9,17 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
-from coordinator import admission, clock
-from coordinator.api.deps import Calling, EngineOf, TaskId
-from coordinator.api.federations import TENSOR_BODY, TENSORS
-from coordinator.api.schemas import Receipt, UpdateReceipt
-from coordinator.bells import wait
-from coordinator.engine import Engine
-from coordinator.faults import point
-from coordinator.live import Client, Live, OpenTask
-from coordinator.problems import (
-    ANY_CALLER,
-    StorageFull,
-    Unauthorized,
-    Withdrawn,
-    documented,
-)
-from coordinator.run import ENDED
-from coordinator.task_problems import (
+from promptfed.coordinator import admission, clock
+from promptfed.coordinator.api.deps import Calling, EngineOf, TaskId
+from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
+from promptfed.coordinator.api.schemas import Receipt, UpdateReceipt
+from promptfed.coordinator.bells import wait
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.faults import point
+from promptfed.coordinator.live import Client, Live, OpenTask
+from promptfed.coordinator.problems import ANY_CALLER, StorageFull, Unauthorized, Withdrawn, documented
+from promptfed.coordinator.run import ENDED
+from promptfed.coordinator.task_problems import (
     AlreadyAnswered,
     DigestMismatch,
     DigestMissing,
@@ -37,8 +31,8 @@ from coordinator.task_problems import (
     WrongTask,
     WrongTaskKind,
 )
-from coordinator.uploads import announced_digest, expect_digest
-from shared.messages import EvaluationRequest, FailureRequest, Task, TaskConfig
+from promptfed.coordinator.uploads import announced_digest, expect_digest
+from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task, TaskConfig
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
@@ -88,7 +82,7 @@ def _open_task(engine: Engine, id: str, client: Client) -> tuple[Live, OpenTask]
 
 
 def _message(engine: Engine, live: Live, task: OpenTask) -> str:
-    """A ``shared.messages.Task`` as JSON."""
+    """A ``promptfed.shared.messages.Task`` as JSON."""
     assert live.run.stage is not None
     own = {
         "task_id": task.id,

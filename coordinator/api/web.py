@@ -11,8 +11,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Response, status
 
-from coordinator.problems import NotFound, documented
-from shared.pages import MEDIA_TYPES, page_headers
+from promptfed.coordinator.problems import NotFound, documented
+from promptfed.shared.pages import MEDIA_TYPES, page_headers
 
 router = APIRouter(tags=["page"])
 
@@ -31,7 +31,7 @@ class _File:
 def _files() -> dict[str, _File]:
     """The page's files by name: only these are served, whatever is asked for."""
     found = {}
-    for entry in (files("coordinator") / "web").iterdir():
+    for entry in (files("promptfed.coordinator") / "web").iterdir():
         kind = MEDIA_TYPES.get(PurePath(entry.name).suffix)
         if kind is not None:
             content = entry.read_bytes()

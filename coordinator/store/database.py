@@ -16,7 +16,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from coordinator.store.backend import Backend, CannotOpen, DatabaseAway, InUse, one_line
+from promptfed.coordinator.store.backend import Backend, CannotOpen, DatabaseAway, InUse, one_line
 
 log = logging.getLogger("promptfed.coordinator")
 

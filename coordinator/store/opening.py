@@ -9,14 +9,14 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.lock import FolderLock
-from coordinator.settings import Settings
-from coordinator.store.backend import Backend, CannotOpen
-from coordinator.store.blobs import Blobs, sync_folder
-from coordinator.store.database import Database
-from coordinator.store.postgres import PostgreSQL
-from coordinator.store.sqlite import SQLite
-from coordinator.store.tables import FederationRow, StoreRow
+from promptfed.coordinator.lock import FolderLock
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.backend import Backend, CannotOpen
+from promptfed.coordinator.store.blobs import Blobs, sync_folder
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.sqlite import SQLite
+from promptfed.coordinator.store.tables import FederationRow, StoreRow
 
 ID_FILE = "store.id"
 SQLITE_FILE = "coordinator.sqlite3"

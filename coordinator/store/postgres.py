@@ -11,7 +11,7 @@ from weakref import WeakSet
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
-from coordinator.store.backend import Backend, CannotOpen, InUse, one_line
+from promptfed.coordinator.store.backend import Backend, CannotOpen, InUse, one_line
 
 if TYPE_CHECKING:
     from psycopg import Connection

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
 
-from coordinator.store.backend import Backend
+from promptfed.coordinator.store.backend import Backend
 
 BUSY_MILLISECONDS = 10_000
 

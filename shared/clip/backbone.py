@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.clip import vision
-from shared.clip.errors import BackboneError
-from shared.clip.fingerprint import config_digest, weights_fingerprint
-from shared.clip.prefix import PrefixEncoder
-from shared.clip.recent import Recent, content_key
-from shared.clip.text import TextTower
-from shared.clip.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
+from promptfed.shared.clip import vision
+from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
+from promptfed.shared.clip.prefix import PrefixEncoder
+from promptfed.shared.clip.recent import Recent, content_key
+from promptfed.shared.clip.text import TextTower
+from promptfed.shared.clip.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
 
 TEXT_CHUNK = 256  # texts per pass where no gradient is kept
 LABEL_SPACES = 64  # whose tokens are kept

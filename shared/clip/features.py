@@ -23,8 +23,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from shared.clip.backbone import Backbone
-from shared.clip.fingerprint import config_digest
+from promptfed.shared.clip.backbone import Backbone
+from promptfed.shared.clip.fingerprint import config_digest
 
 BATCH = 32
 SHARD_SUFFIX = ".safetensors"

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from shared.clip import tiny
-from shared.clip.backbone import Backbone
-from shared.clip.errors import BackboneError
+from promptfed.shared.clip import tiny
+from promptfed.shared.clip.backbone import Backbone
+from promptfed.shared.clip.errors import BackboneError
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
@@ -42,7 +42,7 @@ def load_backbone(
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
     _check_device(device)
     if model.startswith("timm:"):
-        from shared.clip.timm_loading import load_timm
+        from promptfed.shared.clip.timm_loading import load_timm
 
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
     import open_clip

@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shared.clip.blocks import KEYS_VALUES, QUERIES, add_branches, project
-from shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
-from shared.clip.text import TextTower, restore_order
-from shared.clip.tokens import ClassPrompts
+from promptfed.shared.clip.blocks import KEYS_VALUES, QUERIES, add_branches, project
+from promptfed.shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
+from promptfed.shared.clip.text import TextTower, restore_order
+from promptfed.shared.clip.tokens import ClassPrompts
 
 
 @dataclass(frozen=True)

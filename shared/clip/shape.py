@@ -1,7 +1,7 @@
 """The sizes of a backbone that a coordinator, which has none, needs to make prompts."""
 
-from shared.clip.backbone import Backbone
-from shared.spec import BackboneShape
+from promptfed.shared.clip.backbone import Backbone
+from promptfed.shared.spec import BackboneShape
 
 
 def shape_of(backbone: Backbone) -> BackboneShape:

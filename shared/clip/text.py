@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shared.clip.blocks import is_standard_block
-from shared.clip.errors import BackboneError
-from shared.clip.tokens import ClassPrompts
+from promptfed.shared.clip.blocks import is_standard_block
+from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.tokens import ClassPrompts
 
 Path = Literal["prefix", "short", "plain"]
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.clip.errors import BackboneError
-from shared.clip.loading import expect_permitted_checkpoint, near, one_line, seeded
-from shared.clip.timm_vit import VisualBackbone
+from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.loading import expect_permitted_checkpoint, near, one_line, seeded
+from promptfed.shared.clip.timm_vit import VisualBackbone
 
 PREFIX = "timm:"
 WRAPPERS = ("state_dict", "model", "model_ema")  # keys under which training scripts keep the weights

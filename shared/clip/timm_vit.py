@@ -11,10 +11,10 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from shared.clip.backbone import Backbone, Supports, finish
-from shared.clip.errors import BackboneError
-from shared.clip.fingerprint import config_digest, weights_fingerprint
-from shared.clip.tokens import ClassPrompts
+from promptfed.shared.clip.backbone import Backbone, Supports, finish
+from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
+from promptfed.shared.clip.tokens import ClassPrompts
 
 
 class VisualBackbone(Backbone):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shared.clip.errors import BackboneError
+from promptfed.shared.clip.errors import BackboneError
 
 # Stands in for a context token in the ids. Its embedding is always overwritten, so any ordinary word serves.
 PLACEHOLDER_WORD = "x"

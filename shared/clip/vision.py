@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.clip.blocks import first_row, is_standard_block
-from shared.clip.errors import BackboneError
+from promptfed.shared.clip.blocks import first_row, is_standard_block
+from promptfed.shared.clip.errors import BackboneError
 
 
 def refusal_of(visual: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Data by URI: ``open_source("symbols:sketch?shots=16")``, ``open_source("folder:/data/pets")``.
 
-The names below are imported when first used, so that ``shared.data.demo`` can be read without torch.
+The names below are imported when first used, so that ``promptfed.shared.data.demo`` can be read without torch.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shared.data.registry import SCHEMES, open_source
-    from shared.data.source import DataError, Domain, Source, Split
+    from promptfed.shared.data.registry import SCHEMES, open_source
+    from promptfed.shared.data.source import DataError, Domain, Source, Split
 
 __all__ = ["SCHEMES", "DataError", "Domain", "Source", "Split", "open_source"]
 
@@ -17,6 +17,6 @@ __all__ = ["SCHEMES", "DataError", "Domain", "Source", "Split", "open_source"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from shared.data import registry, source
+    from promptfed.shared.data import registry, source
 
     return getattr(registry if hasattr(registry, name) else source, name)

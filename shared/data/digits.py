@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from shared.data.options import Options
-from shared.data.partition import train_test
-from shared.data.source import ArrayImages, DataError, Domain, Source, Split
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.partition import train_test
+from promptfed.shared.data.source import ArrayImages, DataError, Domain, Source, Split
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEMPLATE = "a photo of the digit {}."

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from shared.data.options import Options
-from shared.data.partition import train_test
-from shared.data.source import DataError, Domain, FileImages, Source, Split, read_image
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.partition import train_test
+from promptfed.shared.data.source import DataError, Domain, FileImages, Source, Split, read_image
 
 TEMPLATE = "a photo of a {}."
 _SPLITS = ("train", "test")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from shared.data.options import Options
-from shared.data.partition import train_test
-from shared.data.source import DataError, Source, Split
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.partition import train_test
+from promptfed.shared.data.source import DataError, Source, Split
 
 TEMPLATE = "a photo of a {}."
 OWN_OPTIONS = ("config", "image", "label", "train", "test")

@@ -8,8 +8,8 @@ from urllib.parse import parse_qsl
 
 import torch
 
-from shared.data import partition
-from shared.data.source import DataError, Source, Split
+from promptfed.shared.data import partition
+from promptfed.shared.data.source import DataError, Source, Split
 
 COMMON_OPTIONS = (
     "shots",

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.data.source import DataError
-from shared.seeds import derive_seed
+from promptfed.shared.data.source import DataError
+from promptfed.shared.seeds import derive_seed
 
 _DIRICHLET_TRIES = 100
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.data.digits import open_digits
-from shared.data.folder import open_csv, open_folder
-from shared.data.hugging_face import open_hugging_face
-from shared.data.options import Options, apply_common
-from shared.data.source import DataError, Source
-from shared.data.symbols import open_symbols
-from shared.data.torchvision_sets import open_torchvision
+from promptfed.shared.data.digits import open_digits
+from promptfed.shared.data.folder import open_csv, open_folder
+from promptfed.shared.data.hugging_face import open_hugging_face
+from promptfed.shared.data.options import Options, apply_common
+from promptfed.shared.data.source import DataError, Source
+from promptfed.shared.data.symbols import open_symbols
+from promptfed.shared.data.torchvision_sets import open_torchvision
 
 SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "symbols": open_symbols,

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.data.drawing import SIZE, Draws, hash_keys, place
-from shared.data.styles import STYLES
+from promptfed.shared.data.drawing import SIZE, Draws, hash_keys, place
+from promptfed.shared.data.styles import STYLES
 
 _CHUNK = 256
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from shared.data.options import CUTTING_OPTIONS, Options, Parts, apply_common
-from shared.data.registry import check_filled, open_whole, parse_uri
-from shared.data.source import Source, Split
+from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, apply_common
+from promptfed.shared.data.registry import check_filled, open_whole, parse_uri
+from promptfed.shared.data.source import Source, Split
 
 
 class SharedSplit(Split):

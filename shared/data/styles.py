@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.data.drawing import SIZE, Draws, Style, blur, grid, grow, hsv, over, shrink
+from promptfed.shared.data.drawing import SIZE, Draws, Style, blur, grid, grow, hsv, over, shrink
 
 
 def _edge(mask: Tensor, radius: int = 1) -> Tensor:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS, Symbol
-from shared.data.drawing import SIZE, glyph, hash_keys
-from shared.data.options import Options
-from shared.data.render import render
-from shared.data.source import DataError, Domain, Source, Split
-from shared.data.styles import STYLES
+from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS, Symbol
+from promptfed.shared.data.drawing import SIZE, glyph, hash_keys
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.render import render
+from promptfed.shared.data.source import DataError, Domain, Source, Split
+from promptfed.shared.data.styles import STYLES
 
 PER_CLASS = 16
 TEST_PER_CLASS = 10

@@ -7,27 +7,27 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.methods.base import Method, MethodError, ServerContext
-from shared.methods.coop import CoOp
-from shared.methods.fast_pt import FastPT
-from shared.methods.fedclip import FedCLIP
-from shared.methods.fedcocoop import FedCoCoOp
-from shared.methods.fedkgcoop import FedKgCoOp
-from shared.methods.fedmaple import FedMaple
-from shared.methods.fedpgp import FedPGP
-from shared.methods.fedtpg import FedTPG
-from shared.methods.fedvpt import FedVPT
-from shared.methods.fedvpt_deep import FedVPTDeep
-from shared.methods.pfedpg import PFedPG
-from shared.methods.plan import Plan
-from shared.methods.promptfl import PromptFL
-from shared.methods.promptfl_ft import PromptFLFT
-from shared.methods.promptfl_prox import PromptFLProx
-from shared.methods.rules import check_rule
-from shared.methods.singleset_vpt import SingleSetVPT
-from shared.methods.zero_shot import ZeroShot
-from shared.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, parse_spec
-from shared.tensors import TensorSpec
+from promptfed.shared.methods.base import Method, MethodError, ServerContext
+from promptfed.shared.methods.coop import CoOp
+from promptfed.shared.methods.fast_pt import FastPT
+from promptfed.shared.methods.fedclip import FedCLIP
+from promptfed.shared.methods.fedcocoop import FedCoCoOp
+from promptfed.shared.methods.fedkgcoop import FedKgCoOp
+from promptfed.shared.methods.fedmaple import FedMaple
+from promptfed.shared.methods.fedpgp import FedPGP
+from promptfed.shared.methods.fedtpg import FedTPG
+from promptfed.shared.methods.fedvpt import FedVPT
+from promptfed.shared.methods.fedvpt_deep import FedVPTDeep
+from promptfed.shared.methods.pfedpg import PFedPG
+from promptfed.shared.methods.plan import Plan
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.methods.promptfl_ft import PromptFLFT
+from promptfed.shared.methods.promptfl_prox import PromptFLProx
+from promptfed.shared.methods.rules import check_rule
+from promptfed.shared.methods.singleset_vpt import SingleSetVPT
+from promptfed.shared.methods.zero_shot import ZeroShot
+from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, parse_spec
+from promptfed.shared.tensors import TensorSpec
 
 _KINDS: tuple[type[Method], ...] = (
     ZeroShot,

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, r
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Generator, Tensor
 
-from shared.messages import Domain
-from shared.methods.text_features import same_in_a_text, template_features
-from shared.spec import BackboneShape, FederationSpec, TrainingSpec
-from shared.tensors import Shape, Tensors, TensorSpec
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.text_features import same_in_a_text, template_features
+from promptfed.shared.spec import BackboneShape, FederationSpec, TrainingSpec
+from promptfed.shared.tensors import Shape, Tensors, TensorSpec
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone
+    from promptfed.shared.clip import Backbone
 
 
 class MethodError(ValueError):
@@ -215,7 +215,7 @@ class Mixes(Protocol):
 
 
 class Method(ABC):
-    """One federated method with its hyperparameters ``hyper``. Subclasses are listed in ``shared.methods``."""
+    """One federated method with its hyperparameters ``hyper``. ``promptfed.shared.methods`` lists them."""
 
     name: ClassVar[str]
     summary: ClassVar[str]

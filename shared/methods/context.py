@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from shared.methods.base import (
+from promptfed.shared.methods.base import (
     Classifier,
     ClientContext,
     ClientUpdate,
@@ -23,12 +23,12 @@ from shared.methods.base import (
     ServerContext,
     Split,
 )
-from shared.methods.training import train
-from shared.spec import FederationSpec
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.training import train
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone, ClassPrompts
+    from promptfed.shared.clip import Backbone, ClassPrompts
 
 INIT_STD = 0.02
 CONTEXT = TensorSpec("context", ("m", "d_t"))

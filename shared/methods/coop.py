@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import Generator, Tensor
 
-from shared.methods.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
-from shared.methods.context import ContextMethod, TextPromptClassifier, class_prompts, train_context
-from shared.seeds import initial_draws
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
+from promptfed.shared.methods.context import ContextMethod, TextPromptClassifier, class_prompts, train_context
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 
 class CoOp(ContextMethod):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shared.methods.base import ClientContext, ClientUpdate, Combine, Split
-from shared.methods.context import class_prompts
-from shared.tensors import DTYPES, Tensors, TensorSpec
+from promptfed.shared.methods.base import ClientContext, ClientUpdate, Combine, Split
+from promptfed.shared.methods.context import class_prompts
+from promptfed.shared.tensors import DTYPES, Tensors, TensorSpec
 
 if TYPE_CHECKING:
-    from shared.clip import ClassPrompts
+    from promptfed.shared.clip import ClassPrompts
 
 WEIGHT = TensorSpec("classifier_weight", ("n", "d_e"))
 BIAS = TensorSpec("classifier_bias", ("n",))

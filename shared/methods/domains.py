@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from shared.messages import Domain
-from shared.methods.base import ClientInfo
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.base import ClientInfo
 
 
 def wording(description: str) -> str:

@@ -1,6 +1,6 @@
 """FaST-PT: a global prompt on style-transferred embeddings, a domain prompt per domain, mixed for each image.
 
-Style transfer (`shared.methods.style_transfer`) runs once on each client before its first task. In every round clients
+Style transfer (`style_transfer`) runs once on each client before its first task. In every round clients
 then train P^G ``(m, d_t)`` and the domain classifier φ (linear, d_e→n) on their own and the transferred embeddings.
 Each has a domain prompt P^D ``(m, d_t)`` too, which it sends after the last round only. From then on an image x is
 classified with the text of [P^G, P^N, class], P^N = Σ_k g_k·P^D_k, g = softmax φ(I(x)) (`.domain_mixture`).
@@ -23,8 +23,8 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from shared.messages import Domain
-from shared.methods.base import (
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.base import (
     Classifier,
     ClientContext,
     ClientInfo,
@@ -36,7 +36,7 @@ from shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from shared.methods.context import (
+from promptfed.shared.methods.context import (
     INIT_STD,
     BatchCrossEntropy,
     ContextHyper,
@@ -46,15 +46,24 @@ from shared.methods.context import (
     text_width,
     train_context,
 )
-from shared.methods.domain_mixture import BIAS, DOMAINS, WEIGHT, Mixture, MixtureClassifier, has_rows, one_of, rows_for
-from shared.methods.domains import described_domains, domain_key, domain_names, trainer_domains
-from shared.methods.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
-from shared.methods.training import train
-from shared.seeds import generator
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.domain_mixture import (
+    BIAS,
+    DOMAINS,
+    WEIGHT,
+    Mixture,
+    MixtureClassifier,
+    has_rows,
+    one_of,
+    rows_for,
+)
+from promptfed.shared.methods.domains import described_domains, domain_key, domain_names, trainer_domains
+from promptfed.shared.methods.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
+from promptfed.shared.methods.training import train
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone
+    from promptfed.shared.clip import Backbone
 
 GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))
 PROMPT = TensorSpec("domain_prompt", ("m", "d_t"))

@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from shared.methods.base import (
+from promptfed.shared.methods.base import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -30,10 +30,10 @@ from shared.methods.base import (
     Split,
     TrainResult,
 )
-from shared.methods.context import cosine_logits
-from shared.methods.text_features import template_features
-from shared.methods.training import train
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.context import cosine_logits
+from promptfed.shared.methods.text_features import template_features
+from promptfed.shared.methods.training import train
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 ADAPTER = (
     TensorSpec("adapter_w1", ("d_e", "d_e")),

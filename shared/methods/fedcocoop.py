@@ -15,13 +15,13 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from shared.methods.base import ClientContext, Phase, ServerContext, Split, TrainResult
-from shared.methods.context import CONTEXT, ContextHyper, SharedContextMethod, class_prompts
-from shared.methods.training import train
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.base import ClientContext, Phase, ServerContext, Split, TrainResult
+from promptfed.shared.methods.context import CONTEXT, ContextHyper, SharedContextMethod, class_prompts
+from promptfed.shared.methods.training import train
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone, ClassPrompts
+    from promptfed.shared.clip import Backbone, ClassPrompts
 
 META_NET = (
     TensorSpec("meta_net.narrow.weight", ("hidden", "d_e")),

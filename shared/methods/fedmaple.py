@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from shared.methods import visual
-from shared.methods.base import (
+from promptfed.shared.methods import visual
+from promptfed.shared.methods.base import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -24,11 +24,11 @@ from shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from shared.methods.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone
+    from promptfed.shared.clip import Backbone
 
 MAPLE_DEPTH = 9  # of twelve blocks
 TEXT = TensorSpec("text_prompts", ("depth", "m", "d_t"))

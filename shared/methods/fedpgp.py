@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from shared.methods.base import ClientContext, TrainResult
-from shared.methods.context import (
+from promptfed.shared.methods.base import ClientContext, TrainResult
+from promptfed.shared.methods.context import (
     INIT_STD,
     BatchCrossEntropy,
     ContextHyper,
@@ -21,10 +21,10 @@ from shared.methods.context import (
     TextPromptClassifier,
     class_prompts,
 )
-from shared.methods.text_features import template_features
-from shared.methods.training import train
-from shared.seeds import generator
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.text_features import template_features
+from promptfed.shared.methods.training import train
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 Pairs = Literal["both", "positive_only", "negative_only"]
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from shared.methods.base import (
+from promptfed.shared.methods.base import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -29,13 +29,19 @@ from shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from shared.methods.context import INIT_STD, BatchCrossEntropy, TextPromptClassifier, class_prompts, text_width
-from shared.methods.text_features import name_features
-from shared.methods.training import train
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.context import (
+    INIT_STD,
+    BatchCrossEntropy,
+    TextPromptClassifier,
+    class_prompts,
+    text_width,
+)
+from promptfed.shared.methods.text_features import name_features
+from promptfed.shared.methods.training import train
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone
+    from promptfed.shared.clip import Backbone
 
 FeedForward = Literal["relu", "geglu"]
 WIDTHS: dict[FeedForward, tuple[int, int]] = {"relu": (1, 1), "geglu": (8, 4)}

@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from shared.methods import visual
-from shared.methods.base import (
+from promptfed.shared.methods import visual
+from promptfed.shared.methods.base import (
     ClientContext,
     ClientInfo,
     ClientUpdate,
@@ -26,10 +26,10 @@ from shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from shared.methods.heads import LinearHead, TextHead, head_width
-from shared.methods.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
-from shared.spec import FederationSpec
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.heads import LinearHead, TextHead, head_width
+from promptfed.shared.methods.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
 

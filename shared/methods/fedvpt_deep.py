@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shared.methods.fedvpt import FedVPT, VptHyper
+from promptfed.shared.methods.fedvpt import FedVPT, VptHyper
 
 
 class FedVPTDeepHyper(VptHyper):

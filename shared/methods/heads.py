@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shared.methods.base import ClientContext, MethodError
-from shared.methods.text_features import template_features
-from shared.seeds import generator
-from shared.tensors import Tensors, canonical_json
+from promptfed.shared.methods.base import ClientContext, MethodError
+from promptfed.shared.methods.text_features import template_features
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, canonical_json
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone
+    from promptfed.shared.clip import Backbone
 
 WEIGHT, BIAS, CLASSES = "head_weight", "head_bias", "head_classes"  # names of the private tensors
 

@@ -18,8 +18,8 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from shared.methods import visual
-from shared.methods.base import (
+from promptfed.shared.methods import visual
+from promptfed.shared.methods.base import (
     Classifier,
     ClientContext,
     ClientInfo,
@@ -31,11 +31,11 @@ from shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from shared.methods.heads import LinearHead, head_width
-from shared.methods.visual import ImageClassifier, Towers, VisualHyper, learned, train_on_images, vpt_bound
-from shared.seeds import generator as draws_for
-from shared.spec import FederationSpec
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.heads import LinearHead, head_width
+from promptfed.shared.methods.visual import ImageClassifier, Towers, VisualHyper, learned, train_on_images, vpt_bound
+from promptfed.shared.seeds import generator as draws_for
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 BASIS, DESCRIPTORS, ADAPTED = "prompt_basis", "descriptors", "adapted_prompts"
 PROMPTS = TensorSpec("prompts", ("m", "d_v"))

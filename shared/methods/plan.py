@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from shared.methods import visual
-from shared.methods.base import (
+from promptfed.shared.methods import visual
+from promptfed.shared.methods.base import (
     ClientContext,
     ClientInfo,
     ClientUpdate,
@@ -30,12 +30,12 @@ from shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from shared.methods.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
-from shared.methods.zero_shot import TemplateClassifier
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone
+    from promptfed.shared.clip import Backbone
 
 TEXT, VISUAL = "text", "visual"
 AXES = {TEXT: ("depth_t", "d_t", "r_t"), VISUAL: ("depth_v", "d_v", "r_v")}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shared.methods.base import ClientContext, TrainResult
-from shared.methods.context import Penalty, SharedContextMethod, train_context
-from shared.tensors import Tensors
+from promptfed.shared.methods.base import ClientContext, TrainResult
+from promptfed.shared.methods.context import Penalty, SharedContextMethod, train_context
+from promptfed.shared.tensors import Tensors
 
 
 class PromptFL(SharedContextMethod):

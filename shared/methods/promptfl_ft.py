@@ -9,10 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from shared.methods.base import ClientContext, Hyperparameters, Split
-from shared.methods.context import ContextHyper, TextPromptClassifier, class_prompts, train_context
-from shared.methods.promptfl import PromptFL
-from shared.tensors import Tensors
+from promptfed.shared.methods.base import ClientContext, Hyperparameters, Split
+from promptfed.shared.methods.context import ContextHyper, TextPromptClassifier, class_prompts, train_context
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors
 
 
 class PromptFLFTHyper(ContextHyper):

@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from shared.methods.base import ClientContext
-from shared.methods.context import ContextHyper, Penalty
-from shared.methods.promptfl import PromptFL
+from promptfed.shared.methods.base import ClientContext
+from promptfed.shared.methods.context import ContextHyper, Penalty
+from promptfed.shared.methods.promptfl import PromptFL
 
 
 class PromptFLProxHyper(ContextHyper):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.methods.base import Method, MethodError
-from shared.spec import AggregationSpec, FederationSpec
+from promptfed.shared.methods.base import Method, MethodError
+from promptfed.shared.spec import AggregationSpec, FederationSpec
 
 ROUNDING = 1e-9  # of a share times a number
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from torch import Generator, Tensor
 
-from shared.methods.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
-from shared.methods.fedvpt import PROMPTS, VisualPromptMethod
-from shared.methods.visual import ImageClassifier
-from shared.seeds import initial_draws
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
+from promptfed.shared.methods.fedvpt import PROMPTS, VisualPromptMethod
+from promptfed.shared.methods.visual import ImageClassifier
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 
 class SingleSetVPT(VisualPromptMethod):

@@ -21,13 +21,13 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from shared.messages import Domain
-from shared.methods.base import ClientContext, Hyperparameters, MethodError
-from shared.methods.domains import domain_key, wording
-from shared.methods.text_features import template_features
-from shared.methods.training import TaskCancelled, batches
-from shared.seeds import generator
-from shared.tensors import Tensors
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.base import ClientContext, Hyperparameters, MethodError
+from promptfed.shared.methods.domains import domain_key, wording
+from promptfed.shared.methods.text_features import template_features
+from promptfed.shared.methods.training import TaskCancelled, batches
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors
 
 PARAMETERS = ("w1", "b1", "w2", "b2")
 REPORTED = ("alignment_before", "alignment_after", "consistency_before", "consistency_after")
@@ -92,7 +92,7 @@ def transfer_loss(
 
 @dataclass(frozen=True)
 class EmbeddedSplit:
-    """Embeddings ``(N, d_e)`` with labels ``(N,)`` as a split (``shared.methods.base.Split``)."""
+    """Embeddings ``(N, d_e)`` with labels ``(N,)`` as a split (``promptfed.shared.methods.base.Split``)."""
 
     values: Tensor
     labels: Tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone
+    from promptfed.shared.clip import Backbone
 
 BARE = "{}"  # the template of a class name by itself
 

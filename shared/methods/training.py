@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Generator, Tensor
 
-from shared.methods.base import ClientContext, MethodError
-from shared.seeds import generator
-from shared.spec import TrainingSpec
+from promptfed.shared.methods.base import ClientContext, MethodError
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import TrainingSpec
 
 Loss = Callable[[Tensor], Tensor]
 

@@ -18,12 +18,12 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shared.methods.base import ClientContext, Hyperparameters, MethodError, Needs, ServerContext, Split
-from shared.methods.context import INIT_STD, text_width
-from shared.methods.training import train
+from promptfed.shared.methods.base import ClientContext, Hyperparameters, MethodError, Needs, ServerContext, Split
+from promptfed.shared.methods.context import INIT_STD, text_width
+from promptfed.shared.methods.training import train
 
 if TYPE_CHECKING:
-    from shared.clip import Backbone, ClassPrompts
+    from promptfed.shared.clip import Backbone, ClassPrompts
 
 CHUNK = 32  # images in one pass where no gradient is kept
 NEEDS = Needs(vision_transformer=True, cached_features=False)
@@ -116,7 +116,7 @@ def train_on_images(
 ) -> float:
     """Minimise CE(logits) + term over ``parameters`` in place; each batch's images are asked for once.
 
-    Returns the mean loss over the samples of the last epoch. Raises as `shared.methods.training.train`.
+    Returns the mean loss over the samples of the last epoch. Raises as `promptfed.shared.methods.training.train`.
     """
     labels = context.train.labels.to(context.backbone.device)
 

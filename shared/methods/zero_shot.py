@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Generator, Tensor
 
-from shared.methods.base import (
+from promptfed.shared.methods.base import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -19,9 +19,9 @@ from shared.methods.base import (
     Split,
     TrainResult,
 )
-from shared.methods.context import cosine_logits
-from shared.methods.text_features import template_features
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.methods.context import cosine_logits
+from promptfed.shared.methods.text_features import template_features
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 
 class ZeroShotHyper(Hyperparameters):

@@ -10,10 +10,10 @@ import httpx
 import pytest
 import torch
 
-from client_service.settings import Settings, make_settings
-from client_service.worker import Worker
-from shared.clip import Backbone, FeatureCache, load_backbone, shape_of
-from shared.data import Source
+from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, shape_of
+from promptfed.shared.data import Source
 from tests.client_service.fake import TOKEN, FakeCoordinator, made_up_source
 
 MakeWorker = Callable[..., Worker]

@@ -15,14 +15,14 @@ import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from shared.data import Domain, Source, Split
-from shared.data.source import ArrayImages
-from shared.messages import PROBLEM_BASE, EnrolmentInfo, EnrolRequest, Task
-from shared.methods import make_method
-from shared.methods.base import ServerContext
-from shared.seeds import initial_draws
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors, decode, encode
+from promptfed.shared.data import Domain, Source, Split
+from promptfed.shared.data.source import ArrayImages
+from promptfed.shared.messages import PROBLEM_BASE, EnrolmentInfo, EnrolRequest, Task
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ServerContext
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors, decode, encode
 
 NAMES = ["sun", "anchor", "umbrella", "pair of scissors"]
 TOKEN = "enrolment-token"

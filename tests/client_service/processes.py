@@ -33,7 +33,7 @@ def served(app: FastAPI) -> Iterator[str]:
 
 
 class ClientProcess:
-    """``python -m client_service`` with its own state folder under ``folder``."""
+    """``python -m promptfed.client_service`` with its own state folder under ``folder``."""
 
     def __init__(self, folder: Path, *flags: str, **options: str):
         self.state_dir = folder / "state"
@@ -48,7 +48,7 @@ class ClientProcess:
         """Start, or start again with the same command."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "client_service", *self._arguments],
+                [sys.executable, "-m", "promptfed.client_service", *self._arguments],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},

@@ -11,15 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from client_service import api
-from client_service.api import create_app
-from client_service.exits import ClientError, Exit
-from client_service.monitor import Monitor, Status
-from client_service.prediction import Predictor
-from client_service.settings import Settings, make_settings
-from client_service.worker import Worker
-from shared.clip import Backbone
-from shared.data import Source
+from promptfed.client_service import api
+from promptfed.client_service.api import create_app
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.monitor import Monitor, Status
+from promptfed.client_service.prediction import Predictor
+from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data import Source
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
-from client_service.exits import ClientError, Exit
-from client_service.settings import Settings, make_settings
-from shared.messages import FailureRequest, Task
+from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.settings import Settings, make_settings
+from promptfed.shared.messages import FailureRequest, Task
 
 Handler = Callable[[httpx.Request], httpx.Response]
 BASE = "https://coordinator.example"

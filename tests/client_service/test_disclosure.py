@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from client_service.checks import Check, check_clock, check_data, check_device, check_disk
-from client_service.disclosure import EACH, Disclosure, disclose
-from client_service.exits import ClientError, Exit
-from client_service.settings import make_settings
-from client_service.terminal import Terminal
-from shared.clip import Backbone, shape_of
-from shared.data import Source
-from shared.messages import EnrolmentInfo, EnrolRequest
-from shared.methods import METHODS, make_method
-from shared.spec import BackboneSpec
-from shared.tensors import decode
+from promptfed.client_service.checks import Check, check_clock, check_data, check_device, check_disk
+from promptfed.client_service.disclosure import EACH, Disclosure, disclose
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.settings import make_settings
+from promptfed.client_service.terminal import Terminal
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import Source
+from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
+from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.spec import BackboneSpec
+from promptfed.shared.tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.client_service.fake import NAMES
 

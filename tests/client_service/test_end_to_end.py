@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from client_service.exits import Exit
-from client_service.settings import make_settings
-from client_service.worker import Worker
-from shared.clip import load_backbone, tiny
+from promptfed.client_service.exits import Exit
+from promptfed.client_service.settings import make_settings
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import load_backbone, tiny
 from tests.client_service.processes import ClientProcess, wait_for
 
 TRAINERS = {"north": "symbols:painting", "south": "symbols:cartoon"}
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(900)
 
 def data(domain: str) -> str:
     """Few images of few classes."""
-    from shared.data.classes import TOPICS
+    from promptfed.shared.data.classes import TOPICS
 
     return domain + SIZE.format(topic=sorted(TOPICS)[0])
 
@@ -61,7 +61,13 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinato
     folder = tmp_path_factory.mktemp("coordinator")
     port_file = folder / "url"
     with (folder / "log").open("wb") as log:
-        command = ["-m", "coordinator", f"--data-dir={folder / 'data'}", "--port=0", f"--port-file={port_file}"]
+        command = [
+            "-m",
+            "promptfed.coordinator",
+            f"--data-dir={folder / 'data'}",
+            "--port=0",
+            f"--port-file={port_file}",
+        ]
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
     try:
         wait_for(lambda: port_file.exists() or process.poll() is not None)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import shared.methods
-from client_service.exits import ClientError, Exit
-from client_service.settings import make_settings
-from shared.clip import Backbone
-from shared.data import Source
-from shared.methods.base import Classifier, ClientContext, Split
-from shared.methods.promptfl import PromptFL
-from shared.tensors import Tensors
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.settings import make_settings
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data import Source
+from promptfed.shared.methods import METHODS
+from promptfed.shared.methods.base import Classifier, ClientContext, Split
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.client_service.fake import NAMES, made_up_source
 
@@ -72,7 +72,7 @@ def test_variants_are_measured_beside_the_classifier(
     source: Source,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "with_variant", WithVariant)
+    monkeypatch.setitem(METHODS, "with_variant", WithVariant)
     extra = made_up_source(seed=6)
     found = run(make_coordinator, make_worker, {"other": extra}, method={"name": "with_variant", "m": 4})[-1]
     assert set(found["splits"]) == {"test", "test@first", "other", "other@first"}
@@ -150,7 +150,7 @@ class WithMixture(PromptFL):
 def test_how_a_classifier_mixes_domains_is_told_as_a_mean(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "with_mixture", WithMixture)
+    monkeypatch.setitem(METHODS, "with_mixture", WithMixture)
     [*_, last] = run(make_coordinator, make_worker, {}, method={"name": "with_mixture"})
     shares = {name: value for name, value in last["metrics"].items() if name.startswith("domain_share:")}
     assert shares == {"domain_share:neon": pytest.approx(0.7), "domain_share:sketch": pytest.approx(0.3)}

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from client_service.data import ClientData
-from client_service.images import HeldImages, ImageCache
-from shared.clip import Backbone, FeatureCache
-from shared.data import open_source
+from promptfed.client_service.data import ClientData
+from promptfed.client_service.images import HeldImages, ImageCache
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import open_source
 
 
 class Maker:

@@ -11,11 +11,11 @@ import pytest
 from fastapi import Request, Response
 from PIL import Image
 
-from client_service.exits import ClientError, Exit
-from client_service.settings import Settings
-from client_service.worker import Worker
-from shared.clip import Backbone
-from shared.data import Domain, Source
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.settings import Settings
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data import Domain, Source
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.client_service.fake import TOKEN, FakeCoordinator, made_up_source, problem
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from client_service.exits import ClientError, Exit
-from client_service.private_state import PrivateState, Provenance
-from client_service.settings import Settings
-from shared.methods.base import ClientContext, TrainResult
-from shared.methods.promptfl import PromptFL
-from shared.tensors import Tensors
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.private_state import PrivateState, Provenance
+from promptfed.client_service.settings import Settings
+from promptfed.shared.methods.base import ClientContext, TrainResult
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 
 

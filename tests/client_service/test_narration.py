@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from client_service.__main__ import JsonFormatter, TextFormatter
-from client_service.monitor import Monitor, Status
+from promptfed.client_service.__main__ import JsonFormatter, TextFormatter
+from promptfed.client_service.monitor import Monitor, Status
 
 
 def lines(formatter: logging.Formatter, caplog: pytest.LogCaptureFixture) -> list[str]:

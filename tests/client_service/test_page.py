@@ -15,10 +15,10 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from client_service.api import create_app
-from client_service.monitor import Monitor, Status
-from client_service.page import HEADERS
-from client_service.prediction import BadImage, Predictor
+from promptfed.client_service.api import create_app
+from promptfed.client_service.monitor import Monitor, Status
+from promptfed.client_service.page import HEADERS
+from promptfed.client_service.prediction import BadImage, Predictor
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from client_service.exits import ClientError, Exit
-from client_service.private_state import PrivateState, Provenance, Serving
-from shared.messages import TaskConfig
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.private_state import PrivateState, Provenance, Serving
+from promptfed.shared.messages import TaskConfig
 
 ROUND_1 = Provenance("task-1", 1, "train", "peers")
 ROUND_2 = Provenance("task-2", 2, "train", "peers")

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from client_service.__main__ import main
-from client_service.exits import Exit
-from shared.data import open_source
-from shared.spec import TrainingSpec
+from promptfed.client_service.__main__ import main
+from promptfed.client_service.exits import Exit
+from promptfed.shared.data import open_source
+from promptfed.shared.spec import TrainingSpec
 from tests.client_service.conftest import MakeCoordinator
 from tests.client_service.fake import TOKEN, FakeCoordinator
 from tests.client_service.processes import ClientProcess, served, wait_for
@@ -162,7 +162,7 @@ def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: p
 )
 def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "client_service", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "promptfed.client_service", *arguments], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == Exit.USAGE
     assert words in done.stderr
@@ -178,7 +178,13 @@ def test_help_names_the_command_and_what_must_be_given(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "module", ["client_service", "client_service.settings", "client_service.exits", "client_service.__main__"]
+    "module",
+    [
+        "promptfed.client_service",
+        "promptfed.client_service.settings",
+        "promptfed.client_service.exits",
+        "promptfed.client_service.__main__",
+    ],
 )
 def test_what_the_command_imports_is_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

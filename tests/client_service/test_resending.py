@@ -12,13 +12,13 @@ import httpx
 import pytest
 from fastapi import Request, Response
 
-from client_service import tasks
-from client_service.exits import ClientError, Exit
-from client_service.private_state import PrivateState
-from client_service.settings import Settings
-from shared.methods.coop import CoOp
-from shared.spec import TrainingSpec
-from shared.tensors import state_hash
+from promptfed.client_service import tasks
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.settings import Settings
+from promptfed.shared.methods.coop import CoOp
+from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.tensors import state_hash
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.client_service.fake import FakeCoordinator, Wire, problem
 

@@ -16,17 +16,17 @@ import torch
 from fastapi import Request, Response
 from torch import Tensor
 
-from client_service import compute, session
-from client_service.exits import ClientError, Exit
-from client_service.private_state import PrivateState
-from client_service.settings import Settings
-from client_service.worker import Worker
-from shared.clip import Backbone, FeatureCache
-from shared.data import Source
-from shared.methods.base import ClientContext
-from shared.methods.promptfl import PromptFL
-from shared.spec import TrainingSpec
-from shared.tensors import Tensors, state_hash
+from promptfed.client_service import compute, session
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.settings import Settings
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import Source
+from promptfed.shared.methods.base import ClientContext
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.tensors import Tensors, state_hash
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.client_service.fake import problem, until
 

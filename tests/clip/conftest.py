@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.clip import Backbone, load_backbone
+from promptfed.shared.clip import Backbone, load_backbone
 
 VISION = {"image_size": 32, "layers": 3, "width": 64, "head_width": 16, "patch_size": 8}
 TEXT = {"context_length": 24, "vocab_size": 49408, "width": 48, "heads": 4, "layers": 3}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from open_clip.model import CLIP, _build_text_tower, _build_vision_tower
 
-from shared.clip import Backbone, BackboneError
-from shared.clip.text import TextTower
-from shared.clip.vision import refusal_of
+from promptfed.shared.clip import Backbone, BackboneError
+from promptfed.shared.clip.text import TextTower
+from promptfed.shared.clip.vision import refusal_of
 from tests.clip.conftest import CLASS_NAMES, noise
 
 ONE_BLOCK = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 32}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from shared.clip import FeatureCache
-from shared.clip.features import BATCH, agreeing_slots
+from promptfed.shared.clip import FeatureCache
+from promptfed.shared.clip.features import BATCH, agreeing_slots
 from tests.clip.conftest import assert_equal_values
 
 
@@ -168,7 +168,7 @@ SCRIPT = """
 import sys, torch
 from pathlib import Path
 import open_clip
-from shared.clip import FeatureCache, load_backbone
+from promptfed.shared.clip import FeatureCache, load_backbone
 from tests.clip.test_features import Noise
 torch.set_num_threads(1)
 open_clip.add_model_config(Path(sys.argv[1]))

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from shared.clip import BackboneError, load_backbone
-from shared.clip.fingerprint import config_digest, weights_fingerprint
+from promptfed.shared.clip import BackboneError, load_backbone
+from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from tests.clip.conftest import CLASS_NAMES, CONFIGS, noise
 
 
@@ -213,5 +213,5 @@ def test_a_slash_in_a_name_is_a_dash(small):
 
 
 def test_importing_the_package_does_not_import_open_clip():
-    code = "import sys, shared.clip; sys.exit('open_clip' in sys.modules)"
+    code = "import sys, promptfed.shared.clip; sys.exit('open_clip' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

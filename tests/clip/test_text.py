@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shared.clip import BackboneError
-from shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
+from promptfed.shared.clip import BackboneError
+from promptfed.shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
 from tests.clip.conftest import (
     CLASS_NAMES,
     PLAIN_ONLY_MODELS,

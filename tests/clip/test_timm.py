@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from timm.models._registry import register_model
 from timm.models.vision_transformer import VisionTransformer
 
-from shared.clip import BackboneError, load_backbone, shape_of
-from shared.clip.timm_vit import VisualBackbone
+from promptfed.shared.clip import BackboneError, load_backbone, shape_of
+from promptfed.shared.clip.timm_vit import VisualBackbone
 from tests.clip.conftest import assert_equal_gradients, assert_equal_values, noise
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4}
@@ -242,7 +242,7 @@ def test_half_precision_gives_wide_features() -> None:
 def test_neither_open_clip_nor_a_tokenizer_is_loaded() -> None:
     code = (
         "import json, sys, torch; torch.set_num_threads(1)\n"
-        "from shared.clip import load_backbone, shape_of\n"
+        "from promptfed.shared.clip import load_backbone, shape_of\n"
         "backbone = load_backbone('timm:test_vit', 'random', allow_unregistered=True)\n"
         "backbone.encode_images_prompted(torch.zeros(1, 3, 160, 160), torch.zeros(1, 2, 64))\n"
         "loaded = [name for name in sys.modules if name.split('.')[0] in ('open_clip', 'transformers', 'ftfy')]\n"

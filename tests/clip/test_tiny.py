@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch.testing import assert_close
 
-from shared.clip.tiny import MODEL, corpus, register, weights_path
-from shared.clip.tiny.evaluate import (
+from promptfed.shared.clip.tiny import MODEL, corpus, register, weights_path
+from promptfed.shared.clip.tiny.evaluate import (
     NAMES,
     accuracy,
     context_features,
@@ -23,10 +23,10 @@ from shared.clip.tiny.evaluate import (
     random_context,
     text_features,
 )
-from shared.clip.tiny.pretrain import encode_short, learning_rate, loss_of, pretrain, save
-from shared.data.classes import SYMBOLS
-from shared.data.digits import DIGIT_NAMES
-from shared.data.symbols import symbols_split
+from promptfed.shared.clip.tiny.pretrain import encode_short, learning_rate, loss_of, pretrain, save
+from promptfed.shared.data.classes import SYMBOLS
+from promptfed.shared.data.digits import DIGIT_NAMES
+from promptfed.shared.data.symbols import symbols_split
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_digits_are_known_but_not_well(model: open_clip.CLIP) -> None:
 
 
 def corpus_digits() -> tuple[torch.Tensor, torch.Tensor]:
-    from shared.data.digits import digit_images
+    from promptfed.shared.data.digits import digit_images
 
     pixels, target = digit_images()
     return torch.from_numpy(pixels[:400])[:, None].expand(-1, 3, -1, -1), torch.from_numpy(target[:400])

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.clip import BackboneError
-from shared.clip.tokens import PromptTokenizer
+from promptfed.shared.clip import BackboneError
+from promptfed.shared.clip.tokens import PromptTokenizer
 
 PAD, BOS, EOS, CLS = 0, 1, 2, 3
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shared.clip import BackboneError
+from promptfed.shared.clip import BackboneError
 from tests.clip.conftest import VISION_TRANSFORMERS, assert_equal_gradients, assert_equal_values, noise
 
 

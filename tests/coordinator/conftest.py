@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from coordinator import clock, restore
-from coordinator.engine import Engine
-from coordinator.ledger import Change
-from coordinator.live import Live
-from coordinator.store.tables import FederationRow
+from promptfed.coordinator import clock, restore
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.ledger import Change
+from promptfed.coordinator.live import Live
+from promptfed.coordinator.store.tables import FederationRow
 from tests.coordinator.running import InThread, in_thread
 from tests.postgres import NoServer, PostgresServer
 

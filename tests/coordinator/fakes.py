@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import torch
 
-from shared.seeds import generator
-from shared.tensors import Tensors, decode, encode
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, decode, encode
 
 SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8}
 FINGERPRINT = "sha256:" + "ab" * 32

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-import shared.methods
-from coordinator import faults
-from coordinator.__main__ import main
+from promptfed.coordinator import faults
+from promptfed.coordinator.__main__ import main
+from promptfed.shared.methods import METHODS
 from tests.coordinator.two_phase import TwoPhase
 
 
@@ -16,6 +16,6 @@ def run(arguments: list[str], fault: str, log: str) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    shared.methods.METHODS["two_phase"] = TwoPhase
+    METHODS["two_phase"] = TwoPhase
     faults.arm(fault)
     sys.exit(main(arguments))

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
-from coordinator.engine import Engine
-from coordinator.store.tables import PhaseRow, TaskRow, UpdateRow
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.store.tables import PhaseRow, TaskRow, UpdateRow
 from tests.coordinator.fakes import FakeClient
 from tests.coordinator.running import InThread
 

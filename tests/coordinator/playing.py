@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.rounds import step
-from coordinator.run import (
-    Answered,
-    Enrolled,
-    Event,
-    Fact,
-    PhasePlan,
-    Rules,
-    Run,
-    Start,
-    Tick,
-    WorkDone,
-)
+from promptfed.coordinator.rounds import step
+from promptfed.coordinator.run import Answered, Enrolled, Event, Fact, PhasePlan, Rules, Run, Start, Tick, WorkDone
 
 ONE = (PhasePlan("train"),)
 TWO = (PhasePlan("prompts"), PhasePlan("aggregators"))

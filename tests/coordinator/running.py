@@ -19,11 +19,11 @@ from typing import Any
 
 import httpx
 
-from coordinator.app import create_app
-from coordinator.engine import Engine
-from coordinator.faults import VARIABLE
-from coordinator.server import Server, _bind, _config
-from coordinator.settings import Settings
+from promptfed.coordinator.app import create_app
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.faults import VARIABLE
+from promptfed.coordinator.server import Server, _bind, _config
+from promptfed.coordinator.settings import Settings
 from tests.coordinator import forked
 from tests.coordinator.fakes import FakeClient, bearer, spec
 
@@ -209,7 +209,7 @@ class Process(Api):
         self.operator = bearer(token.read_text().strip()) if token.exists() else {}
 
     def _spawn(self, arguments: list[str], fault: str) -> None:
-        command = [sys.executable, "-m", "coordinator", *arguments]
+        command = [sys.executable, "-m", "promptfed.coordinator", *arguments]
         with self._log.open("ab") as log:
             environment = {**os.environ, VARIABLE: fault}
             self._process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
@@ -244,7 +244,7 @@ class Process(Api):
 
 
 _server = multiprocessing.get_context("forkserver")
-IMPORTED = ["coordinator.server", "tests.coordinator.forked", "client_service.worker"]
+IMPORTED = ["promptfed.coordinator.server", "tests.coordinator.forked", "promptfed.client_service.worker"]
 
 
 def forks() -> multiprocessing.context.ForkServerContext:

@@ -8,10 +8,10 @@ import httpx
 import pytest
 import torch
 
-import shared.methods
-from shared.methods.base import ClientInfo, MethodError, Needs, ServerContext
-from shared.methods.promptfl import PromptFL
-from shared.tensors import Tensors, encode
+from promptfed.shared.methods import METHODS
+from promptfed.shared.methods.base import ClientInfo, MethodError, Needs, ServerContext
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors, encode
 from tests.coordinator.running import InThread
 
 
@@ -41,7 +41,7 @@ DOMAIN = {"name": "sketch", "description": "a sketch of a {}"}
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "picky", Picky)
+    monkeypatch.setitem(METHODS, "picky", Picky)
 
 
 def refusal(response: httpx.Response) -> tuple[int, str, str]:

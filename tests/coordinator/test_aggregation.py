@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.aggregation import shares, weighted_mean
-from shared.methods.base import ClientUpdate
-from shared.spec import AggregationSpec
-from shared.tensors import CHUNK
+from promptfed.coordinator.aggregation import shares, weighted_mean
+from promptfed.shared.methods.base import ClientUpdate
+from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.tensors import CHUNK
 
 
 @given(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.methods import resolve_spec
-from shared.spec import SpecError
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.spec import SpecError
 from tests.coordinator.running import InThread
 
 ONLY, SAME = "the only class", "these class names are the same: 'Chess_Knight', 'chess  knight'"

@@ -18,13 +18,13 @@ import httpx
 import pytest
 from psycopg import OperationalError
 
-import shared.methods
-from coordinator import faults
-from coordinator.__main__ import main
-from coordinator.logs import JsonFormatter
-from coordinator.store.database import Database
-from coordinator.store.postgres import PostgreSQL
-from coordinator.store.tables import EventRow
+from promptfed.coordinator import faults
+from promptfed.coordinator.__main__ import main
+from promptfed.coordinator.logs import JsonFormatter
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.tables import EventRow
+from promptfed.shared.methods import METHODS
 from tests.coordinator.fakes import drive
 from tests.coordinator.open_phases import kind, opened
 from tests.coordinator.running import Api, InThread, in_thread
@@ -51,8 +51,8 @@ WRITER = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted"
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.engine.RETRY_SECONDS", 0.05)
-    monkeypatch.setattr("coordinator.engine.FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr("promptfed.coordinator.engine.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("promptfed.coordinator.engine.FLUSH_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_lost_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(
     on_postgres: InThread, postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At two of the instants the server crashes and is started again, at the others it ends the connections."""
-    monkeypatch.setitem(shared.methods.METHODS, "two_phase", TwoPhase)
+    monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
     with in_thread(tmp_path / "undisturbed") as server:
         expected = run(server, "two_phase", ROUNDS)
     assert expected["state"] == "finished"
@@ -225,7 +225,7 @@ def test_nothing_is_written_without_the_lock(
     on_postgres: InThread, postgres: PostgresServer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another takes over before the first one notices; its folder is the first one's, as on a disk without locks."""
-    monkeypatch.setattr("coordinator.engine.FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr("promptfed.coordinator.engine.FLUSH_SECONDS", 3600.0)
     federation = on_postgres.create()
     (tmp_path / "data" / "lock").rename(tmp_path / "lock")
     postgres.execute(f"SELECT pg_terminate_backend(pid) FROM ({WRITER}) AS held")
@@ -260,7 +260,7 @@ def test_a_server_that_hangs_is_given_up_and_taken_again(
     federation, (a, b), (task, other) = opened(on_postgres, rounds=1)
     [(pid,)] = postgres.execute(WRITER)
     with monkeypatch.context() as patch:
-        patch.setattr("coordinator.engine.HANG_SECONDS", 0.5)
+        patch.setattr("promptfed.coordinator.engine.HANG_SECONDS", 0.5)
         os.kill(int(str(pid)), signal.SIGSTOP)
         try:
             response = a.answer(task)
@@ -315,7 +315,7 @@ def test_sigterm_ends_the_wait_for_a_database(
 ) -> None:
     holder = Database(PostgreSQL(url))
     holder.connect(wait_seconds=0)
-    monkeypatch.setattr("coordinator.store.database.TRY_AGAIN_SECONDS", 30)
+    monkeypatch.setattr("promptfed.coordinator.store.database.TRY_AGAIN_SECONDS", 30)
     sleep = time.sleep
 
     def interrupted(seconds: float) -> None:
@@ -324,7 +324,7 @@ def test_sigterm_ends_the_wait_for_a_database(
 
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr("coordinator.store.database.time.sleep", interrupted)
+        patch.setattr("promptfed.coordinator.store.database.time.sleep", interrupted)
         assert main(["--data-dir", str(tmp_path), "--port", "0", "--database-url", url]) == 130
     assert signal.getsignal(signal.SIGTERM) == before
     [line] = capsys.readouterr().err.splitlines()

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-import shared.methods
-from shared.methods.base import Needs
-from shared.methods.promptfl import PromptFL
+from promptfed.shared.methods import METHODS
+from promptfed.shared.methods.base import Needs
+from promptfed.shared.methods.promptfl import PromptFL
 from tests.coordinator.fakes import FINGERPRINT, SHAPE, bearer, drive, enrolment, secret_of
 from tests.coordinator.running import InThread
 
@@ -126,7 +126,7 @@ class Closed(PromptFL):
 def test_a_method_may_take_no_newcomers_and_need_domains(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "closed", Closed)
+    monkeypatch.setitem(METHODS, "closed", Closed)
     federation = coordinator.create(method={"name": "closed"})
     domain = {"name": "sketch", "description": "a sketch of a {}"}
     response = coordinator.client(federation, "a").enrol(coordinator.token(federation))

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import torch
 
-from shared.methods.domains import domain_key
-from shared.tensors import Tensors, decode, encode
+from promptfed.shared.methods.domains import domain_key
+from promptfed.shared.tensors import Tensors, decode, encode
 from tests.coordinator.fakes import FakeClient, update_body
 from tests.coordinator.running import InThread
 

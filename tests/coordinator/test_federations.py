@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.seeds import initial_draws
-from shared.tensors import decode, encode, state_hash
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.tensors import decode, encode, state_hash
 from tests.coordinator.fakes import FINGERPRINT, SHAPE, bearer, drive, spec, trained
 from tests.coordinator.running import InThread
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from shared.methods import make_method
-from shared.methods.base import ServerContext
-from shared.seeds import initial_draws
-from shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ServerContext
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape, TrainingSpec
 from tests.coordinator.fakes import SHAPE, drive
 from tests.coordinator.running import InThread
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from coordinator import insights, readings
-from coordinator.store.tables import FederationRow
-from shared.messages import Domain
-from shared.methods import method_for, resolve_spec
-from shared.methods.base import ClientInfo, Method, ServerContext
-from shared.methods.domains import domain_key
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import decode, encode, norm
+from promptfed.coordinator import insights, readings
+from promptfed.coordinator.store.tables import FederationRow
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods import method_for, resolve_spec
+from promptfed.shared.methods.base import ClientInfo, Method, ServerContext
+from promptfed.shared.methods.domains import domain_key
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import decode, encode, norm
 from tests.coordinator.fakes import CLASSES, SHAPE, FakeClient, drive, trained
 from tests.coordinator.running import InThread
 from tests.coordinator.test_pfedpg import answer, delta, federation_of

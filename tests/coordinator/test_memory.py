@@ -12,7 +12,7 @@ import pytest
 # Threads that hold memory at the same time, as many as there are requests under way; glibc then tells its heaps.
 THREADS = """
 import ctypes, threading
-from coordinator.memory import share_heaps
+from promptfed.coordinator.memory import share_heaps
 share_heaps()
 together = threading.Barrier(12)
 def hold():

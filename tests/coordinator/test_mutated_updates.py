@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator import admission
-from coordinator.engine import Engine
+from promptfed.coordinator import admission
+from promptfed.coordinator.engine import Engine
 from tests.coordinator.fakes import trained, update_body
 from tests.coordinator.open_phases import everything, kind, opened
 from tests.coordinator.running import in_thread
@@ -69,8 +69,8 @@ def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_f
 
 def judged(engine: Engine, live: Any, client: Any, task: dict[str, Any], body: bytes) -> str | None:
     """The kind of the refusal that a body meets, or None: the examination by itself, without storing."""
-    from coordinator.problems import Refusal
-    from coordinator.store.blobs import digest_of
+    from promptfed.coordinator.problems import Refusal
+    from promptfed.coordinator.store.blobs import digest_of
 
     path = engine.blobs.temporary()
     path.write_bytes(body)

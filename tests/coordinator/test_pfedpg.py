@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.methods import make_method
-from shared.methods.base import ClientInfo, ClientUpdate, ServerContext
-from shared.methods.pfedpg import DESCRIPTORS, PFedPG
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors, decode, state_hash
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientInfo, ClientUpdate, ServerContext
+from promptfed.shared.methods.pfedpg import DESCRIPTORS, PFedPG
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors, decode, state_hash
 from tests.coordinator.fakes import FakeClient, bearer, enrolment, secret_of, update_body
 from tests.coordinator.running import InThread
 

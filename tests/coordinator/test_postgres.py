@@ -12,13 +12,13 @@ from pydantic import SecretStr
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from coordinator.__main__ import main
-from coordinator.settings import Settings
-from coordinator.store.backend import CannotOpen, DatabaseAway, InUse
-from coordinator.store.database import Database
-from coordinator.store.opening import Store, open_store
-from coordinator.store.postgres import PostgreSQL
-from coordinator.store.tables import EventRow, FederationRow, TokenRow
+from promptfed.coordinator.__main__ import main
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.opening import Store, open_store
+from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.tables import EventRow, FederationRow, TokenRow
 from tests.coordinator.fakes import drive
 from tests.coordinator.running import InThread, in_thread
 from tests.postgres import PASSWORD, PostgresServer
@@ -259,7 +259,7 @@ def test_an_option_is_the_answer_whatever_the_environment_says(
     variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     served: list[str | None] = []
-    monkeypatch.setattr("coordinator.server.serve", lambda settings: served.append(settings.url()) or 0)
+    monkeypatch.setattr("promptfed.coordinator.server.serve", lambda settings: served.append(settings.url()) or 0)
     (tmp_path / "url").write_text("postgresql://a@h/n")
     monkeypatch.setenv(f"PROMPTFED_COORDINATOR_DATABASE_{variable}", {"URL": "postgresql://b@h/n"}.get(variable, "/no"))
     assert main(["--database-url="]) == main(["--database-url-file", str(tmp_path / "url")]) == 0

@@ -11,8 +11,8 @@ import torch
 from sklearn.decomposition import PCA
 from torch import Tensor
 
-from coordinator import readings
-from shared.tensors import encode
+from promptfed.coordinator import readings
+from promptfed.shared.tensors import encode
 
 
 def test_drift_is_the_distance_from_the_start_and_its_multiple_of_the_start_s_length() -> None:
@@ -43,7 +43,7 @@ def written(tmp_path: Path) -> list[Path]:
 
 
 def changes(paths: list[Path], before: dict[str, Tensor]) -> np.ndarray:
-    from shared.tensors import decode
+    from promptfed.shared.tensors import decode
 
     rows = []
     for path in paths:

@@ -12,10 +12,10 @@ import httpx
 import pytest
 import torch
 
-import shared.methods
-from coordinator import states
-from coordinator.store.tables import TaskRow
-from shared.tensors import Tensors, decode, encode, state_hash
+from promptfed.coordinator import states
+from promptfed.coordinator.store.tables import TaskRow
+from promptfed.shared.methods import METHODS
+from promptfed.shared.tensors import Tensors, decode, encode, state_hash
 from tests.coordinator import literal_rules as literal
 from tests.coordinator.fakes import FakeClient, drive, update_body
 from tests.coordinator.running import InThread, in_thread
@@ -24,7 +24,7 @@ from tests.coordinator.two_phase import TwoPhase
 
 @pytest.fixture(autouse=True)
 def two_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "two_phase", TwoPhase)
+    monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
 
 
 def again(coordinator: InThread, federation: str, round: int, status: int = 200, **asked: Any) -> Any:

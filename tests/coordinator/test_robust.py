@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coordinator import robust
-from coordinator.aggregation import weighted_mean
-from coordinator.robust import Rows, Rule
-from shared.methods.base import ClientUpdate
-from shared.spec import AggregationSpec
-from shared.tensors import Tensors
+from promptfed.coordinator import robust
+from promptfed.coordinator.aggregation import weighted_mean
+from promptfed.coordinator.robust import Rows, Rule
+from promptfed.shared.methods.base import ClientUpdate
+from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.tensors import Tensors
 from tests.coordinator import literal_rules as literal
 
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.rounds import NotEnoughTrainers, WrongMoment
-from coordinator.run import (
+from promptfed.coordinator.rounds import NotEnoughTrainers, WrongMoment
+from promptfed.coordinator.run import (
     QUORUM_MISSED,
     Answered,
     Asked,
@@ -24,7 +24,7 @@ from coordinator.run import (
     WorkDone,
     ceil_fraction,
 )
-from shared.seeds import sampling_order
+from promptfed.shared.seeds import sampling_order
 from tests.coordinator.playing import TWO, TWO_ALL, Play, rules
 
 

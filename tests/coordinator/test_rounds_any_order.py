@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.rounds import NotEnoughTrainers, WrongMoment
-from coordinator.run import (
+from promptfed.coordinator.rounds import NotEnoughTrainers, WrongMoment
+from promptfed.coordinator.run import (
     ENDED,
     Answered,
     Closed,

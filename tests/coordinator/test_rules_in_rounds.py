@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.tensors import Tensors, decode
+from promptfed.shared.tensors import Tensors, decode
 from tests.coordinator import literal_rules as literal
 from tests.coordinator.fakes import CLASSES, FakeClient, spec, trained, update_body
 from tests.coordinator.running import InThread

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 
-from coordinator.app import create_app, lifespan
-from coordinator.server import _bind
-from coordinator.settings import Settings
+from promptfed.coordinator.app import create_app, lifespan
+from promptfed.coordinator.server import _bind
+from promptfed.coordinator.settings import Settings
 from tests.coordinator.fakes import bearer, drive, enrolment, secret_of, spec
 from tests.coordinator.running import InThread
 

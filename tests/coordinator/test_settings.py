@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from coordinator.__main__ import main
-from coordinator.settings import Settings
+from promptfed.coordinator.__main__ import main
+from promptfed.coordinator.settings import Settings
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
@@ -66,7 +66,7 @@ def test_a_token_that_could_not_be_written_is_said_at_the_start(
 
 def test_help_needs_no_torch_and_the_app_no_open_clip() -> None:
     script = (
-        "import sys; from coordinator.__main__ import parser; parser(); assert 'torch' not in sys.modules;"
-        "import coordinator.app; assert 'torch' in sys.modules; assert 'open_clip' not in sys.modules"
+        "import sys; from promptfed.coordinator.__main__ import parser; parser(); assert 'torch' not in sys.modules;"
+        "import promptfed.coordinator.app; assert 'torch' in sys.modules; assert 'open_clip' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

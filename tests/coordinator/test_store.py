@@ -11,11 +11,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from coordinator.lock import FolderInUse, FolderLock
-from coordinator.store.blobs import Blobs
-from coordinator.store.database import Database
-from coordinator.store.sqlite import SQLite
-from coordinator.store.tables import Base, StateRow, TokenRow
+from promptfed.coordinator.lock import FolderInUse, FolderLock
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.sqlite import SQLite
+from promptfed.coordinator.store.tables import Base, StateRow, TokenRow
 
 
 @pytest.fixture

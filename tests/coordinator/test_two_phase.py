@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import shared.methods
-from shared.methods.base import Phase
-from shared.tensors import Tensors, decode
+from promptfed.shared.methods import METHODS
+from promptfed.shared.methods.base import Phase
+from promptfed.shared.tensors import Tensors, decode
 from tests.coordinator.fakes import FakeClient, update_body
 from tests.coordinator.running import InThread
 from tests.coordinator.two_phase import TwoPhase
@@ -18,7 +18,7 @@ from tests.coordinator.two_phase import TwoPhase
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "two_phase", TwoPhase)
+    monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
 
 
 def federation_of(coordinator: InThread, *names: str, **changes: Any) -> tuple[str, list[FakeClient]]:

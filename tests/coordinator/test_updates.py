@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from shared.tensors import canonical_json, encode
+from promptfed.shared.tensors import canonical_json, encode
 from tests.coordinator.fakes import bearer, content_digest, secret_of, trained, update_body
 from tests.coordinator.open_phases import everything, kind, opened
 from tests.coordinator.running import InThread
@@ -272,7 +272,7 @@ def test_more_uploads_wait_their_turn_within_a_bound(
     coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=30)
     federation, clients, tasks = opened(coordinator, "a", "b", "c")
     bodies = [update_body(GOOD, task) for task in tasks]
-    monkeypatch.setattr("coordinator.uploads.WAITING_BYTES", len(bodies[0]))
+    monkeypatch.setattr("promptfed.coordinator.uploads.WAITING_BYTES", len(bodies[0]))
     uploads = coordinator.app.state.uploads
     go_on = threading.Event()
     found: dict[str, int] = {}
@@ -348,7 +348,7 @@ def test_two_senders_of_one_task_are_answered_one_after_the_other(coordinator: I
 
 
 def test_a_full_disk_is_said_and_costs_nothing(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    from coordinator.store.blobs import Held
+    from promptfed.coordinator.store.blobs import Held
 
     federation, (a, _), (task, _) = opened(coordinator)
     before = everything(coordinator.engine, federation)

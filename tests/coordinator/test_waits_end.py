@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from coordinator import states, work
-from coordinator.engine import Engine
+from promptfed.coordinator import states, work
+from promptfed.coordinator.engine import Engine
 from tests.coordinator.fakes import drive
 from tests.coordinator.running import InThread
 
@@ -99,7 +99,7 @@ def test_a_restart_keeps_tasks_and_payloads_and_gives_the_whole_deadline_again(
 
 
 def test_a_store_that_fails_for_a_while_is_tried_again(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.engine.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("promptfed.coordinator.engine.RETRY_SECONDS", 0.05)
     federation = coordinator.create(rounds=1)
     clients = coordinator.enrol(federation, "a", "b")
     coordinator.post(f"{federation}/start")
@@ -126,7 +126,7 @@ def test_work_that_outlives_a_stop_writes_nothing_any_more(
     import threading
 
     go_on, begun = threading.Event(), threading.Event()
-    monkeypatch.setattr("coordinator.engine.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("promptfed.coordinator.engine.STOP_SECONDS", 0.1)
     original = states.check_state
 
     def slow(*arguments: Any) -> None:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Generator
 
-from shared.methods.base import (
+from promptfed.shared.methods.base import (
     Classifier,
     ClientContext,
     ClientInfo,
@@ -26,7 +26,7 @@ from shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 PROMPT = TensorSpec("prompt", ("m", "d_t"))
 AGGREGATOR = TensorSpec("aggregator", ("d_t",))

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from shared.data import open_source
-from shared.data.demo import DEMOS, Demo
-from shared.spec import TrainingSpec
+from promptfed.shared.data import open_source
+from promptfed.shared.data.demo import DEMOS, Demo
+from promptfed.shared.spec import TrainingSpec
 
 
 @pytest.mark.parametrize("demo", DEMOS.values(), ids=list(DEMOS))
@@ -29,5 +29,5 @@ def test_training_settings_are_a_spec_s(demo: Demo) -> None:
 
 
 def test_the_settings_are_read_without_torch() -> None:
-    code = "import shared.data.demo, sys; sys.exit('torch' in sys.modules)"
+    code = "import promptfed.shared.data.demo, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.data import partition
-from shared.data.source import DataError
+from promptfed.shared.data import partition
+from promptfed.shared.data.source import DataError
 
 settings.register_profile("any_speed", deadline=None)
 settings.load_profile("any_speed")

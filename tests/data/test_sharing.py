@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from shared.data import DataError, Source, open_source
-from shared.data.registry import SCHEMES
-from shared.data.sharing import SharedSources
-from shared.data.source import Split
+from promptfed.shared.data import DataError, Source, open_source
+from promptfed.shared.data.registry import SCHEMES
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.source import Split
 
 SMALL = "symbols:painting?topic=faces&per_class=5&test_per_class=5"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from shared.data import DataError, open_source
-from shared.data.sharing import SharedSources
+from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data.sharing import SharedSources
 
 
 def write_image(path: Path, seed: int, suffix: str = "png") -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from shared.data import DataError, open_source
-from shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS
-from shared.data.drawing import glyph, hash_keys
-from shared.data.render import render
-from shared.data.styles import COMMON, RARE, STYLES
+from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES, TOPICS
+from promptfed.shared.data.drawing import glyph, hash_keys
+from promptfed.shared.data.render import render
+from promptfed.shared.data.styles import COMMON, RARE, STYLES
 
 
 def pixels(split: object, index: int) -> np.ndarray:

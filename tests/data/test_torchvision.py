@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.data import DataError, Source, open_source
+from promptfed.shared.data import DataError, Source, open_source
 
 
 def picture(path: Path, shade: int) -> None:

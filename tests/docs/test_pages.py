@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from shared.methods import METHODS
+from promptfed.shared.methods import METHODS
 from tests import ROOT
 
 DOCS = ROOT / "docs"

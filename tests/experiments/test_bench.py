@@ -11,17 +11,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments import bench as bench_module
-from experiments.bench import Bench, Runner, costs, measured, run_all, scores_of
-from experiments.entries import parse_entries
-from experiments.protocols import PROTOCOLS, Setting
-from experiments.provenance import data_hash
-from experiments.tables import TableRow, cell, markdown, rows_of
 from promptfed.api import CommandError
 from promptfed.bench import make_bench
 from promptfed.exits import Exit
+from promptfed.experiments import bench as bench_module
+from promptfed.experiments.bench import Bench, Runner, costs, measured, run_all, scores_of
+from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.provenance import data_hash
+from promptfed.experiments.tables import TableRow, cell, markdown, rows_of
 from promptfed.main import app
-from shared.data import open_source
+from promptfed.shared.data import open_source
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=3"
 ARGUMENTS = [

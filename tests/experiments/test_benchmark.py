@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from experiments import bench as bench_module
-from experiments import benchmark
-from experiments.benchmark import SEEDS, document, panels
+from promptfed.experiments import bench as bench_module
+from promptfed.experiments import benchmark
+from promptfed.experiments.benchmark import SEEDS, document, panels
 from promptfed.main import app
-from shared.methods import METHODS, resolve_spec
+from promptfed.shared.methods import METHODS, resolve_spec
 
 DOCS = Path(__file__).parents[2] / "docs"
 SMALL = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.entries import parse_entries, parse_entry
 from promptfed.api import CommandError
+from promptfed.experiments.entries import parse_entries, parse_entry
 
 
 def test_keys_of_the_spec_change_the_spec_and_others_the_method() -> None:

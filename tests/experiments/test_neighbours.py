@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.neighbours import Embedded, Shares, main, markdown, nearest, picture, shares, transfers
-from experiments.simulation import simulate
+from promptfed.experiments.neighbours import Embedded, Shares, main, markdown, nearest, picture, shares, transfers
+from promptfed.experiments.simulation import simulate
 from promptfed.local import Site
-from shared.clip import Backbone, FeatureCache, load_backbone
-from shared.data import Source, open_source
-from shared.methods.style_transfer import StyleTransferHyper
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
+from promptfed.shared.data import Source, open_source
+from promptfed.shared.methods.style_transfer import StyleTransferHyper
 
 SMALL = "topic=weather&per_class=2&test_per_class=2"
 HYPER = StyleTransferHyper(mst_epochs=3)

@@ -10,12 +10,12 @@ import pytest
 from matplotlib.axes import Axes
 from PIL import Image
 
-from experiments import plots
-from experiments.bench import Bench
-from experiments.entries import parse_entries
-from experiments.plots import draw
-from experiments.protocols import PROTOCOLS, Setting
-from experiments.tables import TableRow, rows_of
+from promptfed.experiments import plots
+from promptfed.experiments.bench import Bench
+from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.plots import draw
+from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.tables import TableRow, rows_of
 from tests.experiments.test_bench import accuracy, result
 
 

@@ -12,17 +12,17 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-import shared.data.torchvision_sets as torchvision_sets
-from experiments.presets import interleaved, preset_names, read_preset
-from experiments.protocols import PROTOCOLS
-from experiments.tables import TableRow
+import promptfed.shared.data.torchvision_sets as torchvision_sets
 from promptfed.api import CommandError
 from promptfed.exits import Exit
+from promptfed.experiments.presets import interleaved, preset_names, read_preset
+from promptfed.experiments.protocols import PROTOCOLS
+from promptfed.experiments.tables import TableRow
 from promptfed.main import app
-from shared.data import Source, open_source
-from shared.data.options import Options
-from shared.data.registry import SCHEMES
-from shared.methods import resolve_spec
+from promptfed.shared.data import Source, open_source
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.registry import SCHEMES
+from promptfed.shared.methods import resolve_spec
 
 CLASSES = ("bird", "feather", "headphones", "ice cream", "teapot", "tiger", "whale", "windmill", "wine glass", "zebra")
 SHRUNK = """
@@ -164,7 +164,7 @@ ALSO = [name.removeprefix("paper:") for name in preset_names() if name.removepre
     "name", [*RUN[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in [*RUN[1:], *ALSO])]
 )
 def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shared.data import registry
+    from promptfed.shared.data import registry
 
     assert torchvision_sets.open_torchvision is registry.SCHEMES["torchvision"]
     monkeypatch.setitem(registry.SCHEMES, "torchvision", made_up_torchvision)

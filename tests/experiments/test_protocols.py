@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.protocols import PROTOCOLS, Setting, with_options
-from experiments.simulated import Accuracy
 from promptfed.api import CommandError
-from shared.data import open_source
+from promptfed.experiments.protocols import PROTOCOLS, Setting, with_options
+from promptfed.experiments.simulated import Accuracy
+from promptfed.shared.data import open_source
 
 SYMBOLS = "symbols:{domain}?topic=weather&per_class=2&test_per_class=2"
 THREE = Setting((SYMBOLS,), domains=("sketch", "neon", "chalk"))

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from experiments.simulated import Accuracy
 from promptfed.exits import Exit
+from promptfed.experiments.simulated import Accuracy
 from promptfed.main import app
+from promptfed.shared.tensors import state_hash
 from promptfed.simulate import MOST_ROWS, _table, summaries
-from shared.tensors import state_hash
 from tests.client_service.processes import wait_for
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "simulate-100.yaml"

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.simulation import simulate
 from promptfed.api import CommandError
 from promptfed.exits import Exit
+from promptfed.experiments.simulation import simulate
 from promptfed.local import Site
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.methods.base import Classifier, ClientContext, MethodError, TrainResult
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors, state_hash
 from promptfed.watching import Snapshot
-from shared.clip import Backbone, FeatureCache, load_backbone, tiny
-from shared.data.sharing import SharedSources
-from shared.methods.base import Classifier, ClientContext, MethodError, TrainResult
-from shared.methods.promptfl import PromptFL
-from shared.tensors import Tensors, state_hash
 from tests.client_service.processes import wait_for
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"

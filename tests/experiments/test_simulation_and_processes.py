@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.simulated import Simulated
-from experiments.simulation import simulate
+from promptfed.experiments.simulated import Simulated
+from promptfed.experiments.simulation import simulate
 from promptfed.local import LocalFederation, Site
 from promptfed.processes import Processes
+from promptfed.shared.clip import Backbone, load_backbone, tiny
 from promptfed.watching import follow, pages
-from shared.clip import Backbone, load_backbone, tiny
 
 DATA = "symbols:{}?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=2&client={}"
 SITES = [

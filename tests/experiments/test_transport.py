@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from experiments.transport import InProcess
+from promptfed.experiments.transport import InProcess
 
 URL = "http://127.0.0.1"
 

@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 import torch
 
-from coordinator.faults import POINTS
-from shared.methods import make_method
-from shared.methods.base import ServerContext
-from shared.seeds import generator
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors
+from promptfed.coordinator.faults import POINTS
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ServerContext
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors
 from tests.coordinator.fakes import FakeClient, spec, update_body
 from tests.coordinator.running import Api, Forked
 from tests.coordinator.whole import outcome

@@ -11,6 +11,6 @@ def run(arguments: list[str], log: str) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    from client_service.__main__ import main
+    from promptfed.client_service.__main__ import main
 
     sys.exit(main(arguments))

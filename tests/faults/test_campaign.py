@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import shared.methods
+from promptfed.shared.methods import METHODS
 from tests.coordinator.running import Forked, in_thread
 from tests.coordinator.two_phase import TwoPhase
 from tests.faults.campaign import CASES, Case, Disturbed, at_every_point, killed_at_random, play
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(autouse=True)
 def two_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "two_phase", TwoPhase)
+    monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
 
 
 def undisturbed(case: Case, folder: Path) -> dict[str, Any]:

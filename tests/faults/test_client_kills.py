@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from client_service.exits import Exit
-from shared.data.classes import TOPICS
+from promptfed.client_service.exits import Exit
+from promptfed.shared.data.classes import TOPICS
 from tests.coordinator.running import Forked, forks
 from tests.coordinator.whole import outcome
 from tests.faults import forked_client

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import shared.methods
-from coordinator.faults import POINTS
+from promptfed.coordinator.faults import POINTS
+from promptfed.shared.methods import METHODS
 from tests.coordinator.running import Forked, InThread, in_thread
 from tests.coordinator.two_phase import TwoPhase
 from tests.coordinator.whole import run
@@ -23,7 +23,7 @@ ROUNDS = 6
 
 @pytest.fixture
 def two_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "two_phase", TwoPhase)
+    monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
 
 
 def undisturbed(folder: Path, method: str) -> dict[str, Any]:

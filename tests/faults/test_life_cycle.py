@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator import retention
-from coordinator.store.blobs import Blobs
+from promptfed.coordinator import retention
+from promptfed.coordinator.store.blobs import Blobs
 from tests.coordinator.fakes import FakeClient, drive
 from tests.coordinator.running import Api, InThread, in_thread
 from tests.coordinator.whole import outcome

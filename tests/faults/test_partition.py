@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-import shared.methods
-from coordinator.store.tables import StateRow, UpdateRow
+from promptfed.coordinator.store.tables import StateRow, UpdateRow
+from promptfed.shared.methods import METHODS
 from tests.coordinator.fakes import FakeClient, trained, update_body
 from tests.coordinator.running import Api, InThread, in_thread
 from tests.coordinator.two_phase import TwoPhase
@@ -69,7 +69,7 @@ class Behind(Api):
 
 @pytest.fixture
 def two_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shared.methods.METHODS, "two_phase", TwoPhase)
+    monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from client_service import coordinator_client
-from client_service.exits import Exit
-from client_service.settings import make_settings
-from client_service.worker import Worker
-from coordinator import clock
-from coordinator.store.tables import UpdateRow
-from shared.clip import Backbone, FeatureCache, load_backbone
+from promptfed.client_service import coordinator_client
+from promptfed.client_service.exits import Exit
+from promptfed.client_service.settings import make_settings
+from promptfed.client_service.worker import Worker
+from promptfed.coordinator import clock
+from promptfed.coordinator.store.tables import UpdateRow
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from tests.client_service.fake import made_up_source
 from tests.coordinator.running import InThread, in_thread
 from tests.faults.proxy import Asked, Proxy, Trouble

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shared.clip import Backbone, load_backbone
-from shared.methods.base import ClientContext
-from shared.spec import TrainingSpec
+from promptfed.shared.clip import Backbone, load_backbone
+from promptfed.shared.methods.base import ClientContext
+from promptfed.shared.spec import TrainingSpec
 
 NAMES = ("sun", "chess knight", "umbrella", "pair of scissors", "hot air balloon")
 

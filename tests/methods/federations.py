@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 
-from client_service.exits import Exit
-from client_service.settings import make_settings
-from client_service.worker import Worker
-from shared.clip import Backbone, FeatureCache
-from shared.data import Source
-from shared.tensors import Tensors, decode
+from promptfed.client_service.exits import Exit
+from promptfed.client_service.settings import make_settings
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import Source
+from promptfed.shared.tensors import Tensors, decode
 from tests.coordinator.running import InThread
 
 

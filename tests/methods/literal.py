@@ -10,7 +10,7 @@ import open_clip
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
+from promptfed.shared.clip import Backbone
 
 
 @cache

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
-from shared.methods.training import batches
-from shared.seeds import generator
-from shared.tensors import Tensors
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods.training import batches
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors
 from tests.methods import literal
 
 

@@ -9,7 +9,7 @@ import open_clip
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
+from promptfed.shared.clip import Backbone
 from tests.methods.literal import cross_entropy
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
-from shared.messages import Domain
-from shared.methods import make_method
-from shared.methods.base import ClientContext, ClientInfo, ServerContext
-from shared.methods.domains import domain_key
-from shared.methods.fast_pt import FastPT
-from shared.methods.style_transfer import StyleTransfer
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientContext, ClientInfo, ServerContext
+from promptfed.shared.methods.domains import domain_key
+from promptfed.shared.methods.fast_pt import FastPT
+from promptfed.shared.methods.style_transfer import StyleTransfer
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors
 from tests.methods.conftest import NAMES
 
 Make = Callable[..., ClientContext]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.methods import make_method
-from shared.methods.base import ClientInfo, ClientUpdate, ServerContext
-from shared.methods.pfedpg import PFedPG
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientInfo, ClientUpdate, ServerContext
+from promptfed.shared.methods.pfedpg import PFedPG
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors
 from tests.methods.conftest import NAMES
 
 SHAPE = BackboneShape(d_v=24, d_e=16, vision_layers=2, patch_size=8)

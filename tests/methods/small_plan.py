@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import weighted_mean
-from shared.clip import Backbone
-from shared.methods import make_method
-from shared.methods.base import ClientContext, ClientUpdate, Phase, TrainResult
-from shared.methods.plan import Plan
-from shared.methods.zero_shot import TemplateClassifier
-from shared.tensors import Tensors
+from promptfed.coordinator.aggregation import weighted_mean
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientContext, ClientUpdate, Phase, TrainResult
+from promptfed.shared.methods.plan import Plan
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.tensors import Tensors
 from tests.methods import literal_visual as literal
 from tests.methods.visual_clients import NAMES, client_context, filled, server_context
 

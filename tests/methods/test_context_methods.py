@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import weighted_mean
-from shared.clip import Backbone
-from shared.methods import make_method
-from shared.methods.base import ClientContext, ClientUpdate, MethodError, NeedsBackbone, ServerContext
-from shared.methods.training import TaskCancelled, batches, learning_rate
-from shared.seeds import generator, initial_draws
-from shared.spec import BackboneShape, TrainingSpec
+from promptfed.coordinator.aggregation import weighted_mean
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientContext, ClientUpdate, MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.methods.training import TaskCancelled, batches, learning_rate
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec import BackboneShape, TrainingSpec
 from tests.methods import literal
 from tests.methods.conftest import NAMES, MadeUpSplit
 

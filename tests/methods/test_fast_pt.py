@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shared.clip import Backbone
-from shared.methods import make_method
-from shared.methods.base import ClientContext, MethodError
-from shared.methods.fast_pt import contrastive_loss
-from shared.methods.style_transfer import StyleTransfer
-from shared.seeds import generator, initial_draws
-from shared.tensors import Tensors, decode, encode
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ClientContext, MethodError
+from promptfed.shared.methods.fast_pt import contrastive_loss
+from promptfed.shared.methods.style_transfer import StyleTransfer
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.tensors import Tensors, decode, encode
 from tests.methods import literal, literal_fast_pt
 from tests.methods.conftest import NAMES, MadeUpSplit
 from tests.methods.small_fast_pt import (
@@ -230,7 +230,7 @@ def mixture_by_hand(backbone: Backbone, payload: Tensors, features: Tensor, rows
 def test_the_mixture_classifies_each_image_by_its_own_prompt(
     mixture: str, backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.methods.domain_mixture.CPU_ROWS", 60)  # a few images at once
+    monkeypatch.setattr("promptfed.shared.methods.domain_mixture.CPU_ROWS", 60)  # a few images at once
     context = make_context(8)
     payload = payload_of(backbone, listed=(NEON, CHALK, SKETCH), rows=(NEON, CHALK, SKETCH))
     found = fast_pt(mixture=mixture).classifier(context, payload, {})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.fast_pt import M, largest_difference, made_up, one_by_one, right, speed
-from shared.clip import Backbone
-from shared.methods.style_transfer import EmbeddedSplit
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods.style_transfer import EmbeddedSplit
 
 
 def test_every_way_is_timed_and_equal(backbone: Backbone) -> None:

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from client_service.data import ClientData
-from client_service.prediction import Predictor
-from client_service.private_state import PrivateState
-from client_service.tasks import TaskWork
-from experiments.simulated import Simulated
-from experiments.simulation import simulate
-from experiments.transport import InProcess
+from promptfed.client_service.data import ClientData
+from promptfed.client_service.prediction import Predictor
+from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.tasks import TaskWork
+from promptfed.experiments.simulated import Simulated
+from promptfed.experiments.simulation import simulate
+from promptfed.experiments.transport import InProcess
 from promptfed.local import Site
-from shared.clip import Backbone, FeatureCache
-from shared.data import open_source
-from shared.messages import Domain, Peer, Task
-from shared.methods.base import ClientContext, TrainResult
-from shared.methods.domains import domain_key
-from shared.methods.fast_pt import FastPT
-from shared.seeds import generator, initial_draws
-from shared.tensors import Tensors, decode, encode
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import open_source
+from promptfed.shared.messages import Domain, Peer, Task
+from promptfed.shared.methods.base import ClientContext, TrainResult
+from promptfed.shared.methods.domains import domain_key
+from promptfed.shared.methods.fast_pt import FastPT
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.tensors import Tensors, decode, encode
 from tests.methods import literal, literal_fast_pt
 from tests.methods.small_fast_pt import assert_equal, count_transforms
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coordinator.aggregation import weighted_mean
-from shared.clip import Backbone
-from shared.messages import Domain
-from shared.methods.base import ClientInfo, ClientUpdate, MethodError, NeedsBackbone
-from shared.methods.fast_pt import FastPT
-from shared.seeds import initial_draws
-from shared.spec import BackboneShape
-from shared.tensors import decode, encode
+from promptfed.coordinator.aggregation import weighted_mean
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.base import ClientInfo, ClientUpdate, MethodError, NeedsBackbone
+from promptfed.shared.methods.fast_pt import FastPT
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape
+from promptfed.shared.tensors import decode, encode
 from tests.methods.small_fast_pt import (
     CHALK,
     NEON,

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import weighted_mean
-from shared.clip import Backbone
-from shared.methods import make_method, resolve_spec
-from shared.methods.base import ClientContext, ClientUpdate, ServerContext
-from shared.methods.fedclip import attended
-from shared.seeds import generator, initial_draws
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors
+from promptfed.coordinator.aggregation import weighted_mean
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods.base import ClientContext, ClientUpdate, ServerContext
+from promptfed.shared.methods.fedclip import attended
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors
 from tests.methods import literal, literal_fast_pt
 from tests.methods.conftest import NAMES
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import weighted_mean
-from shared.clip import Backbone
-from shared.methods import fedtpg, make_method, resolve_spec
-from shared.methods.base import ClientContext, ClientUpdate, MethodError, ServerContext
-from shared.methods.fedtpg import FedTPG
-from shared.methods.text_features import name_features
-from shared.methods.training import batches, learning_rate
-from shared.seeds import generator, initial_draws
-from shared.spec import BackboneShape, SpecError, TrainingSpec
-from shared.tensors import Tensors
+from promptfed.coordinator.aggregation import weighted_mean
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import fedtpg, make_method, resolve_spec
+from promptfed.shared.methods.base import ClientContext, ClientUpdate, MethodError, ServerContext
+from promptfed.shared.methods.fedtpg import FedTPG
+from promptfed.shared.methods.text_features import name_features
+from promptfed.shared.methods.training import batches, learning_rate
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.tensors import Tensors
 from tests.methods import literal
 from tests.methods.conftest import NAMES, MadeUpSplit
 

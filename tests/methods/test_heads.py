@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.clip import Backbone
-from shared.methods.base import ClientContext, MethodError
-from shared.methods.heads import BIAS, CLASSES, WEIGHT, LinearHead, TextHead, head_width
-from shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods.base import ClientContext, MethodError
+from promptfed.shared.methods.heads import BIAS, CLASSES, WEIGHT, LinearHead, TextHead, head_width
+from promptfed.shared.methods.zero_shot import TemplateClassifier
 from tests.methods.conftest import NAMES, MadeUpSplit
 
 Make = Callable[..., ClientContext]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.methods import describe, make_method, resolve_spec
-from shared.methods.base import ClientInfo, MethodError, ServerContext
-from shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
-from shared.spec import BackboneShape, SpecError
-from shared.tensors import Tensors, check, state_hash
+from promptfed.shared.methods import describe, make_method, resolve_spec
+from promptfed.shared.methods.base import ClientInfo, MethodError, ServerContext
+from promptfed.shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
+from promptfed.shared.spec import BackboneShape, SpecError
+from promptfed.shared.tensors import Tensors, check, state_hash
 from tests.methods.conftest import NAMES
 from tests.methods.literal_pfedpg import PROMPTS, Server
 from tests.methods.small_pfedpg import SHAPE, assert_equal, method_of, noise, roster, start, step

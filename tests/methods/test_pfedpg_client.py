@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shared.clip import Backbone, shape_of
-from shared.methods.base import ClientContext
-from shared.methods.heads import BIAS, CLASSES, WEIGHT, LinearHead
-from shared.methods.training import batches
-from shared.seeds import generator
-from shared.spec import TrainingSpec
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.methods.base import ClientContext
+from promptfed.shared.methods.heads import BIAS, CLASSES, WEIGHT, LinearHead
+from promptfed.shared.methods.training import batches
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import TrainingSpec
 from tests.methods.conftest import NAMES
 from tests.methods.small_pfedpg import assert_equal, method_of, noise, roster, start, step
 from tests.methods.textless import textless_backbone

@@ -12,23 +12,23 @@ import httpx
 import pytest
 import torch
 
-from client_service.data import ClientData
-from client_service.exits import ClientError, Exit
-from client_service.prediction import Predictor
-from client_service.private_state import PrivateState
-from client_service.settings import make_settings
-from client_service.tasks import TaskWork
-from client_service.worker import Worker
-from experiments.simulation import simulate
-from experiments.transport import InProcess
 from promptfed.api import CommandError
+from promptfed.client_service.data import ClientData
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.prediction import Predictor
+from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.settings import make_settings
+from promptfed.client_service.tasks import TaskWork
+from promptfed.client_service.worker import Worker
+from promptfed.experiments.simulation import simulate
+from promptfed.experiments.transport import InProcess
 from promptfed.local import Site
-from shared.clip import Backbone, FeatureCache, shape_of
-from shared.data import open_source
-from shared.messages import Task
-from shared.methods.heads import BIAS, CLASSES, WEIGHT
-from shared.methods.pfedpg import ADAPTED
-from shared.tensors import Tensors, decode, encode
+from promptfed.shared.clip import Backbone, FeatureCache, shape_of
+from promptfed.shared.data import open_source
+from promptfed.shared.messages import Task
+from promptfed.shared.methods.heads import BIAS, CLASSES, WEIGHT
+from promptfed.shared.methods.pfedpg import ADAPTED
+from promptfed.shared.tensors import Tensors, decode, encode
 from tests.client_service.fake import FakeCoordinator, made_up_source
 from tests.methods.textless import MODEL, textless_backbone
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import weighted_mean
-from shared.clip import Backbone
-from shared.methods.base import ClientContext, ClientUpdate
-from shared.methods.plan import Aggregator, Reference, aggregator_of, divergence
-from shared.tensors import Tensors
+from promptfed.coordinator.aggregation import weighted_mean
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods.base import ClientContext, ClientUpdate
+from promptfed.shared.methods.plan import Aggregator, Reference, aggregator_of, divergence
+from promptfed.shared.tensors import Tensors
 from tests.methods import literal_visual as literal
 from tests.methods.small_plan import check_state, phase_of, plan, slow_reference, start
 from tests.methods.visual_clients import (

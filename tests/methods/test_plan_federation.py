@@ -12,19 +12,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from experiments.simulated import Simulated
-from experiments.simulation import simulate
+from promptfed.experiments.simulated import Simulated
+from promptfed.experiments.simulation import simulate
 from promptfed.local import Site
-from shared.clip import Backbone, shape_of
-from shared.data import Source
-from shared.data.sharing import SharedSources
-from shared.data.source import ArrayImages, Split
-from shared.methods import make_method
-from shared.methods.base import ServerContext
-from shared.methods.training import batches
-from shared.seeds import generator, initial_draws
-from shared.spec import TrainingSpec
-from shared.tensors import Tensors
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import Source
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.source import ArrayImages, Split
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.base import ServerContext
+from promptfed.shared.methods.training import batches
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.tensors import Tensors
 from tests.methods import literal_visual as literal
 from tests.methods.visual_clients import NAMES, assert_gradients, assert_values, small_backbone
 

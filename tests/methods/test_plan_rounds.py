@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
-from shared.methods import make_method, resolve_spec
-from shared.methods.base import MethodError
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods.base import MethodError
 from tests.methods.small_plan import check_state, phase_of, plan, run_phase, slow_reference, start
 from tests.methods.visual_clients import NAMES, assert_values, client_context, server_context, small_backbone
 
@@ -137,7 +137,7 @@ def test_training_keeps_no_gradient_of_a_weight(backbone: Backbone) -> None:
 
 def test_the_paper_s_numbers_for_vit_b_16() -> None:
     """Numbers per client and round, both ways: two exchanges with K = 3 (our count of the paper's: 11.15 million)."""
-    from shared.spec import BackboneShape
+    from promptfed.shared.spec import BackboneShape
 
     shape = BackboneShape(d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77)
     method = make_method({"name": "plan"})
@@ -174,8 +174,8 @@ def test_which_phases_are_means() -> None:
 
 def server_context_of(shape: Any) -> Any:
     """A roster of nobody before a backbone of this shape."""
-    from shared.methods.base import ServerContext
-    from shared.spec import TrainingSpec
+    from promptfed.shared.methods.base import ServerContext
+    from promptfed.shared.spec import TrainingSpec
 
     return ServerContext(TrainingSpec(), shape, None, (), seed=0, rounds=20)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
-from shared.messages import Domain
-from shared.methods.base import ClientContext, ClientInfo, MethodError
-from shared.methods.domains import described_domains, domain_key, trainer_domains, wording
-from shared.methods.style_transfer import (
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.base import ClientContext, ClientInfo, MethodError
+from promptfed.shared.methods.domains import described_domains, domain_key, trainer_domains, wording
+from promptfed.shared.methods.style_transfer import (
     PARAMETERS,
     EmbeddedSplit,
     StyleTransfer,
@@ -25,8 +25,8 @@ from shared.methods.style_transfer import (
     transferred,
     transform,
 )
-from shared.methods.training import TaskCancelled
-from shared.seeds import generator
+from promptfed.shared.methods.training import TaskCancelled
+from promptfed.shared.seeds import generator
 from tests.methods import literal_fast_pt as literal
 from tests.methods.conftest import NAMES
 

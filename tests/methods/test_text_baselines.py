@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
-from shared.methods import fedcocoop, make_method, promptfl_ft, resolve_spec
-from shared.methods.base import ClientContext, Method, ServerContext
-from shared.methods.training import batches, learning_rate
-from shared.seeds import generator, initial_draws
-from shared.spec import BackboneShape, SpecError, TrainingSpec
-from shared.tensors import Tensors
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import fedcocoop, make_method, promptfl_ft, resolve_spec
+from promptfed.shared.methods.base import ClientContext, Method, ServerContext
+from promptfed.shared.methods.training import batches, learning_rate
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.tensors import Tensors
 from tests.methods import literal
 from tests.methods.conftest import NAMES, MadeUpSplit
 

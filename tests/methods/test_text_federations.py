@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
-from shared.messages import EnrolRequest, EvaluationRequest
-from shared.methods.base import ClientContext
-from shared.seeds import generator, initial_draws
-from shared.spec import BackboneShape, TrainingSpec
-from shared.tensors import Tensors, decode, encode
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import EnrolRequest, EvaluationRequest
+from promptfed.shared.methods.base import ClientContext
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors, decode, encode
 from tests.client_service.fake import made_up_source
 from tests.coordinator.running import InThread, in_thread
 from tests.methods import literal, test_fedpgp, test_fedtpg

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone
-from shared.methods.visual import CHUNK, ImageClassifier, Towers, VisualHyper
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods.visual import CHUNK, ImageClassifier, Towers, VisualHyper
 from tests.methods.visual_clients import assert_gradients, assert_values, filled, small_backbone, split_of
 
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import weighted_mean
-from coordinator.federations import resolve
-from coordinator.problems import InvalidSpec
-from experiments.simulation import simulate
+from promptfed.coordinator.aggregation import weighted_mean
+from promptfed.coordinator.federations import resolve
+from promptfed.coordinator.problems import InvalidSpec
+from promptfed.experiments.simulation import simulate
 from promptfed.local import Site
-from shared.clip import Backbone, shape_of
-from shared.methods import check_fits, make_method, resolve_spec, runnable
-from shared.methods.base import ClientContext, ClientInfo, ClientUpdate, Method, MethodError, ServerContext
-from shared.methods.fedmaple import FedMaple
-from shared.methods.heads import LinearHead
-from shared.seeds import initial_draws
-from shared.spec import BackboneShape, SpecError, TrainingSpec
-from shared.tensors import Tensors
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.methods import check_fits, make_method, resolve_spec, runnable
+from promptfed.shared.methods.base import ClientContext, ClientInfo, ClientUpdate, Method, MethodError, ServerContext
+from promptfed.shared.methods.fedmaple import FedMaple
+from promptfed.shared.methods.heads import LinearHead
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.tensors import Tensors
 from tests.methods import literal_visual as literal
 from tests.methods.literal import cross_entropy
 from tests.methods.textless import MODEL, textless_backbone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shared.clip import Backbone, load_backbone
+from promptfed.shared.clip import Backbone, load_backbone
 
 MODEL = "timm:textless_small"
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.clip import Backbone, load_backbone, shape_of
-from shared.methods.base import ClientContext, ClientInfo, ServerContext
-from shared.seeds import generator
-from shared.spec import TrainingSpec
+from promptfed.shared.clip import Backbone, load_backbone, shape_of
+from promptfed.shared.methods.base import ClientContext, ClientInfo, ServerContext
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import TrainingSpec
 
 NAMES = ("sun", "chess_knight", "umbrella")
 VISION = {"image_size": 16, "layers": 3, "width": 32, "head_width": 16, "patch_size": 8}

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from promptfed.api import Coordinator
+from promptfed.shared.clip import Backbone, load_backbone, shape_of
+from promptfed.shared.data import open_source
+from promptfed.shared.tensors import Tensors, decode, encode, state_hash
 from promptfed.taking import Taken, take
-from shared.clip import Backbone, load_backbone, shape_of
-from shared.data import open_source
-from shared.tensors import Tensors, decode, encode, state_hash
 from tests.coordinator.running import InThread
 
 NAMES = ["anchor", "sun", "umbrella", "pair of scissors"]

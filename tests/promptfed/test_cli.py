@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from promptfed.exits import Exit
 from promptfed.main import app
 from promptfed.processes import Processes
-from shared.clip import load_backbone
+from promptfed.shared.clip import load_backbone
 
 FINGERPRINT = "sha256:" + "1" * 64
 SPEC: dict[str, Any] = {"method": {"name": "promptfl", "m": 4}, "rounds": 2, "backbone": {"fingerprint": FINGERPRINT}}
@@ -68,7 +68,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     data, port_file = folder / "data", folder / "url"
     with Processes(folder) as processes:
         managed = processes.start(
-            "coordinator", ["-m", "coordinator", f"--data-dir={data}", "--port=0", f"--port-file={port_file}"]
+            "coordinator", ["-m", "promptfed.coordinator", f"--data-dir={data}", "--port=0", f"--port-file={port_file}"]
         )
         deadline = time.monotonic() + 60
         while not port_file.exists():

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from promptfed.demo import demo_sites, demo_spec
 from promptfed.exits import Exit
 from promptfed.main import app
-from shared.data.demo import DEMOS
+from promptfed.shared.data.demo import DEMOS
 
 DEMO = [sys.executable, "-m", "promptfed", "demo"]
 

@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from client_service import doctor as doctor_module
-from client_service.__main__ import main as client
+from promptfed.client_service import doctor as doctor_module
+from promptfed.client_service.__main__ import main as client
 from promptfed.exits import Exit
 from promptfed.main import app
-from shared.clip import shape_of
+from promptfed.shared.clip import shape_of
 from tests.coordinator.running import InThread, in_thread
 from tests.promptfed import exporting
 

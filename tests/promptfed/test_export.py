@@ -20,12 +20,12 @@ from promptfed.cards import snippet
 from promptfed.exits import Exit
 from promptfed.export import Asked, export, read_export
 from promptfed.main import app
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.domains import domain_key
+from promptfed.shared.methods.text_features import name_features
+from promptfed.shared.tensors import decode
 from promptfed.taking import Taken
-from shared.clip import Backbone
-from shared.methods import make_method
-from shared.methods.domains import domain_key
-from shared.methods.text_features import name_features
-from shared.tensors import decode
 from tests.coordinator.running import InThread, in_thread
 from tests.promptfed import exporting
 from tests.promptfed.exporting import DOMAINS, NAMES, SPECS

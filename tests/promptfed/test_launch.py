@@ -25,7 +25,7 @@ from promptfed.local import Services, Site
 from promptfed.main import app
 from promptfed.processes import ProcessFailed
 from promptfed.runfile import read_run
-from shared.spec import parse_spec
+from promptfed.shared.spec import parse_spec
 from tests import ROOT
 
 SPEC = """

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import promptfed
-from shared.clip import Backbone, shape_of
-from shared.data import open_source
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import open_source
 from tests.coordinator.running import in_thread
 from tests.promptfed import exporting
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 
 from promptfed.exits import Exit
 from promptfed.main import app
-from shared.clip import Backbone, load_backbone, shape_of
-from shared.methods import make_method
-from shared.methods.text_features import name_features
+from promptfed.shared.clip import Backbone, load_backbone, shape_of
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.text_features import name_features
 from tests.coordinator.running import InThread, in_thread
 
 METHOD = {"name": "fedtpg", "m": 4}
@@ -71,7 +71,7 @@ def test_classes_that_no_client_has_get_a_context(coordinator: InThread, backbon
 
 
 def load_state(coordinator: InThread) -> dict[str, torch.Tensor]:
-    from shared.tensors import decode
+    from promptfed.shared.tensors import decode
 
     path = "/v1/federations/texts/prompts"
     return decode(coordinator.http.get(path, headers=coordinator.operator).content)[0]

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from coordinator.store.tables import TaskRow
+from promptfed.coordinator.store.tables import TaskRow
 from promptfed.exits import Exit
 from promptfed.main import app
-from shared.tensors import state_hash
+from promptfed.shared.tensors import state_hash
 from tests.coordinator.fakes import drive
 from tests.coordinator.running import InThread, in_thread
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from promptfed.api import CommandError
 from promptfed.exits import Exit
 from promptfed.main import app
+from promptfed.shared.spec import FederationSpec
 from promptfed.taking import Taken
 from promptfed.tracking import metrics_of, open_tracker, record, settings_of
-from shared.spec import FederationSpec
 from tests.coordinator.running import in_thread
 
 FEDERATION = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from promptfed.api import CommandError, Coordinator
+from promptfed.shared.clip import Backbone, load_backbone, shape_of, tiny
+from promptfed.shared.methods.text_features import name_features
+from promptfed.shared.tensors import decode
 from promptfed.words import make_lexicon, supply_words, vocabulary, whole_words
-from shared.clip import Backbone, load_backbone, shape_of, tiny
-from shared.methods.text_features import name_features
-from shared.tensors import decode
 from tests.coordinator.fakes import CLASSES, drive
 from tests.coordinator.running import InThread, in_thread
 

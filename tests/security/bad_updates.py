@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shared.tensors import TensorError, Tensors, check, decode, norm
+from promptfed.shared.tensors import TensorError, Tensors, check, decode, norm
 from tests.coordinator.fakes import content_digest, update_body
 
 EXPECTED = {"context": ((4, 8), "float32")}

@@ -10,8 +10,8 @@ import httpx
 import pytest
 import torch
 
-from coordinator.app import create_app
-from coordinator.settings import Settings
+from promptfed.coordinator.app import create_app
+from promptfed.coordinator.settings import Settings
 from tests import ROOT
 from tests.coordinator.fakes import bearer, content_digest, enrolment, secret_of, spec, update_body
 from tests.coordinator.running import InThread, in_thread

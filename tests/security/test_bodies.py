@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.messages import EnrolRequest
+from promptfed.shared.messages import EnrolRequest
 from tests.coordinator.fakes import CLASSES, bearer, content_digest, enrolment, secret_of, update_body
 from tests.coordinator.open_phases import kind, opened
 from tests.coordinator.running import InThread

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import connections
+from promptfed.coordinator import connections
 from tests.coordinator.fakes import drive
 from tests.coordinator.running import InThread, Process
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from coordinator import clock, guessing
-from coordinator.guessing import Guessing
-from coordinator.problems import TooManyFailures
+from promptfed.coordinator import clock, guessing
+from promptfed.coordinator.guessing import Guessing
+from promptfed.coordinator.problems import TooManyFailures
 from tests.coordinator.fakes import bearer
 from tests.coordinator.running import InThread
 

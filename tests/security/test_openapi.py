@@ -26,10 +26,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from coordinator.app import create_app
-from coordinator.engine import Engine
-from coordinator.settings import Settings
-from coordinator.store.tables import StateRow, TaskRow, UpdateRow
+from promptfed.coordinator.app import create_app
+from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.tables import StateRow, TaskRow, UpdateRow
 from tests.coordinator.fakes import bearer, content_digest
 from tests.coordinator.open_phases import opened
 from tests.coordinator.running import InThread, in_thread

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.logs import JsonFormatter
+from promptfed.coordinator.logs import JsonFormatter
 from tests.coordinator.fakes import bearer, drive, secret_of, update_body
 from tests.coordinator.running import Forked, InThread
 from tests.postgres import PASSWORD

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from client_service.coordinator_client import http_to
-from coordinator.__main__ import main
+from promptfed.client_service.coordinator_client import http_to
+from promptfed.coordinator.__main__ import main
 from tests.coordinator.running import Forked
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")

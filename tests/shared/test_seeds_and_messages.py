@@ -11,8 +11,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from shared.messages import Domain, EnrolRequest, EvaluationRequest, Problem, UpdateMetadata
-from shared.seeds import derive_seed, generator, sampling_order
+from promptfed.shared.messages import Domain, EnrolRequest, EvaluationRequest, Problem, UpdateMetadata
+from promptfed.shared.seeds import derive_seed, generator, sampling_order
 
 ENROL: dict[str, Any] = {
     "name": "hospital-a",
@@ -71,13 +71,15 @@ def test_problem_kind_is_the_end_of_its_type() -> None:
     assert problem.kind == "phase-closed"
 
 
-@pytest.mark.parametrize("module", ["shared.spec", "shared.messages", "promptfed.main", "client_service"])
+@pytest.mark.parametrize(
+    "module", ["promptfed.shared.spec", "promptfed.shared.messages", "promptfed.main", "promptfed.client_service"]
+)
 def test_control_modules_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'open_clip') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["shared.methods", "shared.clip"])
+@pytest.mark.parametrize("module", ["promptfed.shared.methods", "promptfed.shared.clip"])
 def test_methods_import_no_open_clip(module: str) -> None:
     code = f"import sys, {module}; print('open_clip' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.methods import METHODS, describe, resolve_spec
-from shared.spec import SpecError, merged
+from promptfed.shared.methods import METHODS, describe, resolve_spec
+from promptfed.shared.spec import SpecError, merged
 
 GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.pages import MEDIA_TYPES
+from promptfed.shared.pages import MEDIA_TYPES
 from tests.coordinator.running import InThread
 
 ROOT = Path(__file__).parents[2]

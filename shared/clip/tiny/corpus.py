@@ -10,13 +10,13 @@ import open_clip
 import torch
 from torch import Tensor
 
-from shared.clip.tiny import MODEL, register
-from shared.data.classes import SYMBOLS, TOPIC_TEMPLATES
-from shared.data.digits import DIGIT_NAMES
-from shared.data.drawing import blur, glyph, hash_keys
-from shared.data.render import render
-from shared.data.styles import COMMON, RARE, STYLES
-from shared.seeds import derive_seed
+from promptfed.shared.clip.tiny import MODEL, register
+from promptfed.shared.data.classes import SYMBOLS, TOPIC_TEMPLATES
+from promptfed.shared.data.digits import DIGIT_NAMES
+from promptfed.shared.data.drawing import blur, glyph, hash_keys
+from promptfed.shared.data.render import render
+from promptfed.shared.data.styles import COMMON, RARE, STYLES
+from promptfed.shared.seeds import derive_seed
 
 DIGIT_FONTS = (
     "DejaVuSans.ttf",

@@ -1,4 +1,4 @@
-"""What the tiny backbone can do: ``python -m shared.clip.tiny.evaluate`` prints the tables of docs/backbone.md."""
+"""What the tiny backbone can do: ``python -m promptfed.shared.clip.tiny.evaluate`` prints docs/backbone.md's tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from torch import Tensor
 
-from shared.clip.tiny import MODEL, register, weights_path
-from shared.data.classes import SYMBOLS
-from shared.data.digits import DIGIT_NAMES, DOMAINS, digit_images
-from shared.data.digits import TEMPLATE as DIGIT_TEMPLATE
-from shared.data.partition import halves
-from shared.data.source import Split
-from shared.data.styles import COMMON, RARE, STYLES
-from shared.data.symbols import TEMPLATE, symbols_split
-from shared.seeds import generator
+from promptfed.shared.clip.tiny import MODEL, register, weights_path
+from promptfed.shared.data.classes import SYMBOLS
+from promptfed.shared.data.digits import DIGIT_NAMES, DOMAINS, digit_images
+from promptfed.shared.data.digits import TEMPLATE as DIGIT_TEMPLATE
+from promptfed.shared.data.partition import halves
+from promptfed.shared.data.source import Split
+from promptfed.shared.data.styles import COMMON, RARE, STYLES
+from promptfed.shared.data.symbols import TEMPLATE, symbols_split
+from promptfed.shared.seeds import generator
 
 CONTEXT_LENGTH = 16
 CONTEXT_STD = 0.02

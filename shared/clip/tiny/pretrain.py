@@ -1,4 +1,4 @@
-"""Pre-training of the tiny backbone: ``python -m shared.clip.tiny.pretrain --out weights.safetensors --seed 0``."""
+"""Pre-training of the tiny backbone: ``python -m promptfed.shared.clip.tiny.pretrain --out FILE --seed 0``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared.clip.tiny import MODEL, register
-from shared.clip.tiny.corpus import Batch, Recipe, make_batch
-from shared.clip.tiny.evaluate import measure, summary_line
-from shared.seeds import derive_seed
+from promptfed.shared.clip.tiny import MODEL, register
+from promptfed.shared.clip.tiny.corpus import Batch, Recipe, make_batch
+from promptfed.shared.clip.tiny.evaluate import measure, summary_line
+from promptfed.shared.seeds import derive_seed
 
 MAX_LOGIT_SCALE = 50.0
 

@@ -1,6 +1,6 @@
 """What FaST-PT's style transfer makes, judged by the real images nearest to it (the paper's Figure 2).
 
-    python -m experiments.neighbours --data 'symbols:{domain}?shots=16' --domains sketch,neon --out neighbours
+    python -m promptfed.experiments.neighbours --data 'symbols:{domain}?shots=16' --domains sketch,neon --out neighbours
 
 Every domain's transforms are trained as its client would train them, then each transferred training embedding is looked
 up by cosine among the test images of all domains: is the nearest one of the same class, of the target's domain, of the
@@ -20,13 +20,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.provenance import data_hash, provenance
-from shared.clip import Backbone, FeatureCache, load_backbone, tiny
-from shared.data import Source, open_source
-from shared.messages import Domain
-from shared.methods.base import ClientContext
-from shared.methods.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
-from shared.spec import TrainingSpec
+from promptfed.experiments.provenance import data_hash, provenance
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.data import Source, open_source
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.base import ClientContext
+from promptfed.shared.methods.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
+from promptfed.shared.spec import TrainingSpec
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from experiments.bench import Bench, scores_of
+from promptfed.experiments.bench import Bench, scores_of
 from promptfed.output import size
 
 ZERO_SHOT = "zero-shot"

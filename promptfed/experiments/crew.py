@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import torch
 
-from client_service.exits import ClientError
-from client_service.settings import Settings, make_settings
-from client_service.worker import Worker
-from experiments.plan import Plan
 from promptfed.api import CommandError
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.worker import Worker
 from promptfed.exits import Exit
+from promptfed.experiments.plan import Plan
 from promptfed.local import Site
 
 AHEAD = 2  # clients that fetch or send while as many as the pool has threads compute

@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from experiments.bench import Bench
-from experiments.entries import Entry, parse_entry
-from experiments.protocols import PROTOCOLS, Setting
-from experiments.tables import ZERO_SHOT, TableRow, caption, table_of
+from promptfed.experiments.bench import Bench
+from promptfed.experiments.entries import Entry, parse_entry
+from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.tables import ZERO_SHOT, TableRow, caption, table_of
 
 FOLDER = Path(__file__).parent / "embedded"
 SEEDS, REDUCED_SEEDS = (0, 1, 2), (0,)

@@ -9,8 +9,8 @@ import yaml
 
 from promptfed.api import CommandError
 from promptfed.exits import Exit
-from shared.methods import make_method, method_class, resolve_spec
-from shared.spec import FederationSpec, SpecError, merged
+from promptfed.shared.methods import make_method, method_class, resolve_spec
+from promptfed.shared.spec import FederationSpec, SpecError, merged
 
 OPTION = ":"
 

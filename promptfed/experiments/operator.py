@@ -9,7 +9,7 @@ import httpx
 
 from promptfed.api import CommandError
 from promptfed.exits import Exit
-from shared.messages import Problem
+from promptfed.shared.messages import Problem
 
 PAGE = 20  # reports of rounds that are asked for at once: with a thousand clients each has megabytes
 

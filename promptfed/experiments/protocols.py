@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
 
-from experiments.simulated import Accuracy
 from promptfed.api import CommandError
 from promptfed.exits import Exit
+from promptfed.experiments.simulated import Accuracy
 from promptfed.local import Site
-from shared.data import DataError, open_source
+from promptfed.shared.data import DataError, open_source
 
 DOMAIN = "{domain}"
 TARGET = "target"

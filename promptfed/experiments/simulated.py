@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shared.tensors import Tensors
+from promptfed.shared.tensors import Tensors
 
 
 @dataclass(frozen=True)

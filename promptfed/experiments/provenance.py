@@ -8,8 +8,8 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from shared.data import Source
-from shared.tensors import canonical_json
+from promptfed.shared.data import Source
+from promptfed.shared.tensors import canonical_json
 
 PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", "fastapi")
 

@@ -1,6 +1,6 @@
 """A federation in one process: the very coordinator and the very clients, over an in-process transport.
 
-There is no second implementation of anything: `coordinator.app` answers, `client_service.worker` trains. What differs
+There is no second implementation of anything: the coordinator's app answers, the client's worker trains. What differs
 is what they share: one backbone, one feature cache, each data set opened once, and a bounded pool of threads that
 computes for all clients in turn. Since clients take turns, a deadline would measure the queue: it is set to the longest
 there is. With the same number of torch threads the final state is, bit for bit, that of the same spec in processes.
@@ -22,25 +22,25 @@ from typing import Any
 import httpx
 import torch
 
-from coordinator.access import OPERATOR_FILE
-from coordinator.app import create_app, lifespan
-from coordinator.settings import Settings
-from experiments.crew import AHEAD, Crew, crew
-from experiments.operator import Operator
-from experiments.plan import Plan, Progress, checked, expected_backbone, open_site
-from experiments.simulated import Simulated, seconds_of_clients
-from experiments.transport import InProcess
-from experiments.warming import warm
 from promptfed.api import CommandError
 from promptfed.backbone import described, open_backbone
+from promptfed.coordinator.access import OPERATOR_FILE
+from promptfed.coordinator.app import create_app, lifespan
+from promptfed.coordinator.settings import Settings
 from promptfed.exits import Exit
+from promptfed.experiments.crew import AHEAD, Crew, crew
+from promptfed.experiments.operator import Operator
+from promptfed.experiments.plan import Plan, Progress, checked, expected_backbone, open_site
+from promptfed.experiments.simulated import Simulated, seconds_of_clients
+from promptfed.experiments.transport import InProcess
+from promptfed.experiments.warming import warm
 from promptfed.local import Site
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import DataError
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.methods import method_for, resolve_spec
+from promptfed.shared.tensors import decode
 from promptfed.watching import Snapshot
-from shared.clip import Backbone, FeatureCache
-from shared.data import DataError
-from shared.data.sharing import SharedSources
-from shared.methods import method_for, resolve_spec
-from shared.tensors import decode
 
 URL = "http://127.0.0.1"  # of a coordinator that no socket leads to
 POLL_SECONDS = 0.2

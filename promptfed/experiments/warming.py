@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shared.clip import Backbone, FeatureCache
-from shared.data import Split
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import Split
 
 STEP = 2 * 32  # images between two looks at whether to stop: whole batches of the cache
 

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from experiments.bench import Bench
-from experiments.protocols import FewShot, Personalisation
-from experiments.tables import TableRow
+from promptfed.experiments.bench import Bench
+from promptfed.experiments.protocols import FewShot, Personalisation
+from promptfed.experiments.tables import TableRow
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; the line styles help in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A00")

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from experiments.bench import Bench
-from experiments.entries import parse_entries
-from experiments.protocols import PROTOCOLS, Setting
-from experiments.tables import PAPER, TableRow
 from promptfed.api import CommandError
 from promptfed.exits import Exit
-from shared.spec import merged
+from promptfed.experiments.bench import Bench
+from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.tables import PAPER, TableRow
+from promptfed.shared.spec import merged
 
 FOLDER = Path(__file__).parent / "papers"
 PREFIX = "paper:"

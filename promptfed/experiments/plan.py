@@ -11,12 +11,12 @@ from promptfed.api import CommandError
 from promptfed.exits import Exit
 from promptfed.local import Site
 from promptfed.runfile import check_trainers
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import DataError, Source, Split
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.spec import SpecError
 from promptfed.watching import Snapshot
-from shared.clip import Backbone, FeatureCache
-from shared.data import DataError, Source, Split
-from shared.data.sharing import SharedSources
-from shared.methods import resolve_spec
-from shared.spec import SpecError
 
 NO_DEADLINE = 30 * 86400.0  # seconds: the longest that a spec may give
 

@@ -11,19 +11,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from experiments.entries import Entry
-from experiments.protocols import Protocol, Setting, Trial
-from experiments.provenance import data_hash, provenance
-from experiments.simulated import Accuracy, Simulated
-from experiments.simulation import simulate
 from promptfed.api import CommandError
 from promptfed.backbone import open_backbone
 from promptfed.exits import Exit
-from shared.clip import Backbone
-from shared.data.sharing import SharedSources
-from shared.methods import resolve_spec
-from shared.spec import merged
-from shared.tensors import canonical_json
+from promptfed.experiments.entries import Entry
+from promptfed.experiments.protocols import Protocol, Setting, Trial
+from promptfed.experiments.provenance import data_hash, provenance
+from promptfed.experiments.simulated import Accuracy, Simulated
+from promptfed.experiments.simulation import simulate
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.spec import merged
+from promptfed.shared.tensors import canonical_json
 
 FORMAT = 2  # of a run's file: another number makes it be run again
 VARIANT = "@"
