@@ -35,7 +35,7 @@ test-all: lint
 
 # Kills, attacks and partitions at length, about an hour and a half: what docs/reliability.md tells.
 test-faults: $(READY)
-	$(BIN)/python -m pytest -m slow -s tests/faults tests/security tests/experiments/test_poisoned.py $(ARGS)
+	$(BIN)/python -m pytest -m slow -s tests/faults tests/security tests/promptfed/experiments/test_poisoned.py $(ARGS)
 
 test-docker: $(READY)
 	$(BIN)/python -m pytest -m docker $(ARGS)

@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from promptfed.coordinator.robust import RULES, Rule
-from promptfed.shared.methods.base import ClientUpdate
+from promptfed.coordinator.aggregation.rules import RULES, Rule
+from promptfed.shared.methods.core.base import ClientUpdate
 from promptfed.shared.spec import AggregationSpec
 
 SIZES = ((10, 8192), (100, 8192), (1000, 8192), (50, 1_310_720))  # the last: 50 clients with 5 MB each

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 SHAPES = {32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of a float32 context
 CASES = ((32, 10), (32, 100), (32, 1000), (5120, 10), (5120, 100))

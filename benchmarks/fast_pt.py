@@ -31,13 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from promptfed.experiments.simulation import simulate
-from promptfed.local import Site
+from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.base import Classifier, ClientContext
-from promptfed.shared.methods.domain_mixture import MixtureClassifier
-from promptfed.shared.methods.style_transfer import EmbeddedSplit
+from promptfed.shared.methods.core.base import Classifier, ClientContext
+from promptfed.shared.methods.fast_pt.domain_mixture import MixtureClassifier
+from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit
 from promptfed.shared.spec import TrainingSpec
 
 M, DOMAINS = 4, 3

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.base import ClientInfo, ClientUpdate, ServerContext
+from promptfed.shared.methods.core.base import ClientInfo, ClientUpdate, ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors, state_hash

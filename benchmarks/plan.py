@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.step import class_names
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.base import ClientContext, ClientInfo, Phase, ServerContext
+from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Phase, ServerContext
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from promptfed.experiments.simulation import simulate
-from promptfed.local import Site
+from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods.base import ClientContext, Method, TrainResult
+from promptfed.shared.methods.core.base import ClientContext, Method, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from promptfed.local import LocalFederation, Site
-from promptfed.processes import Processes
-from promptfed.watching import follow, pages
+from promptfed.runtime.processes import Processes
+from promptfed.runtime.services import LocalFederation, Site
+from promptfed.sdk.progress import follow, pages
 
 STYLES = ("painting", "sketch", "quickdraw", "neon", "chalk", "mosaic")
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from promptfed.experiments.provenance import provenance
-from promptfed.experiments.simulated import Simulated
 from promptfed.experiments.simulation import simulate
-from promptfed.local import Site
+from promptfed.runtime.services import Site
+from promptfed.sdk.progress import Snapshot
+from promptfed.sdk.simulated import Simulated
 from promptfed.shared.data.classes import SYMBOLS
-from promptfed.watching import Snapshot
 
 CASES = ((100, 20), (1000, 3))  # clients and rounds
 TRAIN, TEST = 16, 10  # images of each client

@@ -28,10 +28,10 @@ from torch import Tensor
 from benchmarks.step import class_names, provenance, seconds
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.base import ClientContext, Method, ServerContext
+from promptfed.shared.methods.core.base import ClientContext, Method, ServerContext
+from promptfed.shared.methods.core.training import make_optimizer
 from promptfed.shared.methods.fedpgp import FedPGP, contrastive_loss, delta
 from promptfed.shared.methods.fedtpg import FedTPG
-from promptfed.shared.methods.training import make_optimizer
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource
 
 from promptfed.client_service.exits import Exit
-from promptfed.client_service.narration import sentence
+from promptfed.client_service.log_messages import sentence
 from promptfed.client_service.settings import Settings, one_line
 from promptfed.shared.leaving import leave
 
@@ -66,8 +66,8 @@ def start(settings: Settings) -> int:
 
 def check(settings: Settings) -> int:
     """Look at everything and join nothing; BAD_DATA where something stands in the way."""
-    from promptfed.client_service.doctor import Examination, Patient
-    from promptfed.client_service.terminal import Terminal
+    from promptfed.client_service.joining.consent import Terminal
+    from promptfed.client_service.joining.doctor import Examination, Patient
 
     found = Examination(Patient.of(settings))
     found.run()

@@ -10,18 +10,18 @@ from concurrent.futures import Executor
 
 import httpx
 
-from promptfed.client_service.api import create_app, running_api
-from promptfed.client_service.compute import Compute
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
-from promptfed.client_service.enrolment import explain
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining import Consent, FederationEnded, Joining, Parts
+from promptfed.client_service.joining.consent import Terminal
+from promptfed.client_service.joining.enrolment import explain
+from promptfed.client_service.joining.flow import Consent, FederationEnded, Joining, Parts
 from promptfed.client_service.monitor import Hook, Monitor, Status
-from promptfed.client_service.prediction import Predictor
 from promptfed.client_service.private_state import PrivateState
-from promptfed.client_service.session import Session
+from promptfed.client_service.serving.api import create_app, running_api
+from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
-from promptfed.client_service.terminal import Terminal
+from promptfed.client_service.task_loop import Session
+from promptfed.client_service.training.executor import Compute
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.leaving import leave

@@ -16,14 +16,15 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from promptfed.coordinator import access, bootstrap, federations
 from promptfed.coordinator.api import clients, events, health, insights, methods, replays, results, tasks, web
 from promptfed.coordinator.api import federations as federations_api
-from promptfed.coordinator.bodies import JsonBodies
-from promptfed.coordinator.engine import Engine
-from promptfed.coordinator.guessing import Guessing
-from promptfed.coordinator.insights import Insights
-from promptfed.coordinator.measures import Measures
+from promptfed.coordinator.engine.metrics import Measures
+from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.http import tokens
+from promptfed.coordinator.http.auth_throttle import Guessing
+from promptfed.coordinator.http.body_limits import JsonBodies
+from promptfed.coordinator.http.uploads import Uploads
+from promptfed.coordinator.operations import bootstrap, federations
 from promptfed.coordinator.problems import (
     BodyTooLarge,
     HttpError,
@@ -37,10 +38,10 @@ from promptfed.coordinator.problems import (
     UnreadableBody,
     UploadTimeout,
 )
+from promptfed.coordinator.reports.insights import Insights
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
-from promptfed.coordinator.uploads import Uploads
 from promptfed.shared.messages import Problem
 
 log = logging.getLogger("promptfed.coordinator")
@@ -101,7 +102,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         store = await asyncio.to_thread(open_store, settings)
     app.state.engine = engine = Engine(store.database, store.blobs, Measures())
     app.state.insights = Insights(engine)
-    app.state.operator_digest = access.digest(access.operator_token(settings.data_dir))
+    app.state.operator_digest = tokens.digest(tokens.operator_token(settings.data_dir))
     app.state.uploads = Uploads(
         engine, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )

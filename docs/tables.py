@@ -14,7 +14,7 @@ from typing import Any
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, describe, make_method
-from promptfed.shared.methods.base import ClientInfo, Phase, ServerContext
+from promptfed.shared.methods.core.base import ClientInfo, Phase, ServerContext
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import DTYPES, TensorSpec
 

@@ -17,21 +17,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from promptfed.api import CommandError
-    from promptfed.experiments.simulated import Accuracy
-    from promptfed.remote import Connection, Federation, connect
-    from promptfed.results import Prediction, Result
-    from promptfed.running import run
+    from promptfed.library.connection import Connection, Federation, connect
+    from promptfed.library.result import Prediction, Result
+    from promptfed.library.run import run
+    from promptfed.sdk.client import CommandError
+    from promptfed.sdk.simulated import Accuracy
 
 _WHERE = {
-    "Accuracy": "promptfed.experiments.simulated",
-    "CommandError": "promptfed.api",
-    "Connection": "promptfed.remote",
-    "Federation": "promptfed.remote",
-    "Prediction": "promptfed.results",
-    "Result": "promptfed.results",
-    "connect": "promptfed.remote",
-    "run": "promptfed.running",
+    "Accuracy": "promptfed.sdk.simulated",
+    "CommandError": "promptfed.sdk.client",
+    "Connection": "promptfed.library.connection",
+    "Federation": "promptfed.library.connection",
+    "Prediction": "promptfed.library.result",
+    "Result": "promptfed.library.result",
+    "connect": "promptfed.library.connection",
+    "run": "promptfed.library.run",
 }
 
 __all__ = ["Accuracy", "CommandError", "Connection", "Federation", "Prediction", "Result", "connect", "run"]

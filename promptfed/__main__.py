@@ -1,6 +1,6 @@
 """``python -m promptfed``: the command, where its script is not on the path."""
 
-from promptfed.main import main
+from promptfed.cli.main import main
 
 if __name__ == "__main__":
     main()

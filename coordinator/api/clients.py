@@ -7,10 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response, status
 from sqlalchemy import select
 
-from promptfed.coordinator import federations
 from promptfed.coordinator.api.deps import After, ClientId, EngineOf, EnrollingAt, Limit, Operated
-from promptfed.coordinator.api.schemas import ClientPage, ClientView
-from promptfed.coordinator.enrolment import enrol, enrolment_info
+from promptfed.coordinator.operations import federations
+from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.problems import (
     ANY_CALLER,
     CannotStart,
@@ -28,8 +27,9 @@ from promptfed.coordinator.problems import (
     WrongState,
     documented,
 )
+from promptfed.coordinator.reports.federations import client_view
+from promptfed.coordinator.reports.schemas import ClientPage, ClientView
 from promptfed.coordinator.store.tables import ClientRow
-from promptfed.coordinator.views import client_view
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])

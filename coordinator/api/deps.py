@@ -9,10 +9,10 @@ from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
-from promptfed.coordinator.access import Caller, ClientCaller, Enrolling, Operator, digest, identify
-from promptfed.coordinator.engine import Engine
-from promptfed.coordinator.guessing import Guessing
-from promptfed.coordinator.live import Client, Live
+from promptfed.coordinator.domain.federation import Client, Live
+from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.http.auth_throttle import Guessing
+from promptfed.coordinator.http.tokens import Caller, ClientCaller, Enrolling, Operator, digest, identify
 from promptfed.coordinator.problems import NotFound, StoreAway, Unauthorized, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 

@@ -11,10 +11,10 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import select
 
 from promptfed.coordinator.api.deps import EngineOf, Operated
-from promptfed.coordinator.bells import wait
-from promptfed.coordinator.engine import EVENTS, Engine
+from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.engine.registry import EVENTS, Engine
+from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.problems import ANY_CALLER, documented
-from promptfed.coordinator.run import ENDED
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.tables import EventRow
 

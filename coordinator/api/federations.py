@@ -8,16 +8,8 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Body, Header, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 
-from promptfed.coordinator import federations
 from promptfed.coordinator.api.deps import After, EngineOf, IsOperator, Limit, Operated, SettingsOf
-from promptfed.coordinator.api.schemas import (
-    DryRun,
-    FederationPage,
-    FederationView,
-    MintedToken,
-    SuppliedState,
-    TokenRequest,
-)
+from promptfed.coordinator.operations import federations
 from promptfed.coordinator.problems import (
     ANY_CALLER,
     BodyTooLarge,
@@ -32,6 +24,15 @@ from promptfed.coordinator.problems import (
     WrongState,
     documented,
 )
+from promptfed.coordinator.reports.federations import federation_view
+from promptfed.coordinator.reports.schemas import (
+    DryRun,
+    FederationPage,
+    FederationView,
+    MintedToken,
+    SuppliedState,
+    TokenRequest,
+)
 from promptfed.coordinator.task_problems import (
     BadMetadata,
     HeaderTooLarge,
@@ -44,7 +45,6 @@ from promptfed.coordinator.task_problems import (
     WrongDtype,
     WrongShape,
 )
-from promptfed.coordinator.views import federation_view
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Response
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.api.deps import EngineOf
-from promptfed.coordinator.api.schemas import Health
 from promptfed.coordinator.problems import NotReady, documented
+from promptfed.coordinator.reports.schemas import Health
 from promptfed.coordinator.store.backend import DatabaseAway
 
 router = APIRouter(tags=["health"])

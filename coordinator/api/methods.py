@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from promptfed.coordinator.api.schemas import MethodList, MethodView
 from promptfed.coordinator.problems import NotFound, documented
+from promptfed.coordinator.reports.schemas import MethodList, MethodView
 from promptfed.shared import methods
 from promptfed.shared.spec import SpecError
 

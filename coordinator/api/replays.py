@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Response
 from pydantic import BaseModel, Field
 
-from promptfed.coordinator import replay
 from promptfed.coordinator.api.deps import EngineOf, Operated
-from promptfed.coordinator.live import Live
+from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.operations import replay
 from promptfed.coordinator.problems import ANY_CALLER, NoState, NotAMean, TooFewUpdates, UpdatesGone, documented
 from promptfed.shared.spec import AggregationSpec
 from promptfed.shared.tensors import encode

@@ -9,17 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Path, Query, Response, status
 from fastapi.responses import FileResponse, JSONResponse
 
-from promptfed.coordinator import generation, reports
 from promptfed.coordinator.api.deps import After, EngineOf, Limit, Operated
-from promptfed.coordinator.api.schemas import (
-    GenerateRequest,
-    Metric,
-    MetricList,
-    PromptsView,
-    RoundPage,
-    RoundReport,
-    TensorView,
-)
 from promptfed.coordinator.problems import (
     ANY_CALLER,
     InvalidRequest,
@@ -28,6 +18,16 @@ from promptfed.coordinator.problems import (
     NotAGenerator,
     NotFound,
     documented,
+)
+from promptfed.coordinator.reports import generation, rounds
+from promptfed.coordinator.reports.schemas import (
+    GenerateRequest,
+    Metric,
+    MetricList,
+    PromptsView,
+    RoundPage,
+    RoundReport,
+    TensorView,
 )
 from promptfed.shared.tensors import decode
 
@@ -45,10 +45,10 @@ def list_rounds(engine: EngineOf, live: Operated, limit: Limit = 100, after: Aft
     engine.activity.flush_if_possible()
     begin = int(after) + 1 if after is not None and after.isdecimal() else 0
     with engine.database.read() as session:
-        numbers = reports.rounds(session, live.id)
+        numbers = rounds.rounds(session, live.id)
         page = [number for number in numbers if number >= begin][:limit]
         following = str(page[-1]) if page and page[-1] != numbers[-1] else None
-        return RoundPage(rounds=[reports.round_report(session, live, number) for number in page], next=following)
+        return RoundPage(rounds=[rounds.round_report(session, live, number) for number in page], next=following)
 
 
 @router.get("/rounds/{round}", responses=documented(*ANY_CALLER))
@@ -56,9 +56,9 @@ def get_round(engine: EngineOf, live: Operated, round: Annotated[int, Path(ge=0,
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     engine.activity.flush_if_possible()
     with engine.database.read() as session:
-        if round not in reports.rounds(session, live.id):
+        if round not in rounds.rounds(session, live.id):
             raise NotFound(f"round {round} has not begun; {live.name} is in round {live.run.round}")
-        return reports.round_report(session, live, round)
+        return rounds.round_report(session, live, round)
 
 
 @router.get(
@@ -79,7 +79,7 @@ def get_prompts(
 ) -> Response:
     """The global state after a round. The ETag is its state hash."""
     with engine.database.read() as session:
-        found = reports.state_of(session, live, round_number(round))
+        found = rounds.state_of(session, live, round_number(round))
     headers = {"ETag": f'"{found.state_hash}"', "Vary": "Accept", "Cache-Control": "no-cache"}
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
     if found.state_hash in known or "*" in known:
@@ -99,7 +99,7 @@ def round_number(round: str) -> int | None:
     return None if round == "latest" else int(round)
 
 
-def _as_json(found: reports.Stored, content: bytes, headers: dict[str, str]) -> JSONResponse:
+def _as_json(found: rounds.Stored, content: bytes, headers: dict[str, str]) -> JSONResponse:
     tensors, _ = decode(content)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     if numbers > MOST_JSON_NUMBERS:
@@ -130,7 +130,7 @@ def get_metrics(
     """Every metric by round: what clients measured, accuracies, bytes, seconds."""
     engine.activity.flush_if_possible()
     with engine.database.read() as session:
-        found = reports.metrics(session, live)
+        found = rounds.metrics(session, live)
     if format == "json":
         return MetricList(metrics=found)
     text = io.StringIO()

@@ -9,16 +9,18 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
-from promptfed.coordinator import admission, clock
 from promptfed.coordinator.api.deps import Calling, EngineOf, TaskId
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
-from promptfed.coordinator.api.schemas import Receipt, UpdateReceipt
-from promptfed.coordinator.bells import wait
-from promptfed.coordinator.engine import Engine
-from promptfed.coordinator.faults import point
-from promptfed.coordinator.live import Client, Live, OpenTask
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.domain.federation import Client, Live, OpenTask
+from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.engine.wakeups import wait
+from promptfed.coordinator.http.uploads import announced_digest, expect_digest
+from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.problems import ANY_CALLER, StorageFull, Unauthorized, Withdrawn, documented
-from promptfed.coordinator.run import ENDED
+from promptfed.coordinator.reports.schemas import Receipt, UpdateReceipt
+from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.task_problems import (
     AlreadyAnswered,
     DigestMismatch,
@@ -31,7 +33,6 @@ from promptfed.coordinator.task_problems import (
     WrongTask,
     WrongTaskKind,
 )
-from promptfed.coordinator.uploads import announced_digest, expect_digest
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task, TaskConfig
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
@@ -130,7 +131,7 @@ def _config(engine: Engine, live: Live) -> str:
 )
 def get_payload(engine: EngineOf, caller: Calling, task_id: TaskId) -> Response:
     """What the client starts from: always the same bytes for one task."""
-    digest, path, size = admission.payload(engine, caller.live, caller.client, task_id)
+    digest, path, size = submissions.payload(engine, caller.live, caller.client, task_id)
     headers = {"ETag": f'"{digest}"'}
     if size <= FileResponse.chunk_size:
         # A file's way through four threads costs more than its bytes.
@@ -174,7 +175,7 @@ async def put_update(
         async with request.app.state.uploads.receive(request, live.spec.admission.max_bytes) as upload:
             expect_digest(upload, announced)
             point("update-received")
-            new = await run_sync(admission.accept_update, engine, live, client, task_id, upload)
+            new = await run_sync(submissions.accept_update, engine, live, client, task_id, upload)
     if not new:
         response.status_code = status.HTTP_200_OK
     return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
@@ -193,7 +194,7 @@ def put_evaluation(
     engine: EngineOf, caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, response: Response
 ) -> Receipt:
     """Answer an evaluation task."""
-    if not admission.accept_evaluation(engine, caller.live, caller.client, task_id, evaluation):
+    if not submissions.accept_evaluation(engine, caller.live, caller.client, task_id, evaluation):
         response.status_code = status.HTTP_200_OK
     return Receipt(task_id=task_id, status="accepted")
 
@@ -201,5 +202,5 @@ def put_evaluation(
 @router.post("/tasks/{task_id}/failure", responses=documented(*CLIENT, AlreadyAnswered, PhaseClosed, StorageFull))
 def post_failure(engine: EngineOf, caller: Calling, task_id: TaskId, failure: FailureRequest) -> Receipt:
     """Say that the task cannot be carried out: nobody waits for it any longer."""
-    admission.accept_failure(engine, caller.live, caller.client, task_id, failure)
+    submissions.accept_failure(engine, caller.live, caller.client, task_id, failure)
     return Receipt(task_id=task_id, status="failed")

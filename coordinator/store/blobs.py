@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from promptfed.coordinator.faults import point
+from promptfed.coordinator.store.fault_points import point
 
 PREFIX = "sha256:"
 

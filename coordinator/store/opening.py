@@ -9,11 +9,11 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from promptfed.coordinator.lock import FolderLock
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import Backend, CannotOpen
 from promptfed.coordinator.store.blobs import Blobs, sync_folder
 from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.folder_lock import FolderLock
 from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import FederationRow, StoreRow

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from promptfed.experiments.bench import Bench
 from promptfed.experiments.entries import Entry, parse_entry
 from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import ZERO_SHOT, TableRow, caption, table_of
 
 FOLDER = Path(__file__).parent / "embedded"

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from promptfed.experiments.bench import Bench
 from promptfed.experiments.protocols import FewShot, Personalisation
+from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import TableRow
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; the line styles help in grey.

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from promptfed.api import CommandError
-from promptfed.exits import Exit
-from promptfed.experiments.bench import Bench
 from promptfed.experiments.entries import parse_entries
 from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import PAPER, TableRow
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
 from promptfed.shared.spec import merged
 
 FOLDER = Path(__file__).parent / "papers"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
 
-from promptfed.api import CommandError
-from promptfed.exits import Exit
-from promptfed.experiments.simulated import Accuracy
-from promptfed.local import Site
+from promptfed.runtime.services import Site
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.simulated import Accuracy
 from promptfed.shared.data import DataError, open_source
 
 DOMAIN = "{domain}"

@@ -22,25 +22,25 @@ from typing import Any
 import httpx
 import torch
 
-from promptfed.api import CommandError
-from promptfed.backbone import described, open_backbone
-from promptfed.coordinator.access import OPERATOR_FILE
 from promptfed.coordinator.app import create_app, lifespan
+from promptfed.coordinator.http.tokens import OPERATOR_FILE
 from promptfed.coordinator.settings import Settings
-from promptfed.exits import Exit
-from promptfed.experiments.crew import AHEAD, Crew, crew
-from promptfed.experiments.operator import Operator
-from promptfed.experiments.plan import Plan, Progress, checked, expected_backbone, open_site
-from promptfed.experiments.simulated import Simulated, seconds_of_clients
-from promptfed.experiments.transport import InProcess
-from promptfed.experiments.warming import warm
-from promptfed.local import Site
+from promptfed.experiments.asgi_transport import InProcess
+from promptfed.experiments.feature_warmup import warm
+from promptfed.experiments.preparation import Plan, Progress, checked, expected_backbone, open_site
+from promptfed.experiments.workers import AHEAD, Crew, crew
+from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import described, open_backbone
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.progress import Snapshot
+from promptfed.sdk.simulated import Simulated, seconds_of_clients
+from promptfed.sdk.simulation_operator import Operator
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import method_for, resolve_spec
 from promptfed.shared.tensors import decode
-from promptfed.watching import Snapshot
 
 URL = "http://127.0.0.1"  # of a coordinator that no socket leads to
 POLL_SECONDS = 0.2

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from promptfed.experiments.bench import Bench, scores_of
-from promptfed.output import size
+from promptfed.experiments.runner import Bench, scores_of
+from promptfed.sdk.output import size
 
 ZERO_SHOT = "zero-shot"
 PAPER = " (paper)"  # behind the label of a row that a paper prints

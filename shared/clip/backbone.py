@@ -12,8 +12,8 @@ from torch import Tensor
 from promptfed.shared.clip import vision
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
+from promptfed.shared.clip.lru import Recent, content_key
 from promptfed.shared.clip.prefix import PrefixEncoder
-from promptfed.shared.clip.recent import Recent, content_key
 from promptfed.shared.clip.text import TextTower
 from promptfed.shared.clip.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
 

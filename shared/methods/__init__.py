@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from promptfed.shared.methods.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.coop import CoOp
-from promptfed.shared.methods.fast_pt import FastPT
+from promptfed.shared.methods.core.base import Method, MethodError, ServerContext
+from promptfed.shared.methods.core.rule_checks import check_rule
+from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.methods.fedclip import FedCLIP
 from promptfed.shared.methods.fedcocoop import FedCoCoOp
 from promptfed.shared.methods.fedkgcoop import FedKgCoOp
@@ -23,7 +24,6 @@ from promptfed.shared.methods.plan import Plan
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.methods.promptfl_ft import PromptFLFT
 from promptfed.shared.methods.promptfl_prox import PromptFLProx
-from promptfed.shared.methods.rules import check_rule
 from promptfed.shared.methods.singleset_vpt import SingleSetVPT
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, parse_spec

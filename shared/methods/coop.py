@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import Generator, Tensor
 
-from promptfed.shared.methods.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
-from promptfed.shared.methods.context import ContextMethod, TextPromptClassifier, class_prompts, train_context
+from promptfed.shared.methods.core.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
+from promptfed.shared.methods.core.context import ContextMethod, TextPromptClassifier, class_prompts, train_context
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 

@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.methods.base import (
+from promptfed.shared.methods.core.base import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -30,9 +30,9 @@ from promptfed.shared.methods.base import (
     Split,
     TrainResult,
 )
-from promptfed.shared.methods.context import cosine_logits
-from promptfed.shared.methods.text_features import template_features
-from promptfed.shared.methods.training import train
+from promptfed.shared.methods.core.context import cosine_logits
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 ADAPTER = (

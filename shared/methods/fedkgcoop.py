@@ -7,10 +7,10 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from promptfed.shared.methods.base import ClientContext
-from promptfed.shared.methods.context import ContextHyper, Penalty
+from promptfed.shared.methods.core.base import ClientContext
+from promptfed.shared.methods.core.context import ContextHyper, Penalty
+from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.methods.text_features import template_features
 
 
 class FedKgCoOpHyper(ContextHyper):

@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from promptfed.shared.methods import visual
-from promptfed.shared.methods.base import (
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -24,7 +24,7 @@ from promptfed.shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from promptfed.shared.methods.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from promptfed.shared.methods.base import ClientContext, TrainResult
-from promptfed.shared.methods.context import (
+from promptfed.shared.methods.core.base import ClientContext, TrainResult
+from promptfed.shared.methods.core.context import (
     INIT_STD,
     BatchCrossEntropy,
     ContextHyper,
@@ -21,8 +21,8 @@ from promptfed.shared.methods.context import (
     TextPromptClassifier,
     class_prompts,
 )
-from promptfed.shared.methods.text_features import template_features
-from promptfed.shared.methods.training import train
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.core.training import train
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.methods.base import (
+from promptfed.shared.methods.core.base import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -29,15 +29,15 @@ from promptfed.shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from promptfed.shared.methods.context import (
+from promptfed.shared.methods.core.context import (
     INIT_STD,
     BatchCrossEntropy,
     TextPromptClassifier,
     class_prompts,
     text_width,
 )
-from promptfed.shared.methods.text_features import name_features
-from promptfed.shared.methods.training import train
+from promptfed.shared.methods.core.text_features import name_features
+from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:

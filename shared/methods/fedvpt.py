@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from promptfed.shared.methods import visual
-from promptfed.shared.methods.base import (
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
     ClientContext,
     ClientInfo,
     ClientUpdate,
@@ -26,8 +26,8 @@ from promptfed.shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from promptfed.shared.methods.heads import LinearHead, TextHead, head_width
-from promptfed.shared.methods.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
+from promptfed.shared.methods.core.heads import LinearHead, TextHead, head_width
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
 from promptfed.shared.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 

@@ -18,8 +18,8 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from promptfed.shared.methods import visual
-from promptfed.shared.methods.base import (
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
     Classifier,
     ClientContext,
     ClientInfo,
@@ -31,8 +31,15 @@ from promptfed.shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from promptfed.shared.methods.heads import LinearHead, head_width
-from promptfed.shared.methods.visual import ImageClassifier, Towers, VisualHyper, learned, train_on_images, vpt_bound
+from promptfed.shared.methods.core.heads import LinearHead, head_width
+from promptfed.shared.methods.core.visual import (
+    ImageClassifier,
+    Towers,
+    VisualHyper,
+    learned,
+    train_on_images,
+    vpt_bound,
+)
 from promptfed.shared.seeds import generator as draws_for
 from promptfed.shared.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec

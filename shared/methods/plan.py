@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.methods import visual
-from promptfed.shared.methods.base import (
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
     ClientContext,
     ClientInfo,
     ClientUpdate,
@@ -30,7 +30,7 @@ from promptfed.shared.methods.base import (
     ServerContext,
     TrainResult,
 )
-from promptfed.shared.methods.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
 

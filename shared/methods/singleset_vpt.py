@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from torch import Generator, Tensor
 
-from promptfed.shared.methods.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
+from promptfed.shared.methods.core.base import ClientContext, ClientUpdate, Combine, Phase, ServerContext, TrainResult
+from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.fedvpt import PROMPTS, VisualPromptMethod
-from promptfed.shared.methods.visual import ImageClassifier
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Generator, Tensor
 
-from promptfed.shared.methods.base import (
+from promptfed.shared.methods.core.base import (
     ClientContext,
     ClientUpdate,
     Combine,
@@ -19,8 +19,8 @@ from promptfed.shared.methods.base import (
     Split,
     TrainResult,
 )
-from promptfed.shared.methods.context import cosine_logits
-from promptfed.shared.methods.text_features import template_features
+from promptfed.shared.methods.core.context import cosine_logits
+from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 

@@ -14,7 +14,7 @@ from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, shape_of
 from promptfed.shared.data import Source
-from tests.client_service.fake import TOKEN, FakeCoordinator, made_up_source
+from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source
 
 MakeWorker = Callable[..., Worker]
 MakeCoordinator = Callable[..., FakeCoordinator]

@@ -21,7 +21,7 @@ from promptfed.client_service.exits import Exit
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import load_backbone, tiny
-from tests.client_service.processes import ClientProcess, wait_for
+from tests.support.client_processes import ClientProcess, wait_for
 
 TRAINERS = {"north": "symbols:painting", "south": "symbols:cartoon"}
 EVALUATOR = ("lab", "symbols:sketch")

@@ -21,8 +21,8 @@ from promptfed.client_service.exits import Exit
 from promptfed.shared.data import open_source
 from promptfed.shared.spec import TrainingSpec
 from tests.client_service.conftest import MakeCoordinator
-from tests.client_service.fake import TOKEN, FakeCoordinator
-from tests.client_service.processes import ClientProcess, served, wait_for
+from tests.support.client_processes import ClientProcess, served, wait_for
+from tests.support.fake_coordinator import TOKEN, FakeCoordinator
 
 DATA = "digits?shots=2"
 LONG = TrainingSpec(epochs=10_000).model_dump()

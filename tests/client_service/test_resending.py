@@ -12,15 +12,15 @@ import httpx
 import pytest
 from fastapi import Request, Response
 
-from promptfed.client_service import tasks
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.private_state import PrivateState
 from promptfed.client_service.settings import Settings
+from promptfed.client_service.training import trainer
 from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import state_hash
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
-from tests.client_service.fake import FakeCoordinator, Wire, problem
+from tests.support.fake_coordinator import FakeCoordinator, Wire, problem
 
 TRAINING = TrainingSpec(learning_rate=0.1, batch_size=8).model_dump()
 COOP = {"name": "coop", "m": 4}
@@ -34,13 +34,13 @@ class Killed(BaseException):
 def trainings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tasks that were trained, in order, however the training ended."""
     begun: list[str] = []
-    real = tasks.TaskWork.train
+    real = trainer.TaskWork.train
 
-    def counted(self: tasks.TaskWork, task: Any, *rest: Any) -> Any:
+    def counted(self: trainer.TaskWork, task: Any, *rest: Any) -> Any:
         begun.append(task.task_id)
         return real(self, task, *rest)
 
-    monkeypatch.setattr(tasks.TaskWork, "train", counted)
+    monkeypatch.setattr(trainer.TaskWork, "train", counted)
     return begun
 
 

@@ -16,19 +16,20 @@ import torch
 from fastapi import Request, Response
 from torch import Tensor
 
-from promptfed.client_service import compute, session
+from promptfed.client_service import task_loop
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.private_state import PrivateState
 from promptfed.client_service.settings import Settings
+from promptfed.client_service.training import executor
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
-from promptfed.shared.methods.base import ClientContext
+from promptfed.shared.methods.core.base import ClientContext
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors, state_hash
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
-from tests.client_service.fake import problem, until
+from tests.support.fake_coordinator import problem, until
 
 LONG = TrainingSpec(epochs=10_000).model_dump()
 
@@ -210,7 +211,7 @@ def test_a_withdrawn_client_ends(make_coordinator: MakeCoordinator, make_worker:
 def test_training_stops_when_the_task_is_no_longer_ours(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(task_loop, "WATCH_SECONDS", 0.05)
     coordinator = make_coordinator(rounds=1, training=LONG)
     events = []
     worker = make_worker(coordinator, hook=lambda event, facts: events.append(event))
@@ -254,7 +255,7 @@ def test_a_stop_ends_training_and_polls_at_once(
 def test_a_client_that_is_withdrawn_while_it_trains_stops(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(task_loop, "WATCH_SECONDS", 0.05)
     coordinator = make_coordinator(rounds=1, training=LONG)
     worker = make_worker(coordinator)
 
@@ -324,7 +325,7 @@ def test_a_computation_that_does_not_stop_is_left_behind(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compute, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(executor, "STOP_SECONDS", 0.1)
     stuck = Stuck(tmp_path / "features")
     worker = make_worker(make_coordinator(), features=stuck)
 
@@ -373,7 +374,7 @@ def test_a_worker_that_was_stopped_before_it_ran_does_nothing(
 def test_a_task_that_was_answered_is_not_carried_out_again(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "SHORTEST_POLL", 0.05)
+    monkeypatch.setattr(task_loop, "SHORTEST_POLL", 0.05)
     stale: list[dict[str, Any]] = []
 
     def repeat(task: dict[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator import clock, restore
-from promptfed.coordinator.engine import Engine
-from promptfed.coordinator.ledger import Change
-from promptfed.coordinator.live import Live
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.engine import recovery
+from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine.registry import Engine
 from promptfed.coordinator.store.tables import FederationRow
-from tests.coordinator.running import InThread, in_thread
-from tests.postgres import NoServer, PostgresServer
+from tests.support.coordinators import InThread, in_thread
+from tests.support.postgres import NoServer, PostgresServer
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -48,7 +49,7 @@ def memory_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             with change(self, id) as one:
                 yield one
             with self.database.read() as session:
-                loaded = restore.load(session, session.get_one(FederationRow, id), 0.0)
+                loaded = recovery.load(session, session.get_one(FederationRow, id), 0.0)
             stored, held = without_deadline(loaded), without_deadline(self.lives[id])
             different = [key for key in held if stored[key] != held[key]]
             wrong.extend(f"{key}: {stored[key]} is stored, {held[key]} is held" for key in different)

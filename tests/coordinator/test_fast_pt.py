@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import torch
 
-from promptfed.shared.methods.domains import domain_key
+from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.tensors import Tensors, decode, encode
-from tests.coordinator.fakes import FakeClient, update_body
-from tests.coordinator.running import InThread
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import FakeClient, update_body
 
 UP = ("global_prompt", "classifier_weight", "classifier_bias")
 WORDS = {"a": "a sketch of a {}", "b": "a neon sign of a {}", "c": "a chalk drawing of a {}"}

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from promptfed.shared.methods import METHODS
-from promptfed.shared.methods.base import Phase
+from promptfed.shared.methods.core.base import Phase
 from promptfed.shared.tensors import Tensors, decode
-from tests.coordinator.fakes import FakeClient, update_body
-from tests.coordinator.running import InThread
-from tests.coordinator.two_phase import TwoPhase
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import FakeClient, update_body
+from tests.support.two_phase import TwoPhase
 
 
 @pytest.fixture(autouse=True)

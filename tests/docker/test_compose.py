@@ -162,7 +162,8 @@ def test_a_change_of_code_installs_nothing_again(images: None, tmp_path: Path) -
     context = tmp_path / "context"
     for name in ("requirements", "shared", "coordinator", "client_service"):
         shutil.copytree(ROOT / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("Dockerfile", ".dockerignore", "constraints.txt"):
+    (context / "promptfed").mkdir()
+    for name in ("Dockerfile", ".dockerignore", "constraints.txt", "promptfed/__init__.py"):
         shutil.copy2(ROOT / name, context / name)
     for service in ("coordinator", "client_service"):
         (context / service / "__init__.py").write_text('"""Changed."""\n')
@@ -175,7 +176,7 @@ def test_a_change_of_code_installs_nothing_again(images: None, tmp_path: Path) -
         installs = [lines for lines in steps if "pip install" in lines[0] and "RUN" in lines[0]]
         assert len(installs) == 2
         assert all(lines[1].endswith("CACHED") for lines in installs), installs
-        assert not any(lines[-1].endswith("CACHED") for lines in steps if f"COPY {copied} {copied}" in lines[0])
+        assert not any(lines[-1].endswith("CACHED") for lines in steps if f"COPY {copied} promptfed/{copied}" in lines[0])
 
 
 def test_a_port_in_use(projects: Callable[..., Project]) -> None:

@@ -106,5 +106,5 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "FedPGP" in (tmp_path / "methods" / "fedpgp.html").read_text()
     reference = (tmp_path / "api.html").read_text()
-    assert "promptfed.running.run" in reference
+    assert "promptfed.library.run.run" in reference
     assert "class_weights" in reference

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from promptfed.shared.methods import METHODS
-from tests.coordinator.running import Forked, in_thread
-from tests.coordinator.two_phase import TwoPhase
-from tests.faults.campaign import CASES, Case, Disturbed, at_every_point, killed_at_random, play
-from tests.postgres import PostgresServer
+from tests.support.coordinators import Forked, in_thread
+from tests.support.kill_campaign import CASES, Case, Disturbed, at_every_point, killed_at_random, play
+from tests.support.postgres import PostgresServer
+from tests.support.two_phase import TwoPhase
 
 RANDOM_KILLS = 10
 MOST_RUNS = 10

@@ -22,9 +22,9 @@ import pytest
 
 from promptfed.client_service.exits import Exit
 from promptfed.shared.data.classes import TOPICS
-from tests.coordinator.running import Forked, forks
-from tests.coordinator.whole import outcome
-from tests.faults import forked_client
+from tests.support import forked_client
+from tests.support.coordinators import Forked, forks
+from tests.support.whole_federation import outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator.faults import POINTS
+from promptfed.coordinator.store.fault_points import POINTS
 from promptfed.shared.methods import METHODS
-from tests.coordinator.running import Forked, InThread, in_thread
-from tests.coordinator.two_phase import TwoPhase
-from tests.coordinator.whole import run
-from tests.faults.campaign import Disturbed, at_every_point, killed_at_random
+from tests.support.coordinators import Forked, InThread, in_thread
+from tests.support.kill_campaign import Disturbed, at_every_point, killed_at_random
+from tests.support.two_phase import TwoPhase
+from tests.support.whole_federation import run
 
 ROUNDS = 6
 

@@ -20,18 +20,18 @@ from sqlalchemy import text
 from promptfed.coordinator.store import blobs
 from promptfed.shared.methods import METHODS
 from promptfed.shared.tensors import encode
-from tests.coordinator.fakes import content_digest, drive, enrolment, spec, trained, update_body
-from tests.coordinator.open_phases import everything, kind, opened
-from tests.coordinator.running import Api, InThread, in_thread
-from tests.coordinator.two_phase import TwoPhase
-from tests.coordinator.whole import run
+from tests.support.coordinators import Api, InThread, in_thread
+from tests.support.fake_clients import content_digest, drive, enrolment, spec, trained, update_body
+from tests.support.open_phases import everything, kind, opened
+from tests.support.two_phase import TwoPhase
+from tests.support.whole_federation import run
 
 ROUNDS = 3
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promptfed.coordinator.engine.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("promptfed.coordinator.engine.registry.RETRY_SECONDS", 0.05)
     monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
 
 
@@ -151,11 +151,11 @@ def test_tensor_work_is_tried_again_until_there_is_room_and_leaves_no_litter(
             monkeypatch.undo()
         return put(held, content)
 
-    monkeypatch.setattr("promptfed.coordinator.engine.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("promptfed.coordinator.engine.registry.RETRY_SECONDS", 0.05)
     for client, task in zip(clients, tasks, strict=True):
         if client is clients[-1]:
             monkeypatch.setattr(blobs.Held, "put", full)
-            monkeypatch.setattr("promptfed.coordinator.engine.RETRY_SECONDS", 0.05)
+            monkeypatch.setattr("promptfed.coordinator.engine.registry.RETRY_SECONDS", 0.05)
         assert client.answer(task).status_code == 201
     found = coordinator.until(federation, round=1, phase="evaluation")
     assert found["state"] == "running"

@@ -13,14 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from promptfed.coordinator import retention
+from promptfed.coordinator.engine import retention
 from promptfed.coordinator.store.blobs import Blobs
-from tests.coordinator.fakes import FakeClient, drive
-from tests.coordinator.running import Api, InThread, in_thread
-from tests.coordinator.whole import outcome
-from tests.postgres import PostgresServer
+from tests import ROOT
+from tests.support.coordinators import Api, InThread, in_thread
+from tests.support.fake_clients import FakeClient, drive
+from tests.support.postgres import PostgresServer
+from tests.support.whole_federation import outcome
 
-RELIABILITY = Path(__file__).parents[2] / "docs" / "reliability.md"
+RELIABILITY = ROOT / "docs" / "reliability.md"
 BACK_UP, RESTORE, BACK_UP_DATABASE, RESTORE_DATABASE = range(4)
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from promptfed.coordinator.store.tables import StateRow, UpdateRow
 from promptfed.shared.methods import METHODS
-from tests.coordinator.fakes import FakeClient, trained, update_body
-from tests.coordinator.running import Api, InThread, in_thread
-from tests.coordinator.two_phase import TwoPhase
-from tests.coordinator.whole import run
-from tests.faults.proxy import Asked, Proxy, Trouble
+from tests.support.coordinators import Api, InThread, in_thread
+from tests.support.fake_clients import FakeClient, trained, update_body
+from tests.support.proxy import Asked, Proxy, Trouble
+from tests.support.two_phase import TwoPhase
+from tests.support.whole_federation import run
 
 ROUNDS = 2
 TROUBLES: tuple[Trouble, ...] = (

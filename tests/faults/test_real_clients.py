@@ -18,13 +18,13 @@ from promptfed.client_service import coordinator_client
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.worker import Worker
-from promptfed.coordinator import clock
+from promptfed.coordinator.domain import clock
 from promptfed.coordinator.store.tables import UpdateRow
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
-from tests.client_service.fake import made_up_source
-from tests.coordinator.running import InThread, in_thread
-from tests.faults.proxy import Asked, Proxy, Trouble
 from tests.faults.test_partition import TROUBLES
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_coordinator import made_up_source
+from tests.support.proxy import Asked, Proxy, Trouble
 
 NAMES = ("north", "south")
 ROUNDS = 2

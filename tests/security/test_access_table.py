@@ -13,8 +13,8 @@ import torch
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.settings import Settings
 from tests import ROOT
-from tests.coordinator.fakes import bearer, content_digest, enrolment, secret_of, spec, update_body
-from tests.coordinator.running import InThread, in_thread
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_clients import bearer, content_digest, enrolment, secret_of, spec, update_body
 
 FEDERATION = "/v1/federations/{federation}"
 ROLES = ("operator", "enrolment", "client")

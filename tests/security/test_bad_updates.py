@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.coordinator.fakes import content_digest, update_body
-from tests.coordinator.open_phases import everything, kind, opened
-from tests.coordinator.running import Forked, InThread, in_thread
-from tests.security.bad_updates import MOST_BYTES, MOST_NORM, Attacker
+from tests.support.bad_updates import MOST_BYTES, MOST_NORM, Attacker
+from tests.support.coordinators import Forked, InThread, in_thread
+from tests.support.fake_clients import content_digest, update_body
+from tests.support.open_phases import everything, kind, opened
 
 LIMITS = {"max_bytes": MOST_BYTES, "max_update_norm": MOST_NORM}
 MANY = 400

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from promptfed.shared.messages import EnrolRequest
-from tests.coordinator.fakes import CLASSES, bearer, content_digest, enrolment, secret_of, update_body
-from tests.coordinator.open_phases import kind, opened
-from tests.coordinator.running import InThread
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import CLASSES, bearer, content_digest, enrolment, secret_of, update_body
+from tests.support.open_phases import kind, opened
 
 ANNOUNCED = 30 << 20
 HALF_A_PAIR = b"\\ud800"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from promptfed.coordinator import connections
-from tests.coordinator.fakes import drive
-from tests.coordinator.running import InThread, Process
+from promptfed.coordinator.http import connection_limits
+from tests.support.coordinators import InThread, Process
+from tests.support.fake_clients import drive
 
 
 def connect(coordinator: InThread | Process) -> socket.socket:
@@ -32,7 +32,7 @@ def hung_up(connection: socket.socket) -> bool:
     "sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n", b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: "]
 )
 def test_half_a_head_is_not_waited_for(coordinator: InThread, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connection_limits, "HEAD_SECONDS", 0.3)
     with connect(coordinator) as connection:
         connection.sendall(sent)
         assert hung_up(connection)
@@ -41,7 +41,7 @@ def test_half_a_head_is_not_waited_for(coordinator: InThread, monkeypatch: pytes
 def test_half_a_second_head_is_not_waited_for_either_however_it_trickles(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(connection_limits, "HEAD_SECONDS", 0.5)
     whole = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
     with connect(coordinator) as connection:
         connection.sendall(whole + b"\r\n")
@@ -55,7 +55,7 @@ def test_half_a_second_head_is_not_waited_for_either_however_it_trickles(
 
 
 def test_a_long_poll_outlasts_the_time_for_a_head(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connection_limits, "HEAD_SECONDS", 0.2)
     [client] = coordinator.enrol(coordinator.create(), "a")
     assert client.task(wait=0.6).status_code == 204
     assert client.task().status_code == 204, "on the same connection"
@@ -65,7 +65,7 @@ def test_one_connection_too_many_is_ended_and_those_before_go_on(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator.get("/v1/federations")
-    monkeypatch.setattr(connections, "most_connections", lambda: 3)
+    monkeypatch.setattr(connection_limits, "most_connections", lambda: 3)
     with ExitStack() as open_:
         for _ in range(2):
             open_.enter_context(connect(coordinator))
@@ -94,7 +94,7 @@ def test_strangers_cannot_use_up_the_open_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("hard", "raised", "connected"),
-    [(4096, 4096, 3696), (600, 600, 300), (resource.RLIM_INFINITY, connections.ENOUGH_FILES, 65_136)],
+    [(4096, 4096, 3696), (600, 600, 300), (resource.RLIM_INFINITY, connection_limits.ENOUGH_FILES, 65_136)],
 )
 def test_as_many_connections_as_the_system_has_files_for(
     monkeypatch: pytest.MonkeyPatch, hard: int, raised: int, connected: int
@@ -102,9 +102,9 @@ def test_as_many_connections_as_the_system_has_files_for(
     limits = [(256, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
-    connections.raise_open_files()
+    connection_limits.raise_open_files()
     assert limits[-1] == (raised, hard)
-    assert connections.most_connections() == connected
+    assert connection_limits.most_connections() == connected
 
 
 def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,5 +113,5 @@ def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections.raise_open_files()
+    connection_limits.raise_open_files()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from promptfed.coordinator import clock, guessing
-from promptfed.coordinator.guessing import Guessing
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.http import auth_throttle
+from promptfed.coordinator.http.auth_throttle import Guessing
 from promptfed.coordinator.problems import TooManyFailures
-from tests.coordinator.fakes import bearer
-from tests.coordinator.running import InThread
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import bearer
 
 MOST = 5
 
@@ -75,8 +76,8 @@ def test_a_token_that_was_right_before_passes_from_its_own_address_only(now: lis
 
 
 def test_memory_is_bounded(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guessing, "MOST_ADDRESSES", 10)
-    monkeypatch.setattr(guessing, "MOST_TOKENS", 10)
+    monkeypatch.setattr(auth_throttle, "MOST_ADDRESSES", 10)
+    monkeypatch.setattr(auth_throttle, "MOST_TOKENS", 10)
     limit = Guessing(1)
     for number in range(50):
         fail(limit, f"1.2.3.{number}", 1)

@@ -27,12 +27,12 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from promptfed.coordinator.app import create_app
-from promptfed.coordinator.engine import Engine
+from promptfed.coordinator.engine.registry import Engine
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tables import StateRow, TaskRow, UpdateRow
-from tests.coordinator.fakes import bearer, content_digest
-from tests.coordinator.open_phases import opened
-from tests.coordinator.running import InThread, in_thread
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_clients import bearer, content_digest
+from tests.support.open_phases import opened
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 SCHEMA = schemathesis.openapi.from_dict(create_app(Settings()).openapi())

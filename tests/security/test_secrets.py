@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator.logs import JsonFormatter
-from tests.coordinator.fakes import bearer, drive, secret_of, update_body
-from tests.coordinator.running import Forked, InThread
-from tests.postgres import PASSWORD
+from promptfed.coordinator.json_logs import JsonFormatter
+from tests.support.coordinators import Forked, InThread
+from tests.support.fake_clients import bearer, drive, secret_of, update_body
+from tests.support.postgres import PASSWORD
 
 SITES = ("hospital-a", "hospital-b", "hospital-c")
 

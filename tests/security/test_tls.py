@@ -12,7 +12,7 @@ import pytest
 
 from promptfed.client_service.coordinator_client import http_to
 from promptfed.coordinator.__main__ import main
-from tests.coordinator.running import Forked
+from tests.support.coordinators import Forked
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 

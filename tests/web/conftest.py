@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.coordinator.running import InThread, in_thread
+from tests.support.coordinators import InThread, in_thread
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from promptfed.shared.pages import MEDIA_TYPES
-from tests.coordinator.running import InThread
+from tests.support.coordinators import InThread
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "coordinator" / "web"
@@ -80,5 +80,5 @@ def test_the_charts_library_comes_with_its_licence_and_without_a_map() -> None:
 
 def test_the_page_is_part_of_the_package() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    packed = {path for pattern in data["coordinator"] for path in (ROOT / "coordinator").glob(pattern)}
+    packed = {path for pattern in data["promptfed.coordinator"] for path in (ROOT / "coordinator").glob(pattern)}
     assert set(FOLDER.iterdir()) <= packed

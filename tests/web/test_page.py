@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.coordinator.fakes import FakeClient, drive, trained, update_body
-from tests.coordinator.running import InThread
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import FakeClient, drive, trained, update_body
 from tests.web.conftest import PATIENCE, Visit, visit
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")

@@ -1,0 +1,71 @@
+"""What a data owner sees when a client starts: the checks, what will leave the machine, and a question if need be."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from promptfed.client_service.joining.checks import Check
+from promptfed.client_service.joining.disclosure import Disclosure
+
+log = logging.getLogger("promptfed.client")
+
+QUESTION = "Join? [y/N] "
+
+
+class Terminal:
+    """Tells on stderr; asks only where a person sits at both ends and has not said ``--yes``."""
+
+    def __init__(self, log_format: Literal["text", "json"], ask: bool):
+        self._json = log_format == "json"
+        self._ask = ask and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+    async def consent(self, checks: Sequence[Check], disclosure: Disclosure) -> bool:
+        """Whether to join; without anybody to ask it is what the command line says: yes."""
+        self.tell(checks)
+        self.show(disclosure)
+        if not self._ask:
+            return True
+        sys.stderr.write(QUESTION)
+        sys.stderr.flush()
+        return (await _line()).strip().lower() in ("y", "yes")
+
+    def tell(self, checks: Sequence[Check]) -> None:
+        """The checks, a line each."""
+        for check in checks:
+            if self._json:
+                facts = {"name": check.name, "verdict": check.verdict, "text": check.text, "advice": check.advice}
+                log.info("check %s", check.name, extra={"event": "check", "facts": facts})
+            else:
+                self._say(check.line())
+
+    def show(self, disclosure: Disclosure) -> None:
+        """What will leave this machine."""
+        if self._json:
+            log.info("disclosure", extra={"event": "disclosure", "facts": disclosure.facts()})
+        else:
+            self._say("", *disclosure.lines(), "")
+
+    @staticmethod
+    def _say(*lines: str) -> None:
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.flush()
+
+
+async def _line() -> str:
+    """A line of stdin, which a signal can interrupt; empty at its end."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[str] = loop.create_future()
+
+    def read() -> None:
+        if not ready.done():
+            ready.set_result(sys.stdin.readline())
+
+    loop.add_reader(sys.stdin.fileno(), read)
+    try:
+        return await ready
+    finally:
+        loop.remove_reader(sys.stdin.fileno())

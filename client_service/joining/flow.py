@@ -1,0 +1,246 @@
+"""Joining a federation: everything that can be wrong here is found before the coordinator hears of this client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from promptfed.client_service.coordinator_client import CoordinatorClient, Refused
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device
+from promptfed.client_service.joining.disclosure import Disclosure, disclose
+from promptfed.client_service.joining.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
+from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.private_state import Identity, PrivateState
+from promptfed.client_service.serving.prediction import Predictor
+from promptfed.client_service.settings import Settings, read_token
+from promptfed.client_service.training.data import (
+    TEST,
+    TRAIN,
+    ClientData,
+    check_classes,
+    check_domain,
+    domain_of,
+    open_data,
+)
+from promptfed.client_service.training.executor import Compute
+from promptfed.client_service.training.image_cache import IMAGES, ImageCache
+from promptfed.client_service.training.trainer import TaskWork
+from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, shape_of
+from promptfed.shared.data import DataError, Source
+from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
+from promptfed.shared.methods import check_fits, make_method
+from promptfed.shared.methods.core.base import Method, MethodError
+from promptfed.shared.spec import SpecError
+from promptfed.shared.tensors import TensorError
+
+log = logging.getLogger("promptfed.client")
+
+ENDED = ("finished", "failed", "cancelled")
+
+Consent = Callable[[Sequence[Check], Disclosure], Awaitable[bool]]
+"""Told what was found and what will leave this machine; False ends the client before anything is sent."""
+
+
+class FederationEnded(Exception):
+    """There is nothing left to take part in."""
+
+
+@dataclass
+class Parts:
+    """What can be handed to a worker instead of being made from its settings."""
+
+    backbone: Backbone | None = None
+    source: Source | None = None
+    features: FeatureCache | None = None
+    enrolment_token: str | None = None
+    tests: Mapping[str, Source] | None = None
+    consent: Consent | None = None
+
+
+@dataclass
+class Joining:
+    """The steps from settings to an enrolled client."""
+
+    settings: Settings
+    parts: Parts
+    state: PrivateState
+    coordinator: CoordinatorClient
+    compute: Compute
+    monitor: Monitor
+    predictor: Predictor | None
+
+    async def join(self) -> TaskWork:
+        """Enrol, or be recognised, and return what carries out tasks.
+
+        Raises:
+            ClientError: what is wrong with data, backbone, state folder or settings.
+            Refused: the coordinator does not take this client.
+            FederationEnded: it is over, and nothing is to be served.
+        """
+        settings, parts = self.settings, self.parts
+        identity = self.state.identity(settings.name, settings.role)
+        source = parts.source
+        if source is None:
+            source = await self.compute.run(lambda: open_data(settings.data, settings.name, settings.domain))
+        tests = parts.tests
+        if tests is None:
+            tests = await self.compute.run(lambda: {name: open_data(uri) for name, uri in settings.tests.items()})
+        domain = domain_of(source)
+
+        self.monitor.stage("enrolling")
+        token = self._enrolment_token(identity)
+        info, token = await self._info(token, identity)
+        check_protocol(info)
+        identity = self.state.bind(identity, info.federation_id)
+        self.coordinator.federation = info.federation_id
+        if info.state in ENDED and not settings.serve:
+            if identity.client_id is None:
+                raise ClientError(
+                    Exit.REFUSED, f"the federation {info.name} is {info.state}: nobody can enrol any more"
+                )
+            raise FederationEnded
+        method = _method(info)
+        federation_classes = tuple(info.class_names) if info.class_names else None
+        check_classes(source.class_names, method.label_space(federation_classes, source.class_names))
+        check_domain(method, settings.role, source)
+
+        backbone = await self._backbone(info, method)
+        cache = parts.features or FeatureCache(settings.features_dir)
+        own = settings.image_cache_mib
+        images = IMAGES if own is None else ImageCache(own << 20)
+        data = ClientData(source, backbone, cache, self.compute.stopped, tests, images)
+        work = TaskWork(settings.name, settings.role, backbone, data, self.state, self.predictor)
+        await self.compute.run(lambda: self._check_texts(work, method, info))
+        await self.compute.run(lambda: self._warm(work, method))
+        request = enrol_request(settings, identity.secret, source, domain, backbone)
+        if parts.consent is not None and identity.client_id is None:
+            told = disclose(settings.coordinator, info, method, request, list(tests))
+            await self._ask(parts.consent, told, source, backbone)
+        await self._enrol(identity, token, request, source)
+        await self.compute.run(lambda: _restore(work, self.compute))
+        return work
+
+    async def _backbone(self, info: EnrolmentInfo, method: Method) -> Backbone:
+        backbone = self.parts.backbone
+        if backbone is None:
+            backbone = await self.compute.run(lambda: self._open_backbone(info))
+        await self.compute.run(partial(check_backbone, backbone, info.backbone))
+        try:
+            check_fits(method, shape_of(backbone))
+        except MethodError as error:
+            raise ClientError(Exit.BACKBONE, str(error)) from None
+        self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
+        return backbone
+
+    def _open_backbone(self, info: EnrolmentInfo) -> Backbone:
+        return open_backbone(info.backbone, self.settings.device, self.settings.allow_backbone)
+
+    def _enrolment_token(self, identity: Identity) -> str | None:
+        """The token; not needed by who has enrolled, since its secret is enough from then on."""
+        if self.parts.enrolment_token is not None:
+            return self.parts.enrolment_token
+        path, enrolled = self.settings.enrolment_token_file, identity.client_id is not None
+        if path is None and not enrolled:
+            text = "no enrolment token: give --enrolment-token-file (`promptfed federation token` makes one)"
+            raise ClientError(Exit.NOT_ALLOWED, text)
+        if path is None or (enrolled and not path.exists()):
+            return None
+        return read_token(path, "enrolment token")
+
+    async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
+        """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""
+        known = self.state.enrolment() if identity.client_id is not None else None
+        if known is not None and self.settings.federation not in (known.name, known.federation_id):
+            text = f"the state folder {self.state.folder} belongs to federation {known.name}: give another --state-dir"
+            raise ClientError(Exit.STATE, text)
+        if token is not None:
+            try:
+                info = await self.coordinator.enrolment(token)
+            except Refused as refused:
+                if refused.status != 401 or known is None:
+                    raise
+                log.info("the enrolment token is no longer valid: going on with this client's own secret")
+            else:
+                self.state.save_enrolment(info)
+                return info, token
+        if known is None:
+            text = f"the state folder {self.state.folder} does not know the federation: give --enrolment-token-file"
+            raise ClientError(Exit.NOT_ALLOWED, text)
+        return known, None
+
+    def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
+        """Every class name that is to be trained or tested must fit into the text tower with what the method adds."""
+        torch.set_num_threads(self.settings.threads)
+        data = work.data
+        federation = tuple(info.class_names) if info.class_names else None
+        spaces = [(method.label_space(federation, data.class_names), data.template)]
+        spaces += [(test.class_names, test.template) for test in data.tests.values()]
+        try:
+            for names, template in spaces:
+                method.check_texts(work.backbone, names, info.template or template)
+        except BackboneError as error:
+            raise ClientError(Exit.BAD_DATA, str(error)) from None
+
+    def _warm(self, work: TaskWork, method: Method) -> None:
+        """Compute image features now: no deadline runs yet, and an image that cannot be read is found."""
+        torch.set_num_threads(self.settings.threads)
+        if not method.needs.cached_features:
+            return
+        watched = self.parts.consent is not None
+        try:
+            if self.settings.role == "trainer":
+                work.data.features(TRAIN, watched)
+            for name in (TEST, *work.data.tests):
+                work.data.features(name, watched)
+        except DataError as error:
+            raise ClientError(Exit.BAD_DATA, str(error)) from None
+
+    async def _ask(self, consent: Consent, told: Disclosure, source: Source, backbone: Backbone) -> None:
+        """Tell what was found and what will be sent; go on only if that is wanted."""
+        checks = await self.compute.run(lambda: self._checks(source, backbone))
+        if not await consent(checks, told):
+            raise ClientError(Exit.DECLINED, "not joined, as you decided: nothing of the above was sent")
+
+    def _checks(self, source: Source, backbone: Backbone) -> list[Check]:
+        """What joining did not fail at is told all the same."""
+        fingerprint = f"{backbone.model_name}, {backbone.fingerprint[:19]}..., is the federation's"
+        return [
+            *check_data(source, self.settings.role),
+            Check("backbone", "pass", fingerprint),
+            check_device(self.settings.device),
+            check_clock(self.coordinator.traffic.clock),
+        ]
+
+    async def _enrol(self, identity: Identity, token: str | None, request: EnrolRequest, source: Source) -> None:
+        self.coordinator.token = identity.secret
+        if token is not None:
+            try:
+                response = await self.coordinator.enrol(token, request)
+            except Refused as refused:
+                # Who has enrolled can go on with its secret; the next poll says where the federation stands.
+                if identity.client_id is None or refused.status not in (401, 410):
+                    raise
+            else:
+                identity = self.state.bind(identity, response.federation_id, response.client_id)
+        self.monitor.status.client_id = identity.client_id
+        self.monitor.tell("enrolled", client_id=identity.client_id, train=len(source.train), test=len(source.test))
+
+
+def _method(info: EnrolmentInfo) -> Method:
+    try:
+        return make_method(info.method)
+    except (SpecError, KeyError) as error:
+        text = f"this client does not have the federation's method as the coordinator describes it: {error}"
+        raise ClientError(Exit.PROTOCOL, f"{text}: install the coordinator's version of promptfed") from None
+
+
+def _restore(work: TaskWork, compute: Compute) -> None:
+    try:
+        work.restore_serving(compute.stopped)
+    except (MethodError, BackboneError, TensorError, SpecError) as error:
+        log.warning("predictions wait for the next evaluation: the kept prompts cannot be used (%s)", error)

@@ -1,0 +1,1 @@
+"""The client's own page and API on its machine."""

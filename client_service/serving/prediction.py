@@ -1,0 +1,135 @@
+"""Class probabilities of one image, from the prompts of the last evaluation with the client's private part."""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods.core.base import Classifier, ClientContext, Mixes
+
+MAX_PIXELS = 64_000_000
+
+
+class NoPrompts(Exception):
+    """There is nothing to predict with yet."""
+
+
+class BadImage(ValueError):
+    """The bytes are no image that can be read."""
+
+
+class TooManyPixels(ValueError):
+    """The image would take too much memory."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What predictions are made with: the prompts' classifier and, where the backbone reads texts, the template's."""
+
+    method: str
+    round: int
+    context: ClientContext
+    classifier: Classifier
+    template: Classifier | None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The classes among which the classifier chooses."""
+        return self.context.class_names
+
+
+class OneImage:
+    """A split that holds one image (``promptfed.shared.methods.core.base.Split``)."""
+
+    def __init__(self, backbone: Backbone, image: Image.Image):
+        self.labels = torch.zeros(1, dtype=torch.int64)
+        self._backbone = backbone
+        self._pixels = backbone.preprocess(image).unsqueeze(0).to(backbone.device)
+
+    def __len__(self) -> int:
+        return 1
+
+    def features(self) -> Tensor:
+        """``(1, d_e)``."""
+        return self._backbone.encode_images(self._pixels)
+
+    def images(self, indices: Tensor) -> Tensor:
+        """``(B, 3, H, W)``."""
+        return self._pixels[indices]
+
+
+class Predictor:
+    """Holds what is served; ``predict`` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.served: Served | None = None
+        self._one_at_a_time = threading.Lock()
+
+    def predict(self, content: bytes) -> dict[str, Any]:
+        """Probabilities of each class, highest first, with the template's (or None) beside them.
+
+        With them go the shares of the domains that the image looks like, where the method has a mixture (else None).
+
+        Raises:
+            NoPrompts: no evaluation has brought prompts yet.
+            BadImage: the bytes cannot be read as an image.
+            TooManyPixels: more than ``MAX_PIXELS``.
+        """
+        served = self.served
+        if served is None:
+            raise NoPrompts("no prompts yet: they come with the federation's first evaluation")
+        split = OneImage(served.context.backbone, read_image(content))
+        row = torch.zeros(1, dtype=torch.int64)
+        with self._one_at_a_time, torch.no_grad():
+            learned = _probabilities(served.classifier, split, row)
+            template = served.template and _probabilities(served.template, split, row)
+            domains = _domains(served.classifier, split, row)
+        zero_shot: Sequence[float | None] = template or [None] * len(learned)
+        rows = sorted(zip(served.class_names, learned, zero_shot, strict=True), key=lambda row: -row[1])
+        return {
+            "method": served.method,
+            "round": served.round,
+            "class_name": rows[0][0],
+            "classes": [{"name": name, "probability": p, "zero_shot": z} for name, p, z in rows],
+            "domains": domains,
+        }
+
+
+def _probabilities(classifier: Classifier, split: OneImage, row: Tensor) -> list[float]:
+    found: list[float] = classifier.logits(split, row)[0].softmax(-1).tolist()
+    return found
+
+
+def _domains(classifier: Classifier, split: OneImage, row: Tensor) -> list[dict[str, Any]] | None:
+    """The domains that the image looks like, where the classifier tells; in the order in which it knows them."""
+    if not isinstance(classifier, Mixes):
+        return None
+    shares = classifier.shares(split, row)[0].tolist()
+    return [{"name": name, "share": share} for name, share in zip(classifier.domain_names, shares, strict=True)]
+
+
+def read_image(content: bytes) -> Image.Image:
+    """The image, RGB. Its size is looked at before it is decoded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                if image.width * image.height > MAX_PIXELS:
+                    raise TooManyPixels(f"the image has {image.width}x{image.height} pixels; {MAX_PIXELS} are allowed")
+                return image.convert("RGB")
+        except Image.DecompressionBombError:
+            raise TooManyPixels(f"the image has too many pixels; {MAX_PIXELS} are allowed") from None
+        except TooManyPixels:
+            raise
+        except (OSError, SyntaxError, ValueError) as error:
+            kind = "the body cannot be read as an image: send the bytes of a PNG, JPEG or another common format"
+            raise BadImage(kind) from error

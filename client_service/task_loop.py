@@ -1,0 +1,182 @@
+"""Taking part: wait for a task, carry it out, send the answer; until the federation ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.training.data import TEST, Cancelled
+from promptfed.client_service.training.executor import Compute
+from promptfed.client_service.training.trainer import TaskWork
+from promptfed.shared.clip import BackboneError
+from promptfed.shared.data import DataError
+from promptfed.shared.messages import FailureRequest, Task
+from promptfed.shared.methods.core.base import MethodError
+from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.spec import SpecError
+from promptfed.shared.tensors import TensorError
+
+log = logging.getLogger("promptfed.client")
+
+POLL_SECONDS = 30
+SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
+WATCH_SECONDS = 10.0  # between two looks at whether the task that is being carried out is still ours
+
+# What may be said of a failure outside: these texts name settings, tensors and classes, never a path or an image.
+TELLABLE = (MethodError, BackboneError, TensorError, SpecError, BadAnswer)
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Session:
+    """An enrolled client at work."""
+
+    coordinator: CoordinatorClient
+    state: PrivateState
+    work: TaskWork
+    compute: Compute
+    monitor: Monitor
+    _settled: set[str] = field(default_factory=set)  # tasks that are answered, or can no longer be
+
+    async def take_part(self) -> None:
+        """Carry out tasks, first of all sending what an earlier run left unsent.
+
+        Raises:
+            Refused: 410 when the federation has ended, 401 or 403 when this client is no longer part of it.
+        """
+        await self._send_pending()
+        while True:
+            self.monitor.stage("waiting")
+            asked = time.monotonic()
+            task = await self.coordinator.task(POLL_SECONDS)
+            if task is not None and task.task_id not in self._settled:
+                async with self.compute.turn():
+                    await self._carry_out(task)
+            else:
+                await asyncio.sleep(max(0.0, SHORTEST_POLL - (time.monotonic() - asked)))
+
+    async def _carry_out(self, task: Task) -> None:
+        self.monitor.task(task.round, task.phase, "training" if task.kind == "train" else "evaluating")
+        try:
+            payload = await self.coordinator.payload(task)
+            await (self._train if task.kind == "train" else self._evaluate)(task, payload)
+        except Refused as refused:
+            self._note(refused, task)
+        except TaskCancelled:
+            if self.compute.stopped():
+                raise asyncio.CancelledError from None
+            self.monitor.tell("cancelled", task=task.task_id, round=task.round)
+        except ClientError:
+            raise
+        except TELLABLE as error:
+            await self._give_up(task, type(error).__name__, str(error))
+        except (DataError, ValidationError) as error:
+            log.error("task %s cannot be carried out: %s", task.task_id, " ".join(str(error).split()))
+            await self._give_up(task, type(error).__name__, "the client's own log says why")
+        except Exception as error:
+            log.exception("task %s failed", task.task_id)
+            await self._give_up(task, type(error).__name__, "the client's own log says why")
+
+    async def _train(self, task: Task, payload: bytes) -> None:
+        metrics = await self._watched(task, lambda cancelled: self.work.train(task, payload, cancelled))
+        self.monitor.tell("trained", round=task.round, rounds=task.config.rounds, phase=task.phase, **metrics)
+        await self._send_pending()
+
+    async def _evaluate(self, task: Task, payload: bytes) -> None:
+        result = await self._watched(task, lambda cancelled: self.work.evaluate(task, payload, cancelled))
+        await self.coordinator.send_evaluation(task.task_id, result)
+        self._settled.add(task.task_id)
+        learned, template = (
+            found[TEST].accuracy if TEST in found else None for found in (result.splits, result.zero_shot)
+        )
+        rounds = task.config.rounds
+        self.monitor.tell("evaluated", round=task.round, rounds=rounds, accuracy=learned, zero_shot=template)
+
+    async def _send_pending(self) -> None:
+        """Send the stored update until it is settled: accepted commits its private state, a refusal discards it."""
+        pending = self.state.pending()
+        if pending is None:
+            return
+        self.monitor.task(pending.round, pending.phase, "sending")
+        try:
+            await self.coordinator.send_update(pending.task_id, pending.update)
+        except Refused as refused:
+            # Not allowed, or a redirect: no verdict on the update, which stays for when that is repaired.
+            if refused.status in (401, 403) or refused.status < 400:
+                raise
+            self.state.discard()
+            self._settled.add(pending.task_id)
+            self._record(refused, pending.task_id, pending.round)
+            if refused.status == 410:
+                raise
+            if refused.kind not in ("phase-closed", "already-answered"):
+                await self._report(pending.task_id, "update-refused", f"{refused.kind}: {refused.detail}")
+            return
+        self.state.commit()
+        self._settled.add(pending.task_id)
+        self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=len(pending.update))
+
+    async def _give_up(self, task: Task, kind: str, detail: str) -> None:
+        self.monitor.tell("failed", round=task.round, phase=task.phase, type=kind, detail=detail)
+        await self._report(task.task_id, kind, detail)
+
+    async def _report(self, task_id: str, kind: str, detail: str) -> None:
+        """Tell the coordinator not to wait for this task."""
+        self._settled.add(task_id)
+        try:
+            await self.coordinator.send_failure(task_id, FailureRequest(type=kind[:100], detail=detail[:2000] or kind))
+        except Refused as refused:
+            if refused.status in (401, 403, 410):
+                raise
+            log.info("the failure report was refused: %s", refused)
+
+    def _note(self, refused: Refused, task: Task) -> None:
+        """A refusal of one task is noted; one of this client, or a redirect, is raised again."""
+        if refused.status in (401, 403, 410) or refused.status < 400:
+            raise refused
+        self._settled.add(task.task_id)
+        self._record(refused, task.task_id, task.round)
+
+    def _record(self, refused: Refused, task_id: str, round: int) -> None:
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        facts = {"task_id": task_id, "round": round, "status": refused.status, "kind": refused.kind, "at": at}
+        self.state.record_refusal(facts | {"detail": refused.detail})
+        event = "discarded" if refused.kind == "phase-closed" else "refused"
+        self.monitor.tell(event, round=round, status=refused.status, kind=refused.kind, detail=refused.detail)
+
+    async def _watched(self, task: Task, job: Callable[[Cancelled], Result]) -> Result:
+        """Run ``job`` and stop it when the task is no longer ours."""
+        gone = threading.Event()
+        watcher = asyncio.create_task(self._watch(task, gone))
+        try:
+            return await self.compute.run(lambda: job(lambda: gone.is_set() or self.compute.stopped()))
+        finally:
+            watcher.cancel()
+
+    async def _watch(self, task: Task, gone: threading.Event) -> None:
+        # "No task" is no reason to stop: a paused federation says so too, and takes the updates of open tasks.
+        while not gone.is_set():
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                current = await self.coordinator.task(0, retry=False)
+            except Refused as refused:
+                if refused.status in (401, 403, 404, 410):
+                    gone.set()
+            except (BadAnswer, ClientError):
+                continue
+            else:
+                if current is not None and current.task_id != task.task_id:
+                    gone.set()

@@ -1,0 +1,1 @@
+"""Carrying out tasks: data, training, evaluation, and the thread that computes."""

@@ -1,0 +1,186 @@
+"""A client's images as the methods see them: labels in the task's label space, features from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.training.image_cache import IMAGES, HeldImages, ImageCache
+from promptfed.shared import messages
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data import DataError, Domain, Source, Split, open_source
+from promptfed.shared.methods.core.base import Method
+from promptfed.shared.methods.core.training import TaskCancelled
+
+CHUNK = 256  # images between two looks at whether to stop
+
+TRAIN, TEST = "train", "test"
+NO_TESTS: Mapping[str, Source] = MappingProxyType({})
+Cancelled = Callable[[], bool]
+
+
+class LocalSplit:
+    """One split of a client's data (``promptfed.shared.methods.core.base.Split``)."""
+
+    def __init__(self, labels: Tensor, features: Callable[[], Tensor], images: Callable[[Tensor], Tensor]):
+        self.labels = labels
+        self._features = features
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def features(self) -> Tensor:
+        """``(N, d_e)`` float32, L2-normalised, on the backbone's device."""
+        return self._features()
+
+    def images(self, indices: Tensor) -> Tensor:
+        """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
+        return self._images(indices)
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Images that are only tested on, the class names among which they are to be told apart, and their template."""
+
+    class_names: tuple[str, ...]
+    template: str
+
+
+class ClientData:
+    """A source seen through a backbone. Features are computed when first asked for, and kept in memory and on disk.
+
+    Preprocessed images are kept in memory as far as ``images`` has room.
+    ``tests`` are further test sets by name: the test splits of other sources, with class names of their own.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        backbone: Backbone,
+        cache: FeatureCache,
+        cancelled: Cancelled = lambda: False,
+        tests: Mapping[str, Source] = NO_TESTS,
+        images: ImageCache = IMAGES,
+    ):
+        self.class_names = source.class_names
+        self.template = source.template
+        self.domain = domain_of(source)
+        self.tests = {name: TestSet(other.class_names, other.template) for name, other in tests.items()}
+        self._splits: dict[str, Split] = {TRAIN: source.train, TEST: source.test}
+        self._splits |= {name: other.test for name, other in tests.items()}
+        self._backbone = backbone
+        self._cache = cache
+        self._cancelled = cancelled
+        self._features: dict[tuple[str, int], Tensor] = {}
+        self._held = HeldImages(images)
+
+    def split(self, which: str, label_space: tuple[str, ...]) -> LocalSplit:
+        """``train``, ``test`` or a further test set, with labels as indices in ``label_space``.
+
+        Raises:
+            ClientError: BAD_DATA for classes that the label space lacks.
+        """
+        names = self.tests[which].class_names if which in self.tests else self.class_names
+        check_classes(names, label_space)
+        place = torch.tensor([label_space.index(name) for name in names], dtype=torch.int64)
+        labels = place[self._splits[which].labels]
+        return LocalSplit(labels, lambda: self.features(which), lambda rows: self._images(which, rows))
+
+    def no_images(self) -> LocalSplit:
+        """An empty split, which is what an evaluator has to train on."""
+        empty = torch.zeros(0, self._backbone.d_e, device=self._backbone.device)
+        none = torch.zeros(0, dtype=torch.int64)
+        return LocalSplit(none, lambda: empty, lambda rows: empty[rows])
+
+    def count(self, which: str) -> int:
+        """Images in a split."""
+        return len(self._splits[which])
+
+    def features(self, which: str, bar: bool = False) -> Tensor:
+        """``(N, d_e)`` of a split; with ``bar`` and a terminal on stderr a progress bar shows how far it is.
+
+        Raises:
+            DataError: an image cannot be read.
+            TaskCancelled: the client was told to stop meanwhile.
+        """
+        key = which, torch.get_num_threads()  # whose bits depend on the number of threads
+        if key not in self._features:
+            split, parts = self._splits[which], []
+            starts = range(0, len(split), CHUNK)
+            for start in tqdm(starts, f"features of {which} images", leave=False, disable=None if bar else True):
+                if self._cancelled():
+                    raise TaskCancelled
+                rows = range(start, min(start + CHUNK, len(split)))
+                parts.append(self._cache.features(self._backbone, split, indices=rows))
+            self._features[key] = torch.cat(parts).to(self._backbone.device)
+        return self._features[key]
+
+    def _images(self, which: str, rows: Tensor) -> Tensor:
+        return torch.stack([self._image(self._splits[which], int(row)) for row in rows]).to(self._backbone.device)
+
+    def _image(self, split: Split, row: int) -> Tensor:
+        key = f"{self._backbone.transform_id}/{split.digest(row)}"
+        return self._held.get(key, lambda: self._backbone.preprocess(split.image(row)))
+
+
+def open_data(uri: str, name: str = "", domain: str | None = None) -> Source:
+    """The source that ``uri`` names; ``domain`` describes the images of the client ``name`` in words.
+
+    Raises:
+        ClientError: BAD_DATA, with the reason in one line.
+    """
+    try:
+        source = open_source(uri)
+    except DataError as error:
+        raise ClientError(Exit.BAD_DATA, str(error)) from None
+    if domain is None:
+        return source
+    own = source.domain.name if source.domain is not None else name
+    return replace(source, domain=Domain(own, domain))
+
+
+def check_domain(method: Method, role: str, source: Source) -> None:
+    """Refuse images of no domain where the method needs one of every trainer.
+
+    Raises:
+        ClientError: BAD_DATA, with what to do.
+    """
+    if method.needs.domain_descriptions and role == "trainer" and source.domain is None:
+        text = f"{method.name} needs words for what the images look like: give --domain 'a sketch of a {{}}'"
+        raise ClientError(Exit.BAD_DATA, text)
+
+
+def domain_of(source: Source) -> messages.Domain | None:
+    """The source's domain as it is declared at enrolment.
+
+    Raises:
+        ClientError: BAD_DATA where its name or description cannot be sent.
+    """
+    if source.domain is None:
+        return None
+    try:
+        return messages.Domain(name=source.domain.name, description=source.domain.description)
+    except ValueError as error:
+        text = f"the domain {source.domain.name!r} of the data cannot be declared: {error}"
+        raise ClientError(Exit.BAD_DATA, " ".join(text.split())) from None
+
+
+def check_classes(own: tuple[str, ...], label_space: tuple[str, ...]) -> None:
+    """Refuse classes that the federation does not know.
+
+    Raises:
+        ClientError: BAD_DATA, naming them.
+    """
+    unknown = sorted(set(own) - set(label_space))
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        names = ", ".join(repr(name) for name in unknown[:5]) + more
+        text = f"the federation does not know the classes {names} of the data: rename or leave out their images"
+        raise ClientError(Exit.BAD_DATA, f"{text}; it knows {len(label_space)} classes, {label_space[0]!r} the first")

@@ -1,0 +1,119 @@
+"""Accuracy on a client's test sets: its own test split and further ones, of a method's classifiers and the template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from promptfed.client_service.training.data import TEST, Cancelled, ClientData
+from promptfed.shared.messages import SplitResult
+from promptfed.shared.methods.core.base import Classifier, ClientContext, Method, Mixes, Split
+from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.tensors import Tensors, canonical_json
+
+EVALUATION_BATCH = 256
+SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images
+VARIANT = "@"  # a further classifier's accuracy on a split is reported as split@variant
+
+Results = dict[str, SplitResult]
+
+
+@dataclass
+class Evaluation:
+    """Measures a client's test sets; what the template gives is the same in every round and measured once."""
+
+    data: ClientData
+    _templates: dict[str, TemplateClassifier] = field(default_factory=dict)
+    _zero_shot: dict[tuple[str, str], SplitResult] = field(default_factory=dict)
+
+    def template(self, context: ClientContext) -> TemplateClassifier | None:
+        """The template's classifier over ``context.class_names``; None where the backbone reads no texts."""
+        if not context.backbone.has_text:
+            return None
+        key = _template_key(context)
+        if key not in self._templates:
+            self._templates[key] = TemplateClassifier(context)
+        return self._templates[key]
+
+    def contexts(self, own: ClientContext, template: str | None) -> Iterator[tuple[str, ClientContext]]:
+        """Each test set that holds images, with its candidates and its template (the spec's, where it has one)."""
+        if self.data.count(TEST):
+            yield TEST, own
+        for name, test in self.data.tests.items():
+            if self.data.count(name):
+                names = own.class_names if set(test.class_names) == set(own.class_names) else test.class_names
+                yield name, replace(own, class_names=names, template=template or test.template)
+
+    def run(
+        self,
+        method: Method,
+        own: ClientContext,
+        payload: Tensors,
+        private: Tensors,
+        main: Classifier,
+        template: str | None,
+    ) -> tuple[Results, Results]:
+        """Accuracies by split (and ``split@variant``) and the template's; ``main`` is the classifier of ``own``.
+
+        The template has none where the backbone reads no texts.
+        """
+        splits: Results = {}
+        zero_shot: Results = {}
+        made: dict[tuple[str, ...], dict[str, Classifier]] = {}
+        with torch.no_grad():
+            for name, context in self.contexts(own, template):
+                names = context.class_names
+                if names not in made:
+                    first = main if names == own.class_names else method.classifier(context, payload, private)
+                    made[names] = {"": first, **method.variants(context, payload, private)}
+                for variant, classifier in made[names].items():
+                    key = name + VARIANT + variant if variant else name
+                    splits[key] = self._measure(name, context, classifier)
+                by_template = self.template(context)
+                if by_template is not None:
+                    zero_shot[name] = self._measure_template(name, context, by_template)
+        return splits, zero_shot
+
+    def mixture(self, classifier: Classifier, context: ClientContext) -> dict[str, float]:
+        """The mean share of each domain over the client's own test images, where the classifier mixes domains.
+
+        Domains of one name are one: people tell them apart by it.
+        """
+        if not isinstance(classifier, Mixes) or not self.data.count(TEST):
+            return {}
+        split = self.data.split(TEST, context.class_names)
+        with torch.no_grad():
+            means = classifier.shares(split, torch.arange(len(split))).double().mean(dim=0).tolist()
+        found: dict[str, float] = {}
+        for name, share in zip(classifier.domain_names, means, strict=True):
+            found[SHARE + name] = found.get(SHARE + name, 0.0) + share
+        return found
+
+    def _measure(self, name: str, context: ClientContext, classifier: Classifier) -> SplitResult:
+        test = self.data.split(name, context.class_names)
+        return SplitResult(accuracy=accuracy(classifier, test, context.cancelled), num_samples=len(test))
+
+    def _measure_template(self, name: str, context: ClientContext, template: Classifier) -> SplitResult:
+        key = name, _template_key(context)
+        if key not in self._zero_shot:
+            self._zero_shot[key] = self._measure(name, context, template)
+        return self._zero_shot[key]
+
+
+def accuracy(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> float:
+    """Fraction of the split's images whose highest logit is their label's."""
+    right = 0
+    with torch.no_grad():
+        for rows in torch.split(torch.arange(len(split)), EVALUATION_BATCH):
+            if cancelled():
+                raise TaskCancelled
+            found = classifier.logits(split, rows).argmax(dim=-1).cpu()
+            right += int((found == split.labels[rows]).sum())
+    return right / len(split)
+
+
+def _template_key(context: ClientContext) -> str:
+    return canonical_json([context.template, context.class_names])

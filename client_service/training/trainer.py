@@ -1,0 +1,162 @@
+"""Carrying out a task: plain computation in one thread, from a payload and committed private state."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from promptfed.client_service.private_state import PrivateState, Provenance, Serving
+from promptfed.client_service.serving.prediction import Predictor, Served
+from promptfed.client_service.training.data import TRAIN, Cancelled, ClientData
+from promptfed.client_service.training.evaluation import Evaluation
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError
+from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.tensors import Tensors, canonical_json, decode, encode
+
+ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context, payload, private state
+
+
+@dataclass
+class TaskWork:
+    """One client's computation. Nothing here talks to the coordinator; every method may take long.
+
+    Without ``predictor`` no payload is kept for predictions.
+    """
+
+    name: str
+    role: Role
+    backbone: Backbone
+    data: ClientData
+    state: PrivateState
+    predictor: Predictor | None
+
+    def __post_init__(self) -> None:
+        self._evaluation = Evaluation(self.data)
+
+    def train(self, task: Task, payload: bytes, cancelled: Cancelled) -> dict[str, float]:
+        """Train from committed state and leave the update in ``state.pending()``; its metrics.
+
+        Raises:
+            MethodError: the method cannot carry out this task.
+            TaskCancelled: ``cancelled`` became true; nothing is kept.
+        """
+        started = time.monotonic()
+        method, context = self._context(task.config, task.round, task.phase, cancelled)
+        tensors, _ = decode(payload)
+        trained: list[int] = []
+        with torch_settings(context.training, self.backbone):
+            private, peers = self._prepared(method, context, task.config.peers)
+            result = method.train(replace(context, count_trained=trained.append), tensors, private)
+        update = {name: _as_sent(name, tensor) for name, tensor in result.update.items()}
+        seconds = round(time.monotonic() - started, 3)
+        metrics = result.metrics | {"train_seconds": seconds, "trained_parameters": sum(trained)}
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        about = UpdateMetadata(task_id=task.task_id, payload_sha256=task.payload.sha256, metrics=finite)
+        provenance = Provenance(task.task_id, task.round, task.phase, peers)
+        self.state.write_pending(encode(update, about.model_dump()), result.private, provenance)
+        return finite
+
+    def evaluate(self, task: Task, payload: bytes, cancelled: Cancelled) -> EvaluationRequest:
+        """Accuracy on every test set, and the template's; the classifier serves predictions from now on."""
+        started = time.monotonic()
+        serving = Serving(task.round, task.phase, task.config, payload)
+        served, parts = self._serve(serving, cancelled)
+        if self.predictor is not None:
+            self.state.save_serving(serving)
+        with torch_settings(served.context.training, self.backbone):
+            splits, zero_shot = self._evaluation.run(*parts, served.classifier, task.config.template)
+            metrics = self._evaluation.mixture(served.classifier, served.context)
+        metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
+        return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
+
+    def restore_serving(self, cancelled: Cancelled) -> None:
+        """Serve predictions again from the last evaluation's payload, after a restart."""
+        serving = self.state.serving() if self.predictor is not None else None
+        if serving is not None:
+            self._serve(serving, cancelled)
+
+    def _serve(self, serving: Serving, cancelled: Cancelled) -> tuple[Served, ServedParts]:
+        method, context = self._context(serving.config, serving.round, serving.phase, cancelled)
+        payload, _ = decode(serving.payload)
+        with torch_settings(context.training, self.backbone), torch.no_grad():
+            private, _ = self._prepared(method, context, serving.config.peers)
+            classifier = method.classifier(context, payload, private)
+            template = self._evaluation.template(context)
+        served = Served(method.name, serving.round, context, classifier, template)
+        if self.predictor is not None:
+            self.predictor.served = served
+        return served, (method, context, payload, private)
+
+    def _context(
+        self, config: TaskConfig, round: int, phase: str, cancelled: Cancelled
+    ) -> tuple[Method, ClientContext]:
+        method = make_method(config.method)
+        space = method.label_space(tuple(config.class_names) if config.class_names else None, self.data.class_names)
+        context = ClientContext(
+            backbone=self.backbone,
+            class_names=space,
+            template=config.template or self.data.template,
+            training=TrainingSpec.model_validate(config.training),
+            client=self.name,
+            domain=self.data.domain,
+            peers=tuple(ClientInfo(peer.name, peer.role, 0, (), peer.domain) for peer in config.peers),
+            round=round,
+            rounds=config.rounds,
+            phase=phase,
+            seed=config.seed,
+            train=self.data.split(TRAIN, space) if self.role == "trainer" else self.data.no_images(),
+            cancelled=cancelled,
+            label_space=space,
+        )
+        return method, context
+
+    def _prepared(self, method: Method, context: ClientContext, peers: list[Peer]) -> tuple[Tensors, str]:
+        """Committed private tensors, prepared for these peers; made again only when the peers change."""
+        private, provenance = self.state.committed()
+        digest = _digest(peers)
+        if self.role == "trainer" and provenance.peers != digest:
+            private = method.prepare(context, private)
+            self.state.commit_prepared(private, replace(provenance, peers=digest))
+        return private, digest
+
+
+@contextmanager
+def torch_settings(training: TrainingSpec, backbone: Backbone) -> Iterator[None]:
+    """The spec's number of threads; on a GPU deterministic kernels where the spec asks for them."""
+    torch.set_num_threads(training.threads)
+    if not training.deterministic or backbone.device.type == "cpu":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _as_sent(name: str, tensor: Tensor) -> Tensor:
+    """Float32 whatever the backbone's precision, and finite: the coordinator would refuse it otherwise."""
+    tensor = tensor.detach().cpu()
+    if not tensor.is_floating_point():
+        return tensor
+    if not bool(torch.isfinite(tensor).all()):
+        raise MethodError(f"the trained tensor {name!r} holds NaN or infinity: lower training.learning_rate")
+    return tensor.float()
+
+
+def _digest(peers: list[Peer]) -> str:
+    ordered = sorted((peer.model_dump(mode="json") for peer in peers), key=lambda peer: str(peer["name"]))
+    return hashlib.sha256(canonical_json(ordered).encode()).hexdigest()

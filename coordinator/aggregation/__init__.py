@@ -1,0 +1,1 @@
+"""From updates to the next global state: shares, robust rules, the state itself."""

@@ -1,0 +1,100 @@
+"""Global states, computed from what is stored: what is committed once, and what a replay computes again.
+
+Nothing here writes. The same inputs come to the same bytes: the number of threads is the spec's, the updates come in
+order of client name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+from torch import Tensor
+
+from promptfed.coordinator.aggregation.rules import Rule
+from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.tables import TaskRow, UpdateRow
+from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.tensors import Shape, Tensors, TensorSpec, check, decode, decode_file
+
+Counted = tuple[str, float, str]
+"""A counted update: its client, its weight, its digest."""
+
+
+def use_threads(live: Live) -> None:
+    """Compute with the spec's number of threads: sums over several may come out in another order."""
+    torch.set_num_threads(live.spec.training.threads)
+
+
+def initial_state(blobs: Blobs, live: Live, context: ServerContext) -> Tensors:
+    """The state of round 0: made, or the supplied one fitted to the clients of ``context``.
+
+    Raises:
+        NeedsBackbone, MethodError, TensorError: there is none for these clients and this backbone.
+    """
+    live.method.check_clients(context)
+    if live.supplied_state is not None:
+        supplied, _ = decode(blobs.read(live.supplied_state))
+        tensors = live.method.adopt(supplied, context)
+    else:
+        tensors = live.method.initial_state(context, initial_draws(live.spec.seed))
+    check_state(live, tensors, context)
+    return tensors
+
+
+def joined(live: Live, state: Tensors, roster: Sequence[str], newcomers: Iterable[str]) -> Tensors:
+    """The state after ``newcomers`` joined those of ``roster`` one by one; each sees a roster that ends with itself."""
+    present = list(roster)
+    for name in newcomers:
+        present.append(name)
+        state = live.method.join(state, live.clients[name].info(), live.context(present))
+    check_state(live, state, live.context(present))
+    return state
+
+
+def after_phase(
+    live: Live, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], rule: Rule, context: ServerContext
+) -> Tensors:
+    """The state after ``phase`` of these updates, which ``rule`` makes one where the method takes their mean."""
+    after = live.method.aggregate(state, phase, updates, rule, context)
+    check_state(live, after, context)
+    return after
+
+
+def check_state(live: Live, tensors: Tensors, context: ServerContext) -> None:
+    """Refuse tensors that are not a global state of this federation. Raises TensorError, MethodError.
+
+    A symbol that the method's dims do not have is free: as many prompts as clients have answered, for one.
+    """
+    dims = live.method.dims(context)
+    expected = {
+        spec.name: (_shape(spec, tensors.get(spec.name), dims), spec.dtype) for spec in live.method.state_tensors()
+    }
+    check(tensors, expected)
+
+
+def _shape(spec: TensorSpec, tensor: Tensor | None, dims: Mapping[str, int]) -> Shape:
+    found = tuple(tensor.shape) if tensor is not None and tensor.dim() == len(spec.shape) else (0,) * len(spec.shape)
+    return tuple(
+        dims.get(size, n) if isinstance(size, str) else size for size, n in zip(spec.shape, found, strict=True)
+    )
+
+
+def counted(session: Session, phase_id: int) -> list[Counted]:
+    """The updates of a phase that count, in order of client name."""
+    rows = session.execute(
+        select(TaskRow.client, TaskRow.weight, UpdateRow.sha256)
+        .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+        .where(TaskRow.phase_id == phase_id, TaskRow.counted)
+    )
+    return sorted((row[0], row[1] or 0.0, row[2]) for row in rows)
+
+
+def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:
+    """The updates themselves, read one by one. Raises FileNotFoundError where one is no longer kept."""
+    for client, weight, sha256 in updates:
+        yield ClientUpdate(client, weight, decode_file(blobs.path(sha256))[0])

@@ -1,0 +1,1 @@
+"""Federations and their rounds as plain values: no I/O, no framework."""

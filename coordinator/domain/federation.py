@@ -1,0 +1,147 @@
+"""A federation as it stands in memory: what every request needs without asking the database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property
+
+from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
+from promptfed.shared.messages import Domain, Peer, Role, TaskKind
+from promptfed.shared.methods import method_for
+from promptfed.shared.methods.core.base import ClientInfo, Method, Phase, ServerContext
+from promptfed.shared.spec import BackboneShape, FederationSpec
+
+
+@dataclass(frozen=True)
+class Client:
+    """An enrolled client; ``secret_digest`` is None after a reset."""
+
+    id: str
+    name: str
+    role: Role
+    secret_digest: str | None
+    num_samples: int
+    class_names: tuple[str, ...]
+    domain: Domain | None
+
+    def info(self) -> ClientInfo:
+        """The client as a method sees it."""
+        return self._info
+
+    @cached_property
+    def _info(self) -> ClientInfo:
+        return ClientInfo(self.name, self.role, self.num_samples, self.class_names, self.domain)
+
+    def peer(self) -> Peer:
+        """The client as other clients see it."""
+        return Peer(name=self.name, role=self.role, domain=self.domain)
+
+
+@dataclass(frozen=True)
+class OpenTask:
+    """A task of the open stage that waits for its answer; without a payload it is not served yet."""
+
+    id: str
+    client: str
+    kind: TaskKind
+    round: int
+    step: int
+    phase: str
+    payload_sha256: str | None = None
+    payload_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Live:
+    """One federation at one moment. Replaced as a whole after each commit, so that readers see one whole step."""
+
+    id: str
+    name: str
+    spec: FederationSpec
+    method: Method
+    rules: Rules
+    run: Run
+    fingerprint: str | None = None
+    shape: BackboneShape | None = None
+    supplied_state: str | None = None
+    lexicon: str | None = None
+    clients: dict[str, Client] = field(default_factory=dict)
+    by_secret: dict[str, Client] = field(default_factory=dict)
+    tasks: dict[str, OpenTask] = field(default_factory=dict)
+    tokens: dict[str, datetime] = field(default_factory=dict)
+    deadline: str | None = None
+
+    @property
+    def phase(self) -> str | None:
+        """The name of the open or closing stage."""
+        return self.run.stage.name if self.run.stage is not None else None
+
+    def context(self, names: list[str] | None = None) -> ServerContext:
+        """What the method's server half may look at; the roster is ``names``, or all whom the state knows."""
+        if names is None:
+            names = [name for name, member in self.run.members.items() if member.joined]
+        assert self.shape is not None, "nobody has enrolled, so nobody has said what the backbone looks like"
+        return ServerContext(
+            training=self.spec.training,
+            shape=self.shape,
+            class_names=tuple(self.spec.class_names) if self.spec.class_names is not None else None,
+            clients=tuple(self.clients[name].info() for name in sorted(names)),
+            seed=self.spec.seed,
+            rounds=self.spec.rounds,
+        )
+
+    def peers(self) -> list[Peer]:
+        """The active clients that the state knows, in order of name."""
+        return [
+            self.clients[name].peer()
+            for name, member in sorted(self.run.members.items())
+            if member.active and member.joined
+        ]
+
+    def method_phase(self, round: int, step: int) -> Phase:
+        """The method's phase at ``step`` of ``round``."""
+        return self.method.phases(round, self.spec.rounds)[step]
+
+    def with_clients(self, *clients: Client) -> Live:
+        """This federation with ``clients`` added or replaced."""
+        known = {**self.clients, **{client.name: client for client in clients}}
+        by_secret = {client.secret_digest: client for client in known.values() if client.secret_digest is not None}
+        return replace(self, clients=known, by_secret=by_secret)
+
+
+def rules_of(spec: FederationSpec, method: Method) -> Rules:
+    """What the round machine needs of a spec."""
+    part = spec.participation
+
+    def phases(round: int) -> tuple[PhasePlan, ...]:
+        return tuple(PhasePlan(phase.name, phase.ask) for phase in method.phases(round, spec.rounds))
+
+    return Rules(
+        seed=spec.seed,
+        rounds=spec.rounds,
+        min_clients=part.min_clients,
+        fraction=part.fraction,
+        quorum=part.quorum,
+        deadline_seconds=part.deadline_seconds,
+        on_missed_quorum=part.on_missed_quorum,
+        evaluate_every=spec.evaluation.every,
+        phases=phases,
+        join_when_extended=method.needs.join_when_extended,
+    )
+
+
+def fresh(id: str, spec: FederationSpec) -> Live:
+    """A federation that nobody has enrolled with."""
+    method = method_for(spec)
+    backbone = spec.backbone
+    return Live(
+        id=id,
+        name=spec.name,
+        spec=spec,
+        method=method,
+        rules=rules_of(spec, method),
+        run=Run(),
+        fingerprint=backbone.fingerprint,
+        shape=backbone.shape,
+    )

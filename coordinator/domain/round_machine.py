@@ -1,0 +1,320 @@
+"""The round machine of one federation: ``step(rules, run, event) -> (run, facts)``, a pure function.
+
+It does no I/O and reads no clock: the time comes with each event, in seconds of a monotonic clock. Tensor work (joining
+newcomers, aggregating a closed phase) is not done here either: ``run.work`` says what is due, and ``WorkDone`` comes
+back. The facts are what has to be written down; written together with the event they make the run durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from promptfed.coordinator.domain.run_state import (
+    ENDED,
+    EVALUATION,
+    QUORUM_MISSED,
+    Answered,
+    Asked,
+    AskStatus,
+    Cancel,
+    CannotStart,
+    Closed,
+    Completed,
+    DeadlineSet,
+    Enrolled,
+    Event,
+    Extended,
+    Fact,
+    Fail,
+    Failed,
+    Joined,
+    Member,
+    Moved,
+    Opened,
+    Pause,
+    PhasePlan,
+    Restarted,
+    Resume,
+    Rules,
+    Run,
+    Settled,
+    Stage,
+    Start,
+    Tick,
+    Withdraw,
+    WorkDone,
+)
+from promptfed.shared.messages import FederationState, Role, TaskKind
+from promptfed.shared.seeds import sampling_order
+from promptfed.shared.spec import ceil_fraction
+
+
+class WrongMoment(Exception):
+    """The event does not fit the state that the federation is in."""
+
+
+class NotEnoughTrainers(Exception):
+    """Too few trainers to start: ``enrolled`` of ``needed``."""
+
+    def __init__(self, enrolled: int, needed: int):
+        super().__init__(f"{enrolled} trainers are enrolled; {needed} are needed")
+        self.enrolled = enrolled
+        self.needed = needed
+
+
+def step(rules: Rules, run: Run, event: Event) -> tuple[Run, tuple[Fact, ...]]:
+    """The run after ``event``, and what has to be written down.
+
+    Raises:
+        WrongMoment: the event does not fit the run's state; nothing has changed.
+        NotEnoughTrainers: a start with fewer trainers than the rules need.
+    """
+    machine = _Machine(rules, run)
+    machine.take(event)
+    return machine.run, tuple(machine.facts)
+
+
+class _Machine:
+    """One step: holds the run as it becomes, and the facts so far."""
+
+    def __init__(self, rules: Rules, run: Run):
+        self.rules = rules
+        self.run = run
+        self.facts: list[Fact] = []
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Enrolled(name, role):
+                self._enrolled(name, role)
+            case Start(now):
+                self._start(now)
+            case CannotStart(reason):
+                self._expect("enrolling")
+                self._move("enrolling", reason)
+            case Pause():
+                self._expect("running")
+                self._move("paused", None)
+            case Resume(now):
+                self._resume(now)
+            case Cancel():
+                self._end("cancelled", None)
+            case Fail(reason):
+                self._end("failed", reason)
+            case Withdraw(name, discard, now):
+                self._withdraw(name, discard, now)
+            case Answered(name, now):
+                self._settle_open(name, "answered", now)
+            case Failed(name, now):
+                self._settle_open(name, "failed", now)
+            case WorkDone(now):
+                self._work_done(now)
+            case Restarted(now):
+                self._set_deadline(now)
+                self._go_on(now)
+            case Tick(now):
+                self._go_on(now)
+
+    # What operators and clients do
+
+    def _enrolled(self, name: str, role: Role) -> None:
+        if self.run.state in ENDED:
+            raise WrongMoment(self.run.state)
+        before = self.run.members.get(name)
+        member = Member(role) if before is None else replace(before, active=True)
+        self._set(members={**self.run.members, name: member})
+
+    def _start(self, now: float) -> None:
+        self._expect("enrolling")
+        trainers = self.run.trainers()
+        if len(trainers) < self.rules.min_clients:
+            raise NotEnoughTrainers(len(trainers), self.rules.min_clients)
+        self._join(self.run.newcomers())
+        self._move("running", None)
+        self._go_on(now)
+
+    def _resume(self, now: float) -> None:
+        self._expect("paused")
+        stage = self.run.stage
+        if self.run.reason == QUORUM_MISSED and stage is not None:
+            # A new attempt: those who failed may have been mended, and the one extension may be used again.
+            again = [name for name in stage.having("failed") if self.run.members[name].active]
+            self._set_stage(extended=False, asks={**stage.asks, **dict.fromkeys(again, "open")})
+            self.facts.append(Extended(False))
+            if again:
+                self.facts.append(Asked(tuple(again)))
+        self._move("running", None)
+        self._set_deadline(now)
+        self._go_on(now)
+
+    def _withdraw(self, name: str, discard: bool, now: float) -> None:
+        if self.run.state in ENDED:
+            raise WrongMoment(self.run.state)
+        self._set(members={**self.run.members, name: replace(self.run.members[name], active=False)})
+        stage = self.run.stage
+        status = stage.asks.get(name) if stage is not None and not stage.closed else None
+        if status in ("open", "failed"):
+            self._settle(name, "withdrawn")
+        elif status == "answered" and discard:
+            self._settle(name, "discarded")
+        self._go_on(now)
+
+    def _settle_open(self, name: str, status: AskStatus, now: float) -> None:
+        stage = self.run.stage
+        if stage is None or stage.closed or stage.asks.get(name) != "open":
+            raise WrongMoment(self.run.state)
+        self._settle(name, status)
+        self._go_on(now)
+
+    def _work_done(self, now: float) -> None:
+        if self.run.work == "join":
+            self._join(self.run.joining)
+            self._set(work=None, joining=())
+        elif self.run.work == "aggregate":
+            self._set(work=None)
+            self._complete()
+        else:
+            raise WrongMoment(self.run.state)
+        self._go_on(now)
+
+    # How a federation goes on
+
+    def _go_on(self, now: float) -> None:
+        """Move until something has to be waited for: an answer, a deadline, tensor work or the operator."""
+        while self.run.state == "running" and self.run.work is None:
+            stage = self.run.stage
+            moved = self._open_next(now) if stage is None else self._close_if_due(stage, now)
+            if not moved:
+                return
+
+    def _open_next(self, now: float) -> bool:
+        run = self.run
+        plan = self.rules.phases(run.round) if run.round > 0 else ()
+        if run.step == 0 and run.newcomers():
+            self._set(work="join", joining=run.newcomers())
+        elif run.step < len(plan):
+            self._open_phase(plan[run.step], now)
+        elif run.step == len(plan) and self.rules.evaluates(run.round):
+            active = sorted(name for name, one in run.members.items() if one.active and one.joined)
+            self._open("evaluate", EVALUATION, active, len(active), now)
+        elif run.round < self.rules.rounds:
+            self._set(round=run.round + 1, step=0, answered_first=(), sample_size=0)
+        else:
+            self._end("finished", None)
+        return True
+
+    def _open_phase(self, plan: PhasePlan, now: float) -> None:
+        run = self.run
+        eligible = run.eligible()
+        if run.step == 0:
+            size = self.rules.sample_size(len(eligible))
+            names = sampling_order(self.rules.seed, run.round, eligible)[:size]
+        else:
+            gone = sum(not run.members[name].active for name in run.answered_first)
+            size = max(1, run.sample_size - gone)
+            names = eligible if plan.ask == "all" else [n for n in run.answered_first if run.members[n].active]
+        self._open("train", plan.name, names, size, now)
+
+    def _open(self, kind: TaskKind, name: str, names: Iterable[str], size: int, now: float) -> None:
+        asked = tuple(sorted(names))
+        deadline = now + self.rules.deadline_seconds
+        stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, deadline)
+        self._set(stage=stage)
+        self.facts.append(Opened(self.run.round, self.run.step, kind, name, asked, size))
+        self.facts.append(DeadlineSet(self.rules.deadline_seconds))
+
+    def _close_if_due(self, stage: Stage, now: float) -> bool:
+        if stage.having("open") and now < stage.deadline:
+            return False
+        if stage.kind == "evaluate":
+            self._close(stage, stage.sample_size)
+            self._complete()
+        elif len(stage.having("answered")) >= self._needed(stage):
+            self._close(stage, self._present(stage))
+            self._set(work="aggregate")
+        elif not stage.extended:
+            self._extend(stage, now)
+        elif self.rules.on_missed_quorum == "pause":
+            self._move("paused", QUORUM_MISSED)
+        else:
+            self._end("failed", QUORUM_MISSED)
+        return True
+
+    def _present(self, stage: Stage) -> int:
+        """K without those who were withdrawn and not replaced: the operator has said that nobody waits for them."""
+        least = self.rules.min_clients if self.run.step == 0 else 1
+        spare = max(0, len(stage.asks) - stage.sample_size)
+        gone = len(stage.having("withdrawn", "discarded"))
+        return max(least, stage.sample_size - max(0, gone - spare))
+
+    def _needed(self, stage: Stage) -> int:
+        return max(1, ceil_fraction(self.rules.quorum, self._present(stage)))
+
+    def _extend(self, stage: Stage, now: float) -> None:
+        first = self.run.step == 0
+        if first and self.rules.join_when_extended and self.run.newcomers():
+            self._set(work="join", joining=self.run.newcomers())
+            return
+        plan = self.rules.phases(self.run.round)[self.run.step]
+        added = [n for n in self.run.eligible() if n not in stage.asks] if first or plan.ask == "all" else []
+        self._set_stage(extended=True, asks={**stage.asks, **dict.fromkeys(added, "open")})
+        self.facts.append(Extended(True))
+        if added:
+            self.facts.append(Asked(tuple(added)))
+        self._set_deadline(now)
+
+    def _close(self, stage: Stage, sample_size: int) -> None:
+        for name in stage.having("open"):
+            self._settle(name, "expired")
+        counted = tuple(stage.having("answered"))
+        self._set_stage(closed=True, sample_size=sample_size)
+        if stage.kind == "train" and self.run.step == 0:
+            self._set(answered_first=counted, sample_size=sample_size)
+        self.facts.append(Closed(counted, sample_size))
+
+    def _complete(self) -> None:
+        self._set(stage=None, step=self.run.step + 1)
+        self.facts.append(Completed())
+
+    def _end(self, state: FederationState, reason: str | None) -> None:
+        if self.run.state in ENDED:
+            raise WrongMoment(self.run.state)
+        stage = self.run.stage
+        if stage is not None:
+            for name in stage.having("open"):
+                self._settle(name, "cancelled")
+        self._set(stage=None, work=None, joining=())
+        self._move(state, reason)
+
+    # Small changes
+
+    def _set(self, **changes: object) -> None:
+        self.run = replace(self.run, **changes)  # type: ignore[arg-type]
+
+    def _set_stage(self, **changes: object) -> None:
+        assert self.run.stage is not None
+        self._set(stage=replace(self.run.stage, **changes))  # type: ignore[arg-type]
+
+    def _settle(self, name: str, status: AskStatus) -> None:
+        assert self.run.stage is not None
+        self._set_stage(asks={**self.run.stage.asks, name: status})
+        self.facts.append(Settled(name, status))
+
+    def _set_deadline(self, now: float) -> None:
+        if self.run.stage is not None and not self.run.stage.closed:
+            self._set_stage(deadline=now + self.rules.deadline_seconds)
+            self.facts.append(DeadlineSet(self.rules.deadline_seconds))
+
+    def _join(self, names: tuple[str, ...]) -> None:
+        known = {name: replace(self.run.members[name], joined=True) for name in names}
+        self._set(members={**self.run.members, **known})
+        if names:
+            self.facts.append(Joined(names))
+
+    def _move(self, state: FederationState, reason: str | None) -> None:
+        self._set(state=state, reason=reason)
+        self.facts.append(Moved(state, reason))
+
+    def _expect(self, state: FederationState) -> None:
+        if self.run.state != state:
+            raise WrongMoment(self.run.state)

@@ -1,0 +1,1 @@
+"""All federations of one data folder: changed in transactions, moved on by a scheduler."""

@@ -1,0 +1,67 @@
+"""Who was seen when, and how much was downloaded: gathered in memory, written down every few seconds.
+
+These are figures for people. A crash may cost the last seconds of them, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+
+from sqlalchemy import bindparam, update
+from sqlalchemy.exc import SQLAlchemyError
+
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.tables import ClientRow, TaskRow
+
+SEEN = update(ClientRow).where(ClientRow.id == bindparam("key")).values(last_seen=bindparam("moment"))
+MORE = TaskRow.bytes_down + bindparam("size")
+SERVED = update(TaskRow).where(TaskRow.id == bindparam("key")).values(bytes_down=MORE)
+
+
+class Activity:
+    """Clients' last requests, and bytes served by task."""
+
+    def __init__(self, database: Database):
+        self._database = database
+        self._lock = threading.Lock()
+        self._seen: dict[str, str] = {}
+        self._bytes: Counter[str] = Counter()
+
+    def seen(self, client_id: str) -> None:
+        """A client has just sent a request."""
+        with self._lock:
+            self._seen[client_id] = clock.now()
+
+    def served(self, task_id: str, size: int) -> None:
+        """``size`` bytes of a task's payload went out."""
+        with self._lock:
+            self._bytes[task_id] += size
+
+    def flush(self) -> None:
+        """Write down what has been gathered."""
+        with self._lock:
+            seen, served = self._seen, self._bytes
+            self._seen, self._bytes = {}, Counter()
+        if not seen and not served:
+            return
+        try:
+            with self._database.write() as session:
+                connection = session.connection()
+                if seen:
+                    connection.execute(SEEN, [{"key": key, "moment": moment} for key, moment in seen.items()])
+                if served:
+                    connection.execute(SERVED, [{"key": key, "size": size} for key, size in served.items()])
+        except SQLAlchemyError:
+            with self._lock:
+                # A full disk costs nothing of it. What has come since is newer.
+                self._seen = seen | self._seen
+                self._bytes.update(served)
+            raise
+
+    def flush_if_possible(self) -> None:
+        """The same for those who only want to read: they can also where nothing can be written."""
+        with contextlib.suppress(SQLAlchemyError):
+            self.flush()

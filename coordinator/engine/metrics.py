@@ -1,0 +1,71 @@
+"""Prometheus metrics, without the names of clients."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from promptfed.coordinator.domain.run_state import Closed, Completed, Moved, Run, Settled
+from promptfed.coordinator.engine.recorder import Change
+
+SECONDS = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 1800, 7200)
+
+
+class Measures:
+    """The coordinator's own registry: several coordinators can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.refusals = self._counter("refusals", "Refusals by kind", "kind")
+        self.answers = self._counter("tasks_settled", "Tasks by how they ended", "status")
+        self.updates = self._counter(
+            "updates", "Training updates by verdict: of the rule, or refused, or late for their phase", "verdict"
+        )
+        self.rounds = self._counter("rounds_completed", "Rounds that are over")
+        self.phases = self._counter("phases_completed", "Phases and evaluations completed")
+        self.moves = self._counter("federation_moves", "Changes of a federation's state", "state")
+        self.counted = self._counter("answers_counted", "Answers that counted when their phase closed")
+        self.bytes_up = self._counter("update_bytes", "Bytes of accepted updates")
+        self.bytes_down = self._counter("payload_bytes", "Bytes of payloads served")
+        self.waiting = Gauge("promptfed_waiting_clients", "Long polls under way", registry=self.registry)
+        self.streams = Gauge("promptfed_event_streams", "Event streams under way", registry=self.registry)
+        self.uploads = Gauge("promptfed_uploads", "Uploads under way", registry=self.registry)
+        self.work = self._histogram("work_seconds", "Tensor work by kind", "kind")
+        self.stages = self._histogram("phase_seconds", "From a phase's opening to its committed state, by kind", "kind")
+        self.receiving = self._histogram("update_seconds", "From the head of an update's request to its answer")
+
+    def observe(self, change: Change, before: Run) -> None:
+        """Count what a committed change did to a run that stood at ``before``."""
+        self.rounds.inc(_rounds_over(change.live.run) - _rounds_over(before))
+        for kind, seconds in change.completed:
+            self.stages.labels(kind).observe(seconds)
+        for fact in change.facts:
+            match fact:
+                case Settled(_, status):
+                    self.answers.labels(status).inc()
+                case Closed(counted, _):
+                    self.counted.inc(len(counted))
+                case Completed():
+                    self.phases.inc()
+                case Moved(state, _):
+                    self.moves.labels(state).inc()
+
+    def refused(self, kind: str, of_update: bool) -> None:
+        """Count a refusal."""
+        self.refusals.labels(kind).inc()
+        if of_update:
+            self.updates.labels("late" if kind == "phase-closed" else "refused").inc()
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"promptfed_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(f"promptfed_{name}", text, labels, registry=self.registry, buckets=SECONDS)
+
+
+def _rounds_over(run: Run) -> int:
+    """Round 0 is none, and a round in which a federation failed or was cancelled was not over."""
+    return run.round if run.state == "finished" else max(0, run.round - 1)

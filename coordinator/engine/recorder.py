@@ -1,0 +1,243 @@
+"""Writes each step of a run into the database, in the transaction of the event that caused it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation.weights import shares
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.domain.federation import Live, OpenTask
+from promptfed.coordinator.domain.round_machine import step
+from promptfed.coordinator.domain.run_state import (
+    ENDED,
+    Asked,
+    AskStatus,
+    Closed,
+    Completed,
+    DeadlineSet,
+    Event,
+    Extended,
+    Fact,
+    Joined,
+    Moved,
+    Opened,
+    Run,
+    Settled,
+)
+from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow, PhaseRow, TaskRow
+
+
+@dataclass
+class Change:
+    """One transaction on one federation: ``live`` is how it stands if the transaction commits.
+
+    ``wake`` are the clients whom the change concerns, ``everyone`` says that it concerns all. ``completed`` are the
+    stages that it brings to an end: kind, and seconds since they opened.
+    """
+
+    session: Session
+    live: Live
+    wake: set[str] = field(default_factory=set)
+    everyone: bool = False
+    facts: list[Fact] = field(default_factory=list)
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    completed: list[tuple[str, float]] = field(default_factory=list)
+
+    def send(self, event: Event) -> None:
+        """Step the round machine and write down what follows.
+
+        Raises:
+            WrongMoment, NotEnoughTrainers: see ``rounds.step``; nothing is written then.
+        """
+        before = self.live.run
+        run, facts = step(self.live.rules, before, event)
+        self.live = replace(self.live, run=run)
+        recorder = _Recorder(self, before.round, before.step)
+        for fact in facts:
+            recorder.write(fact)
+        self.facts.extend(facts)
+        if _stored(run) != _stored(before):
+            row = self.federation_row()
+            row.state, row.reason, row.round, row.step = run.state, run.reason, run.round, run.step
+            row.work, row.joining = run.work, list(run.joining)
+
+    def tell(self, kind: str, /, **data: Any) -> None:
+        """Add an event to the federation's stream."""
+        self.session.add(EventRow(federation_id=self.live.id, kind=kind, data=data, at=clock.now()))
+        self.told.append((kind, data))
+
+    def federation_row(self) -> FederationRow:
+        """The federation's own row."""
+        return self.session.get_one(FederationRow, self.live.id)
+
+    def client_row(self, name: str) -> ClientRow:
+        """The row of the client called ``name``."""
+        mine = (ClientRow.federation_id == self.live.id, ClientRow.name == name)
+        return self.session.scalars(select(ClientRow).where(*mine)).one()
+
+
+def _stored(run: Run) -> tuple[object, ...]:
+    """What of a run stands in its federation's own row."""
+    return run.state, run.reason, run.round, run.step, run.work, run.joining
+
+
+class _Recorder:
+    """Writes the facts of one step, in order: a step may complete one stage and open the next."""
+
+    def __init__(self, change: Change, round: int, step: int):
+        self._change = change
+        self._session = change.session
+        self._position = (round, step)
+        self._phase: PhaseRow | None = None
+
+    def write(self, fact: Fact) -> None:
+        match fact:
+            case Moved():
+                self._moved(fact)
+            case Opened():
+                self._opened(fact)
+            case Asked(names):
+                self._add_tasks(names)
+                self._change.tell("clients-asked", **self._where(), asked=list(names))
+            case Extended(extended):
+                self._stage().extended = extended
+                if extended:
+                    self._change.tell("phase-extended", **self._where())
+            case DeadlineSet(seconds):
+                self._set_deadline(seconds)
+            case Settled(name, status):
+                self._settled(name, status)
+            case Closed():
+                self._closed(fact)
+            case Completed():
+                self._completed()
+            case Joined(names):
+                self._joined(names)
+
+    def _stage(self) -> PhaseRow:
+        if self._phase is None:
+            round, step = self._position
+            mine = (PhaseRow.federation_id == self._change.live.id, PhaseRow.round == round, PhaseRow.step == step)
+            self._phase = self._session.scalars(select(PhaseRow).where(*mine)).one()
+        return self._phase
+
+    def _where(self) -> dict[str, Any]:
+        stage = self._stage()
+        return {"round": stage.round, "phase": stage.name, "kind": stage.kind}
+
+    def _moved(self, fact: Moved) -> None:
+        row = self._change.federation_row()
+        if fact.state == "running" and row.started_at is None:
+            row.started_at = clock.now()
+        if fact.state in ENDED:
+            row.ended_at = clock.now()
+            self._change.live = replace(self._change.live, tasks={}, deadline=None)
+        self._change.everyone = True
+        self._change.tell("federation-state", state=fact.state, reason=fact.reason)
+
+    def _opened(self, fact: Opened) -> None:
+        now = clock.now()
+        self._phase = PhaseRow(
+            federation_id=self._change.live.id,
+            round=fact.round,
+            step=fact.step,
+            kind=fact.kind,
+            name=fact.name,
+            sample_size=fact.sample_size,
+            extended=False,
+            opened_at=now,
+            deadline=now,
+        )
+        self._session.add(self._phase)
+        self._session.flush()
+        self._position = (fact.round, fact.step)
+        self._change.live = replace(self._change.live, tasks={})
+        self._change.tell("phase-opened", **self._where(), asked=list(fact.names))
+        self._add_tasks(fact.names)
+
+    def _add_tasks(self, names: tuple[str, ...]) -> None:
+        stage, live = self._stage(), self._change.live
+        first = self._session.scalar(select(func.count()).where(TaskRow.phase_id == stage.id)) or 0
+        tasks = dict(live.tasks)
+        for number, name in enumerate(names, first):
+            row = TaskRow(
+                id=secrets.token_hex(16),
+                federation_id=live.id,
+                phase_id=stage.id,
+                number=number,
+                client=name,
+                status="open",
+                opened_at=clock.now(),
+                payload_stored=False,
+                bytes_down=0,
+                counted=False,
+            )
+            self._session.add(row)
+            tasks[name] = open_task(row, stage)
+        self._change.live = replace(live, tasks=tasks)
+
+    def _set_deadline(self, seconds: float) -> None:
+        self._stage().deadline = clock.later(seconds)
+        self._change.live = replace(self._change.live, deadline=self._stage().deadline)
+        self._change.wake.update(self._change.live.tasks)
+
+    def _settled(self, name: str, status: AskStatus) -> None:
+        live = self._change.live
+        task = live.tasks.get(name)
+        where = {"round": task.round, "phase": task.phase, "kind": task.kind} if task is not None else self._where()
+        task_id = task.id if task is not None else self._latest_task(name)
+        change = update(TaskRow).where(TaskRow.id == task_id).values(status=status, settled_at=clock.now())
+        self._session.execute(change, execution_options={"synchronize_session": False})
+        self._change.live = replace(live, tasks={key: one for key, one in live.tasks.items() if key != name})
+        self._change.wake.add(name)
+        self._change.tell("task-settled", **where, client=name, status=status)
+
+    def _latest_task(self, name: str) -> str:
+        mine = (TaskRow.phase_id == self._stage().id, TaskRow.client == name)
+        return self._session.scalars(select(TaskRow.id).where(*mine).order_by(TaskRow.number.desc()).limit(1)).one()
+
+    def _closed(self, fact: Closed) -> None:
+        stage = self._stage()
+        stage.closed_at, stage.sample_size = clock.now(), fact.sample_size
+        latest = select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number)
+        tasks = {task.client: task for task in self._session.scalars(latest)}
+        live = self._change.live
+        weights: dict[str, float] = {}
+        if stage.kind == "train":
+            weights = shares({name: live.clients[name].num_samples for name in fact.counted}, live.spec.aggregation)
+        for name in fact.counted:
+            tasks[name].counted, tasks[name].weight = True, weights.get(name)
+        self._change.live = replace(live, tasks={}, deadline=None)
+        self._change.tell("phase-closed", **self._where(), counted=list(fact.counted))
+
+    def _completed(self) -> None:
+        stage = self._stage()
+        stage.completed_at = clock.now()
+        seconds = clock.seconds_between(stage.opened_at, stage.completed_at)
+        self._change.completed.append((stage.kind, seconds or 0.0))
+        self._change.tell("phase-completed", **self._where())
+        self._phase = None
+
+    def _joined(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self._change.client_row(name).joined = True
+        self._change.tell("clients-joined", clients=list(names))
+
+
+def open_task(row: TaskRow, stage: PhaseRow) -> OpenTask:
+    """A task's row as it is held in memory."""
+    return OpenTask(
+        id=row.id,
+        client=row.client,
+        kind="train" if stage.kind == "train" else "evaluate",
+        round=stage.round,
+        step=stage.step,
+        phase=stage.name,
+        payload_sha256=row.payload_sha256,
+        payload_bytes=row.payload_bytes or 0,
+    )

@@ -1,0 +1,112 @@
+"""Reads federations back from the database, as they stood after the last committed step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.domain.federation import Client, Live, fresh
+from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Member, Run, Stage, Work
+from promptfed.coordinator.engine.recorder import open_task
+from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
+from promptfed.shared.messages import Domain, FederationState, Role
+from promptfed.shared.spec import BackboneShape, FederationSpec
+
+
+def load_all(session: Session, now: float) -> dict[str, Live]:
+    """All federations by id. Deadlines are left at ``now``: ``Restarted`` sets them."""
+    rows = session.scalars(select(FederationRow).order_by(FederationRow.created_at))
+    return {row.id: load(session, row, now) for row in rows}
+
+
+def load(session: Session, row: FederationRow, now: float) -> Live:
+    """One federation."""
+    live = fresh(row.id, FederationSpec.model_validate(row.spec))
+    found = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == row.id)))
+    tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
+    stage_row = _stage_row(session, row)
+    tasks = _latest_tasks(session, stage_row) if stage_row else {}
+    is_open = stage_row is not None and stage_row.closed_at is None
+    return replace(
+        live.with_clients(*map(client_of, found)),
+        run=_run(session, row, found, _stage(stage_row, tasks, now)),
+        fingerprint=row.fingerprint,
+        shape=BackboneShape.model_validate(row.shape) if row.shape else None,
+        supplied_state=row.supplied_state,
+        lexicon=row.lexicon,
+        tasks={t.client: open_task(t, stage_row) for t in tasks.values() if t.status == "open"} if stage_row else {},
+        tokens={token.digest: clock.parse(token.expires_at) for token in tokens},
+        deadline=stage_row.deadline if stage_row is not None and is_open else None,
+    )
+
+
+def client_of(row: ClientRow) -> Client:
+    """A client's row as it is held in memory."""
+    return Client(
+        id=row.id,
+        name=row.name,
+        role=cast(Role, row.role),
+        secret_digest=row.secret_digest,
+        num_samples=row.num_samples,
+        class_names=tuple(row.class_names),
+        domain=Domain.model_validate(row.domain) if row.domain else None,
+    )
+
+
+def _stage_row(session: Session, row: FederationRow) -> PhaseRow | None:
+    if row.state in ENDED:
+        return None
+    here = (PhaseRow.federation_id == row.id, PhaseRow.round == row.round, PhaseRow.step == row.step)
+    return session.scalars(select(PhaseRow).where(*here)).one_or_none()
+
+
+def _latest_tasks(session: Session, stage: PhaseRow) -> dict[str, TaskRow]:
+    rows = session.scalars(select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number))
+    return {task.client: task for task in rows}
+
+
+def _stage(row: PhaseRow | None, tasks: dict[str, TaskRow], now: float) -> Stage | None:
+    if row is None:
+        return None
+    return Stage(
+        kind="train" if row.kind == "train" else "evaluate",
+        name=row.name,
+        asks={name: cast(AskStatus, task.status) for name, task in tasks.items()},
+        sample_size=row.sample_size,
+        deadline=now,
+        extended=row.extended,
+        closed=row.closed_at is not None,
+    )
+
+
+def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: Stage | None) -> Run:
+    members = {one.name: Member(cast(Role, one.role), one.active, one.joined) for one in clients}
+    first = session.scalars(
+        select(PhaseRow).where(
+            PhaseRow.federation_id == row.id,
+            PhaseRow.round == row.round,
+            PhaseRow.step == 0,
+            PhaseRow.kind == "train",
+            PhaseRow.closed_at.is_not(None),
+        )
+    ).one_or_none()
+    counted: tuple[str, ...] = ()
+    if first is not None:
+        mine = (TaskRow.phase_id == first.id, TaskRow.counted)
+        counted = tuple(session.scalars(select(TaskRow.client).where(*mine).order_by(TaskRow.client)))
+    return Run(
+        state=cast(FederationState, row.state),
+        reason=row.reason,
+        round=row.round,
+        step=row.step,
+        members=members,
+        stage=stage,
+        work=cast(Work | None, row.work),
+        joining=tuple(row.joining),
+        answered_first=counted,
+        sample_size=first.sample_size if first is not None else 0,
+    )

@@ -1,0 +1,132 @@
+"""What is removed again: blobs that no row names, and with ``retention: last_round`` what earlier rounds have left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, func, select, update
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+
+if TYPE_CHECKING:
+    from promptfed.coordinator.engine.registry import Engine
+
+
+AT_ONCE = 500  # digests that one query asks for
+TURN_SECONDS = 0.001  # left to others, since who lets go of a lock and takes it again at once is mostly the first
+NAMING = (  # the columns of `_stored`, in its order
+    StateRow.sha256,
+    UpdateRow.sha256,
+    TaskRow.payload_sha256,
+    FederationRow.supplied_state,
+    FederationRow.lexicon,
+)
+
+
+def has_to_retire(live: Live, retired: int) -> bool:
+    """Whether rounds have passed whose tensors are not kept, beyond the ``retired`` ones."""
+    return live.spec.retention == "last_round" and _kept_from(live) > retired
+
+
+def retire(engine: Engine, id: str) -> None:
+    """Remove updates, payloads and states of the rounds before the last completed one; their rows stay."""
+    live = engine.live(id)
+    bound = _kept_from(live)
+    with engine.change(id) as change:
+        digests = set(_retire_rows(change.session, id, bound))
+    collect(engine, digests)
+    engine.retired[id] = bound
+
+
+def remove_updates(session: Session, id: str, client: str) -> set[str]:
+    """Give up what a client has sent, and what it was sent; the digests of these. Rows and their figures stay."""
+    mine = (TaskRow.federation_id == id, TaskRow.client == client)
+    updates = (UpdateRow.task_id.in_(select(TaskRow.id).where(*mine)), UpdateRow.stored)
+    digests = set(session.scalars(select(UpdateRow.sha256).where(*updates)))
+    payloads = session.scalars(select(TaskRow.payload_sha256).where(*mine, TaskRow.payload_stored))
+    digests.update(digest for digest in payloads if digest is not None)
+    session.execute(update(UpdateRow).where(*updates).values(stored=False))
+    session.execute(update(TaskRow).where(*mine).values(payload_stored=False))
+    return digests
+
+
+def awaits_computing(session: Session, id: str, client: str) -> bool:
+    """Whether an accepted update of ``client`` may still have to be aggregated."""
+    mine = (TaskRow.federation_id == id, TaskRow.client == client, TaskRow.status == "answered")
+    query = select(TaskRow.id).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+    return session.scalars(query.where(*mine, PhaseRow.completed_at.is_(None)).limit(1)).first() is not None
+
+
+def collect(engine: Engine, digests: Iterable[str]) -> None:
+    """Remove those of ``digests`` that no row names any more, some at a time: meanwhile nothing else can change."""
+    candidates = sorted(digests)
+    for begin in range(0, len(candidates), AT_ONCE):
+        some = candidates[begin : begin + AT_ONCE]
+        with engine.exclusively(), engine.database.read() as session:
+            for digest in set(some) - _named(session, some):
+                engine.blobs.remove(digest)
+        time.sleep(TURN_SECONDS)
+
+
+def sweep(engine: Engine) -> None:
+    """Remove every blob that no row names: what a crash between a blob and its row has left."""
+    with engine.database.read() as session:
+        named = {digest for query in _stored() for digest in session.scalars(query)}
+    for digest in set(engine.blobs.all()) - named:
+        engine.blobs.remove(digest)
+
+
+def _named(session: Session, digests: list[str]) -> set[str]:
+    """Those of ``digests`` that a row names."""
+    return {
+        digest
+        for query, column in zip(_stored(), NAMING, strict=True)
+        for digest in session.scalars(query.where(column.in_(digests)))
+    }
+
+
+def _stored() -> tuple[Select[Any], ...]:
+    return (
+        select(StateRow.sha256).where(StateRow.stored),
+        select(UpdateRow.sha256).where(UpdateRow.stored),
+        select(TaskRow.payload_sha256).where(TaskRow.payload_stored),
+        select(FederationRow.supplied_state),
+        select(FederationRow.lexicon),
+    )
+
+
+def digests_of(session: Session, id: str) -> set[str]:
+    """Every blob that a federation's rows name."""
+    mine = select(TaskRow.id).where(TaskRow.federation_id == id)
+    queries: list[Select[Any]] = [
+        select(StateRow.sha256).where(StateRow.federation_id == id),
+        select(UpdateRow.sha256).where(UpdateRow.task_id.in_(mine)),
+        select(TaskRow.payload_sha256).where(TaskRow.federation_id == id),
+        select(FederationRow.supplied_state).where(FederationRow.id == id),
+        select(FederationRow.lexicon).where(FederationRow.id == id),
+    ]
+    return {digest for query in queries for digest in session.scalars(query) if digest}
+
+
+def _kept_from(live: Live) -> int:
+    return live.run.round if live.run.state in ENDED else live.run.round - 1
+
+
+def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
+    last = session.scalar(select(func.max(StateRow.id)).where(StateRow.federation_id == id))
+    old_states = (StateRow.federation_id == id, StateRow.round < bound, StateRow.stored, StateRow.id != last)
+    old_phases = select(PhaseRow.id).where(PhaseRow.federation_id == id, PhaseRow.round < bound)
+    old_tasks = TaskRow.phase_id.in_(old_phases)
+    old_updates = (UpdateRow.task_id.in_(select(TaskRow.id).where(old_tasks)), UpdateRow.stored)
+    yield from session.scalars(select(StateRow.sha256).where(*old_states))
+    yield from session.scalars(select(UpdateRow.sha256).where(*old_updates))
+    for digest in session.scalars(select(TaskRow.payload_sha256).where(old_tasks, TaskRow.payload_stored)):
+        yield str(digest)
+    session.execute(update(StateRow).where(*old_states).values(stored=False))
+    session.execute(update(UpdateRow).where(*old_updates).values(stored=False))
+    session.execute(update(TaskRow).where(old_tasks).values(payload_stored=False))

@@ -1,0 +1,1 @@
+"""How requests arrive: the server, its limits on connections and bodies, and who is calling."""

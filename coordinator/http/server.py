@@ -1,0 +1,183 @@
+"""The coordinator as a process: one server on one socket, which ends in a few seconds when it is asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from promptfed.coordinator import json_logs
+from promptfed.coordinator.app import create_app
+from promptfed.coordinator.http import tokens
+from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, Connection, raise_open_files
+from promptfed.coordinator.http.malloc import share_heaps
+from promptfed.coordinator.operations import federations
+from promptfed.coordinator.operations.bootstrap import BootstrapFailed, read_spec
+from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
+from promptfed.coordinator.store.opening import open_store
+
+log = logging.getLogger("promptfed.coordinator")
+
+GRACE_SECONDS = 2  # for answers under way, once waiting requests have been woken
+CANNOT_START = 2
+DATABASE_AWAY = 3
+INTERRUPTED = 130
+
+
+class Server(uvicorn.Server):
+    """Wakes every long poll and stream when it is told to end, and calls ``ready`` once it answers."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, ready: Callable[[], None]):
+        super().__init__(config)
+        self._app = app
+        self._ready = ready
+        self._serving: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and only then say so."""
+        self._serving = asyncio.get_running_loop()
+        await super().startup(sockets)
+        for one in sockets or []:
+            one.listen(QUEUE)  # asyncio has one number for this and for how many it accepts at once
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On SIGTERM or Ctrl-C. Unlike the base, the signal is not raised again: this end is an orderly one."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+        if self._serving is not None:
+            # This is a signal handler: the event loop may be anywhere.
+            self._serving.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        engine = getattr(self._app.state, "engine", None)
+        if engine is not None:
+            engine.stop_waiting()
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit code: 0, or with one line on stderr 2 where it cannot start, 3 where the
+    database did not answer in time.
+    """
+    json_logs.configure(settings.log_level)
+    raise_open_files()
+    share_heaps()
+    try:
+        with _ended_by_sigterm():
+            _check(settings)
+            listening = _bind(settings)
+            store = open_store(settings)
+    except (CannotOpen, BootstrapFailed, OSError) as error:
+        print(f"coordinator: {error}", file=sys.stderr)
+        return CANNOT_START
+    except DatabaseAway as error:
+        print(f"coordinator: {error}; given up after {settings.database_wait_seconds:g} s", file=sys.stderr)
+        return DATABASE_AWAY
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    base_url = _base_url(settings, listening)
+
+    def ready() -> None:
+        place = store.database.backend.place
+        log.info("listening on %s, data in %s, database at %s", base_url, settings.data_dir, place)
+        token = settings.data_dir / tokens.OPERATOR_FILE
+        log.info("the operator's page is %s/; its token lies in %s", base_url, token)
+        if settings.port_file is not None:
+            _write_whole(settings.port_file, base_url)
+
+    app = create_app(settings)
+    app.state.store = store
+    server = Server(_config(settings, app), app, ready)
+    server.run(sockets=[listening])
+    if not server.started:
+        return CANNOT_START
+    if app.state.engine.computing:
+        # The interpreter would wait for the computing thread. Nothing is lost: it starts again from what is committed.
+        logging.shutdown()
+        os._exit(0)
+    return 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Until the server handles signals itself: the first process of a container would go on waiting."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _config(settings: Settings, app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        backlog=ACCEPTED_AT_ONCE,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_keep_alive=75,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+
+
+def _check(settings: Settings) -> None:
+    """Say in one line what would otherwise end the start with a traceback."""
+    if settings.bootstrap is not None:
+        try:
+            federations.resolve(read_spec(settings.bootstrap))
+        except Refusal as refusal:
+            raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
+    if settings.enrolment_token_file is not None and not os.access(settings.enrolment_token_file.parent, os.W_OK):
+        text = f"cannot write the enrolment token into {settings.enrolment_token_file.parent}: make the folder writable"
+        raise BootstrapFailed(f"{text}, or mount the volume from which clients read it there")
+    if settings.tls_cert is not None:
+        try:
+            # An empty password: nobody is there to be asked for one.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, lambda: "")
+        except OSError as error:
+            files = f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key}"
+            raise OSError(f"{files} cannot be used: {error.strerror or error}") from None
+
+
+def _bind(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # With the protocol named, asyncio switches Nagle's algorithm off; without, every answer would wait 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+    except OSError as error:
+        listening.close()
+        raise OSError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
+    return listening
+
+
+def _base_url(settings: Settings, listening: socket.socket) -> str:
+    scheme = "https" if settings.tls_cert else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A reader finds all of it or no file."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.write_text(text + "\n")
+    os.replace(temporary, path)

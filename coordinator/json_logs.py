@@ -1,0 +1,61 @@
+"""Logs as one JSON object a line, with the federation, round, phase and client where they are known.
+
+Events of a federation have their kind as message and what else there is to say under ``data``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from promptfed.coordinator.domain.federation import Live
+
+FIELDS = ("federation", "round", "phase", "client")
+MOST_ITEMS = 20  # of a list: a line is for reading, the whole stands in the reports
+
+
+def of_event(federation: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's extra fields for an event of a federation."""
+    known = {"federation": federation} | {name: data[name] for name in FIELDS if name in data}
+    return known | {"data": {name: _short(value) for name, value in data.items() if name not in FIELDS}}
+
+
+def where(live: Live) -> dict[str, Any]:
+    """A record's extra fields for something that befell a federation as it stands."""
+    return {"federation": live.name, "round": live.run.round} | ({"phase": live.phase} if live.phase else {})
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, list | tuple) and len(value) > MOST_ITEMS:
+        return [*value[:MOST_ITEMS], f"... and {len(value) - MOST_ITEMS} more"]
+    return value
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as JSON; secrets never get here, because nothing logs headers or bodies."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        entry: dict[str, object] = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= {name: getattr(record, name) for name in (*FIELDS, "data") if getattr(record, name, None)}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+def configure(level: str) -> None:
+    """Send everything to stderr as JSON."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

@@ -1,0 +1,1 @@
+"""What operators and clients ask for, each as one operation on a federation."""

@@ -1,0 +1,59 @@
+"""``--bootstrap``: a federation that is there from the first start on, and a token for those who are to join."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.http.tokens import digest, write_secret
+from promptfed.coordinator.operations import federations
+from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.settings import Settings
+
+
+class BootstrapFailed(Exception):
+    """The spec cannot be read or run; the text says why."""
+
+
+def bootstrap(engine: Engine, settings: Settings) -> None:
+    """Create the settings' federation if it is absent, and write an enrolment token where there is no good one."""
+    if settings.bootstrap is None:
+        return
+    raw = read_spec(settings.bootstrap)
+    live = next((one for one in engine.lives.values() if one.name == raw.get("name")), None)
+    if live is None:
+        try:
+            live = federations.create(engine, raw)
+        except Refusal as refusal:
+            raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
+    path = settings.enrolment_token_file
+    if path is not None and not _is_good(live, path):
+        token, _ = federations.mint_token(engine, live.id, settings.token_hours)
+        write_secret(path, token, settings.enrolment_token_mode)
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file. Raises BootstrapFailed."""
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise BootstrapFailed(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BootstrapFailed(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise BootstrapFailed(f"{path} must hold a mapping, such as `name: eyes`")
+    return raw
+
+
+def _is_good(live: Live, path: Path) -> bool:
+    """Whether the file holds a token of this federation that has not expired."""
+    try:
+        expires = live.tokens.get(digest(path.read_text().strip()))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return expires is not None and expires > datetime.now(UTC)

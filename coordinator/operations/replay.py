@@ -1,0 +1,204 @@
+"""Computes a round again from what is kept: to the same hashes, or as one phase would have been under other rules.
+
+Each state of the round is computed from the state that was committed before it. Where every round comes to its own
+hashes, the whole run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation.rules import Judged, Rule
+from promptfed.coordinator.aggregation.weights import shares
+from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.problems import NoState, NotAMean, NotFound, TooFewUpdates, UpdatesGone
+from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow
+from promptfed.shared.methods.core.base import MethodError
+from promptfed.shared.methods.core.rule_checks import check_krum, check_means
+from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.tensors import Tensors, decode, norm, state_hash
+
+if TYPE_CHECKING:
+    from promptfed.coordinator.engine.registry import Engine
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Other rules for a phase: ``aggregation`` in the place of the spec's, and no update of the clients ``without``."""
+
+    aggregation: AggregationSpec | None = None
+    without: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.aggregation is not None or bool(self.without)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One committed state: how it came about, from which state, and whom the state knew then."""
+
+    origin: str
+    state: StateRow
+    before: StateRow | None
+    roster: tuple[str, ...]
+    newcomers: tuple[str, ...]
+    step: int = 0
+    updates: tuple[global_state.Counted, ...] = ()
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One state, computed again.
+
+    ``same``: it came to the recorded hash, from a state that has its recorded hash too. ``moved``: from the state
+    before to the committed one, ``distance``: from there to this one; L2 over the tensors that both have in one shape.
+    """
+
+    origin: str
+    state_hash: str
+    replayed: Tensors
+    replayed_hash: str
+    same: bool
+    counted: dict[str, float]
+    judged: dict[str, Judged]
+    moved: float
+    distance: float
+
+
+def replay(engine: Engine, live: Live, round: int, what_if: WhatIf) -> list[Replayed]:
+    """Every state of a completed round, computed again; with ``what_if`` those of its phases. It takes its time.
+
+    Raises:
+        NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone: see each; nothing is computed then.
+    """
+    _check(live, what_if)
+    with engine.database.read() as session:
+        steps = _steps(session, live, round)
+        if what_if:
+            steps = [step for step in steps if step.updates]
+    global_state.use_threads(live)
+    try:
+        return [_again(engine, live, round, step, what_if) for step in steps]
+    except FileNotFoundError:
+        raise _gone(live, round) from None
+
+
+def _check(live: Live, what_if: WhatIf) -> None:
+    unknown = sorted(set(what_if.without) - set(live.clients))
+    if unknown:
+        raise NotFound(f"{live.name} has no client {unknown[0][:100]!r}")
+    if what_if.aggregation is not None:
+        try:
+            check_means(live.method, live.spec.model_copy(update={"aggregation": what_if.aggregation}))
+        except MethodError as error:
+            raise NotAMean(str(error)) from None
+
+
+def _gone(live: Live, round: int) -> UpdatesGone:
+    why = f"retention: {live.spec.retention}; a withdrawn client's may have been deleted, try without it"
+    return UpdatesGone(f"tensors of round {round} are no longer kept ({why})")
+
+
+# What there is to compute
+
+
+def _steps(session: Session, live: Live, round: int) -> list[_Step]:
+    run = live.run
+    if not (round < run.round or (round == run.round and run.state in ENDED)):
+        raise NoState(f"round {round} is not over; {live.name} is in round {run.round}")
+    mine = (StateRow.federation_id == live.id, StateRow.round <= round)
+    rows = list(session.scalars(select(StateRow).where(*mine, StateRow.round == round).order_by(StateRow.id)))
+    if not rows:
+        return []
+    previous = select(StateRow).where(*mine, StateRow.id < rows[0].id).order_by(StateRow.id.desc()).limit(1)
+    before = session.scalars(previous).one_or_none()
+    newcomers = _newcomers(session, live)
+    found = []
+    for row in rows:
+        if not row.stored or (before is not None and not before.stored):
+            raise _gone(live, round)
+        found.append(_step(session, row, before, newcomers))
+        before = row
+    return found
+
+
+def _newcomers(session: Session, live: Live) -> dict[int, list[str]]:
+    """Who joined, by the id of the state that was made for it: each such state is followed by one event."""
+    made = (StateRow.federation_id == live.id, StateRow.origin.in_(("initial", "join")), StateRow.phase_id.is_(None))
+    told = (EventRow.federation_id == live.id, EventRow.kind == "clients-joined")
+    ids = session.scalars(select(StateRow.id).where(*made).order_by(StateRow.id))
+    events = session.scalars(select(EventRow.data).where(*told).order_by(EventRow.id))
+    return {id: list(data["clients"]) for id, data in zip(ids, events, strict=False)}
+
+
+def _step(session: Session, row: StateRow, before: StateRow | None, newcomers: Mapping[int, list[str]]) -> _Step:
+    roster = [name for id, names in newcomers.items() if id < row.id for name in names]
+    if row.phase_id is None:
+        return _Step(row.origin, row, before, tuple(roster), tuple(newcomers[row.id]))
+    phase = session.get_one(PhaseRow, row.phase_id)
+    updates = tuple(global_state.counted(session, row.phase_id))
+    return _Step(row.origin, row, before, tuple(roster), (), phase.step, updates)
+
+
+# Computing it
+
+
+def _again(engine: Engine, live: Live, round: int, step: _Step, what_if: WhatIf) -> Replayed:
+    rule = Rule(what_if.aggregation or live.spec.aggregation, {})
+    updates = _weighed(live, step.updates, what_if)
+    context = live.context([*step.roster, *step.newcomers])
+    before = _stored(engine, step.before) if step.before is not None else {}
+    if step.before is None:
+        made = global_state.initial_state(engine.blobs, live, context)
+    elif step.newcomers:
+        made = global_state.joined(live, before, step.roster, step.newcomers)
+    else:
+        rule = Rule(what_if.aggregation or live.spec.aggregation, before)
+        phase = live.method_phase(round, step.step)
+        made = global_state.after_phase(
+            live, before, phase, global_state.stored_updates(engine.blobs, updates), rule, context
+        )
+    found, committed = state_hash(made), _stored(engine, step.state)
+    intact = step.before is None or state_hash(before) == step.before.state_hash
+    return Replayed(
+        origin=step.origin,
+        state_hash=step.state.state_hash,
+        replayed=made,
+        replayed_hash=found,
+        same=intact and found == step.state.state_hash,
+        counted={client: weight for client, weight, _ in updates},
+        judged=rule.judged,
+        moved=_distance(before, committed),
+        distance=_distance(committed, made),
+    )
+
+
+def _stored(engine: Engine, row: StateRow) -> Tensors:
+    return decode(engine.blobs.read(row.sha256))[0]
+
+
+def _weighed(live: Live, updates: Sequence[global_state.Counted], what_if: WhatIf) -> list[global_state.Counted]:
+    if not what_if:
+        return list(updates)
+    spec = what_if.aggregation or live.spec.aggregation
+    kept = [update for update in updates if update[0] not in what_if.without]
+    if not kept:
+        raise TooFewUpdates("without these clients no update is left: leave fewer out")
+    try:
+        check_krum(spec, len(kept))
+    except MethodError as error:
+        raise TooFewUpdates(str(error)) from None
+    weights = shares({client: live.clients[client].num_samples for client, _, _ in kept}, spec)
+    return [(client, weights[client], sha256) for client, _, sha256 in kept]
+
+
+def _distance(one: Tensors, other: Tensors) -> float:
+    alike = [name for name in one if name in other and one[name].shape == other[name].shape]
+    return norm({name: one[name].double() - other[name].double() for name in alike})

@@ -1,0 +1,1 @@
+"""What the coordinator answers about federations: pydantic models and how they are made."""

@@ -1,0 +1,36 @@
+"""Prompts made by a learned generator from class names' text features, which the caller's backbone has computed."""
+
+from __future__ import annotations
+
+import torch
+
+from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.problems import InvalidRequest, NotAGenerator
+from promptfed.coordinator.reports import rounds
+from promptfed.coordinator.reports.schemas import GenerateRequest, PromptsView, TensorView
+from promptfed.shared.tensors import decode
+
+
+def generate(engine: Engine, live: Live, request: GenerateRequest, round: int | None) -> PromptsView:
+    """What the generator in the state after ``round`` (None: the latest) makes for the classes of ``request``.
+
+    Raises:
+        NotAGenerator: the method learns none.
+        NoState: there is no such state.
+        InvalidRequest: the features are not of the federation's backbone's width.
+    """
+    if not live.method.generates:
+        raise NotAGenerator(f"{live.method.name} learns no prompt generator: GET .../prompts has its prompts")
+    with engine.database.read() as session:
+        found = rounds.state_of(session, live, round)
+    context = live.context()
+    width, wanted = len(request.text_features[0]), context.shape.d_e
+    if width != wanted:
+        text = f"text features of {live.name}'s backbone have {wanted} numbers; these have {width}"
+        raise InvalidRequest(text, errors=[{"path": "body.text_features", "detail": text}])
+    state, _ = decode(engine.blobs.read(found.sha256))
+    torch.set_num_threads(live.spec.training.threads)
+    made = live.method.generate(state, torch.tensor(request.text_features), context)
+    tensors = {name: TensorView.of(tensor) for name, tensor in sorted(made.items())}
+    return PromptsView(round=found.round, state_hash=found.state_hash, tensors=tensors)

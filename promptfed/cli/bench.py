@@ -1,0 +1,229 @@
+"""`promptfed bench`: methods compared under a protocol, with progress, results as JSON and a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from promptfed.cli.federation import read_spec
+from promptfed.experiments.benchmark import REDUCED_SEEDS, SEEDS, document, panels, summary
+from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.plots import draw
+from promptfed.experiments.presets import interleaved, preset_names, read_preset
+from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.provenance import provenance
+from promptfed.experiments.runner import Bench, Job, Runner, run_all, write_json
+from promptfed.experiments.tables import TableRow, cells, markdown, rows_of
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.output import console, messages, print_json, table, write_file
+
+# Options of the command that each kind of run looks at, beside those that all do.
+_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "as_json"})
+_EMBEDDED = _ALL | {"reduced"}
+_PRESET = _ALL | {"root", "spec", "rounds"}
+
+
+def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:
+    """Refuse options of the command line (``given``, by the names of their parameters) that would change nothing.
+
+    Raises:
+        CommandError: there are such options.
+    """
+    if protocol == "embedded":
+        unused, why = given - _EMBEDDED, "its panels set the rest"
+    elif protocol.startswith("paper:"):
+        unused, why = given - _PRESET, "the preset sets the rest"
+    elif protocol in PROTOCOLS:
+        idle = {one.name for one in fields(Setting)} - {"data"} - PROTOCOLS[protocol].used(setting)
+        unused, why = given & (idle | {"reduced", "root"}), "it looks at none with this data and these options"
+    else:
+        return  # `make_bench` says so
+    if unused:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
+        raise CommandError(f"bench {protocol} takes no {options}: {why}; leave it out", Exit.BAD_INPUT)
+
+
+def make_bench(
+    protocol: str, methods: str, setting: Setting, seeds: str, spec: Path | None, rounds: int | None, m: int | None
+) -> Bench:
+    """The bench that the command line describes.
+
+    Raises:
+        CommandError: an unknown protocol or method, seeds that are no numbers, a spec file that cannot be read.
+    """
+    if protocol not in PROTOCOLS:
+        raise CommandError(
+            f"there is no protocol {protocol!r}: use one of {', '.join([*PROTOCOLS, *preset_names()])}", Exit.BAD_INPUT
+        )
+    numbers = whole_numbers(seeds, "--seeds")
+    if not setting.data:
+        raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)
+    _check(protocol, setting)
+    return Bench(PROTOCOLS[protocol], parse_entries(methods), setting, numbers, _base(spec, rounds), m)
+
+
+def _check(protocol: str, setting: Setting) -> None:
+    """No name is given twice, and the data leave to the protocol what it sets itself."""
+    for uri in setting.data:
+        named = {part.partition("=")[0] for part in uri.partition("?")[2].split("&")}
+        ours = {"client", "clients", "classes_per_client", "partition", "alpha"}
+        ours |= {"classes"} if protocol.endswith("base-to-novel") else set()
+        ours |= {"shots"} if setting.shots is not None or protocol.startswith("few-shot") else set()
+        ours |= {"validation"} if setting.validation is not None else set()
+        if named & ours:
+            text = f"--data {uri}: bench {protocol} sets {min(named & ours)} itself; leave it out of the URI"
+            raise CommandError(text, Exit.BAD_INPUT)
+    for option, names in (("--domains", setting.domains), ("--targets", setting.targets), ("--data", setting.data)):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise CommandError(f"{option}: {twice[0]} is given twice", Exit.BAD_INPUT)
+    if min(setting.curve) < 1:
+        raise CommandError("--curve: the numbers of shots must be at least 1", Exit.BAD_INPUT)
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Different whole numbers from 0, separated by commas.
+
+    Raises:
+        CommandError: the text of ``option`` is something else.
+    """
+    try:
+        numbers = tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise CommandError(f"{option} {text!r}: write whole numbers separated by commas", Exit.BAD_INPUT) from None
+    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
+        raise CommandError(f"{option} {text!r}: the numbers must be different and not below 0", Exit.BAD_INPUT)
+    return numbers
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A bench that was run, and whose files are written."""
+
+    bench: Bench
+    rows: list[TableRow]
+    results: list[dict[str, Any]]
+    whole: dict[str, Any]
+    written: tuple[str, ...]
+
+
+def run_bench(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow] = ()) -> None:
+    """Run it and show the table, or one JSON object.
+
+    Raises:
+        CommandError: as `finish`.
+    """
+    finished = finish(bench, runner, paper)
+    if as_json:
+        print_json({key: value for key, value in finished.whole.items() if key != "runs"})
+    else:
+        _show(finished, runner.out)
+
+
+def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Finished:
+    """Run it, and write ``results.json``, ``table.md`` and plots into the runner's folder.
+
+    ``paper`` are rows that a paper prints, shown behind ours of the same label.
+
+    Raises:
+        CommandError: a federation that cannot be run; what was finished is kept and not run again.
+    """
+    results = _run(bench, runner)
+    rows = interleaved(rows_of(bench, results), paper)
+    whole = {
+        "protocol": bench.protocol.name,
+        "setting": asdict(bench.setting),
+        "methods": [entry.label for entry in bench.entries],
+        "seeds": list(bench.seeds),
+        "table": [asdict(row) for row in rows],
+        "runs": results,
+        "provenance": provenance(),
+    }
+    write_json(runner.out / "results.json", whole)
+    write_file(runner.out / "table.md", markdown(bench, rows).encode())
+    plots = draw(bench, rows, results, runner.out)
+    return Finished(bench, rows, results, whole, ("results.json", "table.md", *(path.name for path in plots)))
+
+
+def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
+    """Run all panels of the embedded benchmark, a folder for each, and write ``benchmark.md`` and ``benchmark.json``.
+
+    Both are written anew after every panel, so that an interrupted run shows what it has.
+
+    Raises:
+        CommandError: as `finish`.
+    """
+    described = panels()
+    numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
+    found: dict[str, Any] = {"panels": {}, "provenance": provenance()}
+    for name, panel in described.items():
+        own = replace(runner, out=runner.out / name)
+        finished = finish(panel.bench(numbers, reduced), own)
+        if not as_json:
+            console.print(panel.title, highlight=False, markup=False)
+            _show(finished, own.out)
+        found["panels"][name] = summary(panel, finished.bench, finished.rows, finished.results)
+        write_json(runner.out / "benchmark.json", found)
+        write_file(runner.out / "benchmark.md", document(found, described).encode())
+    if as_json:
+        print_json(found)
+
+
+def _show(finished: Finished, out: Path) -> None:
+    console.print(table(None, *cells(finished.bench, finished.rows)))
+    console.print(f"Wrote {', '.join(finished.written)} in {out}.", highlight=False, soft_wrap=True)
+
+
+def run_preset(
+    name: str, root: str, seeds: str, runner: Runner, spec: Path | None, rounds: int | None, as_json: bool
+) -> None:
+    """Run a paper's table with its settings, a folder for each panel; ``spec`` and ``rounds`` change them.
+
+    Raises:
+        CommandError: there is no such preset, or its data is not where it is looked for.
+    """
+    preset, numbers = read_preset(name), whole_numbers(seeds, "--seeds")
+    changes = _base(spec, rounds)
+    for panel in preset.panels():
+        own = replace(runner, out=runner.out / panel) if len(preset.panels()) > 1 else runner
+        if not as_json:
+            console.print(preset.title + (f": {panel}" if own is not runner else ""), highlight=False, markup=False)
+        run_bench(preset.bench(panel, root, numbers, changes), own, as_json, preset.figures(panel))
+    if preset.notes and not as_json:
+        console.print(preset.notes, highlight=False, markup=False)
+
+
+def _base(spec: Path | None, rounds: int | None) -> dict[str, Any]:
+    base = read_spec(spec) if spec is not None else {}
+    if "method" in base:
+        raise CommandError(f"{spec} names a method: leave it out, --methods names them", Exit.BAD_INPUT)
+    if "seed" in base:
+        raise CommandError(f"{spec} names a seed: leave it out, --seeds names them", Exit.BAD_INPUT)
+    return base if rounds is None else base | {"rounds": rounds}
+
+
+def _run(bench: Bench, runner: Runner) -> list[dict[str, Any]]:
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TextColumn("federations"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
+        bar = progress.add_task("", total=None)
+
+        def told(done: int, total: int, job: Job) -> None:
+            progress.update(bar, completed=done, total=total, description=escape(job.title))
+            if not messages.is_terminal:
+                messages.print(f"{done + 1} of {total}: {job.title}", highlight=False, markup=False, soft_wrap=True)
+
+        return run_all(bench, runner, told)

@@ -1,0 +1,107 @@
+"""`promptfed demo`: a whole federation on this machine, from nothing to a table of zero-shot against federated."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from promptfed.cli.launch import accuracies, conduct, new_folder, show
+from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
+from promptfed.runtime.services import LocalFederation, Site
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.output import print_json
+from promptfed.sdk.progress import Result, Watcher
+from promptfed.shared.data.demo import DEMOS, Demo
+from promptfed.shared.methods import make_method
+from promptfed.shared.spec import SpecError
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What `promptfed demo --json` prints last; splits are named ``client:<name>`` and ``unseen:<domain>``."""
+
+    method: str
+    rounds: int
+    seconds: float
+    zero_shot: dict[str, float]
+    federated: dict[str, float]
+    bytes_up: int
+    bytes_down: int
+
+
+def run_demo(*, method: str, rounds: int | None, data: str, seed: int, keep: Path | None, as_json: bool) -> None:
+    """Run the demo and print its result.
+
+    Raises:
+        CommandError: unknown data or method, a federation that does not finish, or a process that dies too often.
+    """
+    interrupt_on_sigterm()
+    started = time.monotonic()
+    if data not in DEMOS:
+        raise CommandError(f"there is no demo {data!r}: use {' or '.join(sorted(DEMOS))}", Exit.BAD_INPUT)
+    spec = demo_spec(DEMOS[data], method, rounds, seed)
+    try:
+        with new_folder(keep) as folder, Processes(folder) as processes:
+            result = _run(DEMOS[data], spec, processes, folder, quiet=as_json)
+    except ProcessFailed as error:
+        raise CommandError(str(error), Exit.FAILED) from None
+    _show(result, method, time.monotonic() - started, as_json)
+
+
+def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> dict[str, Any]:
+    """The spec that the demo POSTs: the data's training settings, three clients, each asked every round."""
+    return {
+        "name": f"demo-{method}".replace("_", "-"),
+        "method": {"name": method},
+        "rounds": rounds or demo.rounds,
+        "training": demo.training,
+        "template": demo.template,
+        "participation": {"min_clients": len(demo.clients)},
+        "evaluation": {"every": max(1, (rounds or demo.rounds) // 5)},
+        "seed": seed,
+    }
+
+
+def demo_sites(demo: Demo, spec: dict[str, Any]) -> list[Site]:
+    """The clients, and the unseen domain's evaluator where the method has a classifier for it.
+
+    Raises:
+        CommandError: there is no such method.
+    """
+    try:
+        method = make_method(spec["method"])
+    except SpecError as error:
+        raise CommandError(str(error), Exit.REFUSED) from None
+    trainers = [Site(name, uri) for name, uri in demo.clients]
+    referee, unseen = demo.unseen
+    evaluators = [Site(referee, unseen, role="evaluator")] if method.takes_evaluators else []
+    return [*trainers, *evaluators]
+
+
+def _run(demo: Demo, spec: dict[str, Any], processes: Processes, folder: Path, quiet: bool) -> Result:
+    sites = demo_sites(demo, spec)
+    with Watcher(spec["rounds"], quiet=quiet) as watcher:
+        if len(sites) == len(demo.clients):
+            watcher.say(f"{spec['method']['name']} classifies with what each client trains: no unseen domain is shown")
+        watcher.say("starting the coordinator")
+        with LocalFederation(processes, folder) as local:
+            return conduct(local, spec, sites, watcher)[0]
+
+
+def _show(result: Result, method: str, seconds: float, as_json: bool) -> None:
+    if not as_json:
+        show(result, method, seconds)
+        return
+    found = DemoResult(
+        method=method,
+        rounds=result.round,
+        seconds=round(seconds, 2),
+        zero_shot=accuracies(result, "zero_shot"),
+        federated=accuracies(result, "federated"),
+        bytes_up=result.bytes_up,
+        bytes_down=result.bytes_down,
+    )
+    print_json(asdict(found))

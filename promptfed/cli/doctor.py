@@ -1,0 +1,35 @@
+"""`promptfed doctor`: whether this machine can join a federation, a line for each thing that was looked at."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from promptfed.client_service.joining.doctor import Examination, Patient
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.output import console, print_json
+
+COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
+
+
+def examine(patient: Patient, as_json: bool) -> None:
+    """Look at everything and tell.
+
+    Raises:
+        CommandError: something stands in the way.
+    """
+    found = Examination(patient)
+    found.run()
+    if as_json:
+        disclosure = found.disclosure.facts() if found.disclosure is not None else None
+        print_json({"checks": [asdict(check) for check in found.checks], "leaves": disclosure})
+    else:
+        for check in found.checks:
+            console.print(check.line(), style=COLOURS[check.verdict], highlight=False, markup=False, soft_wrap=True)
+        if found.disclosure is not None:
+            console.print("")
+            for line in found.disclosure.lines():
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+    failed = [check.name for check in found.checks if check.verdict == "fail"]
+    if failed:
+        raise CommandError(f"not ready: {', '.join(failed)}", Exit.BAD_INPUT)

@@ -1,0 +1,219 @@
+"""`promptfed launch`: the federation of a run file on this machine, in processes or in containers, up to its table."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from promptfed.runtime.gpus import choose_gpus, gpus_of_engine, gpus_of_torch
+from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
+from promptfed.runtime.run_file import Run, check_trainers, read_run
+from promptfed.runtime.services import LocalFederation, Services, Site
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.output import console, print_json, size
+from promptfed.sdk.progress import Result, Row, Watcher, follow, read_result, result_table
+
+Runtime = Literal["process", "docker"]
+LOGS = "look at the logs with --keep FOLDER"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run file is launched; ``gpus`` is auto, none or a number, ``port`` 0 any free one."""
+
+    runtime: Runtime
+    gpus: str = "auto"
+    port: int = 0
+    keep: Path | None = None
+    allow_backbone: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """What `promptfed launch --json` prints last; splits are named ``client:<name>`` and ``unseen:<domain>``."""
+
+    method: str
+    runtime: Runtime
+    rounds: int
+    seconds: float
+    state_hash: str
+    zero_shot: dict[str, float]
+    federated: dict[str, float]
+    bytes_up: int
+    bytes_down: int
+
+
+def run_launch(path: Path, clients: int | None, launch: Launch, as_json: bool) -> None:
+    """Run the federation that ``path`` describes and print its result; whatever happens, nothing of it is left running.
+
+    Raises:
+        CommandError: one line: a run file, backbone or data that cannot be used, more clients or GPUs asked for than
+            there are, a port in use, no Docker engine or image, a service that failed, a federation that did not
+            finish.
+    """
+    interrupt_on_sigterm()
+    started = time.monotonic()
+    run = read_run(path, clients)
+    gpus = choose_gpus(launch.gpus, gpus_of_torch if launch.runtime == "process" else gpus_of_engine)
+    check_port(launch.port)
+    engine = None
+    if launch.runtime == "docker":
+        from promptfed.runtime.containers import open_engine
+
+        engine = open_engine()
+    spec, initial_state, permitted = _prepared(run, launch.allow_backbone)
+    with (
+        new_folder(launch.keep) as folder,
+        Watcher(spec.get("rounds"), quiet=as_json) as watcher,
+        _services(launch, engine, folder, watcher) as services,
+    ):
+        services.permitted = permitted
+        result, found = conduct(services, spec, run.sites, watcher, initial_state, gpus)
+    seconds = time.monotonic() - started
+    if as_json:
+        print_json(asdict(_launch_result(launch, found, result, seconds)))
+    else:
+        show(result, found["spec"]["method"]["name"], seconds)
+        console.print(f"State {found['state_hash']}", highlight=False, soft_wrap=True)
+
+
+def conduct(
+    services: Services,
+    spec: dict[str, Any],
+    sites: Sequence[Site],
+    watcher: Watcher,
+    initial_state: bytes | None = None,
+    gpus: Sequence[str] = (),
+) -> tuple[Result, dict[str, Any]]:
+    """Run a federation to its end: what it came to, and the coordinator's last word on it.
+
+    Raises:
+        CommandError: the federation did not finish.
+        ProcessFailed: a service ended for good.
+    """
+    federation = services.create(spec, initial_state)
+    if services.operator_token is not None:
+        watcher.note(f"watch it at {services.api.url}/ with the token in {services.operator_token}")
+    evaluators = sum(site.role == "evaluator" for site in sites)
+    watcher.say(f"starting {_counted(len(sites) - evaluators, 'client')} and {_counted(evaluators, 'evaluator')}")
+    services.enrol(federation, sites, lambda count: watcher.say(f"{count} of {len(sites)} have enrolled"), gpus)
+    services.api.post(f"/v1/federations/{federation}/start")
+    for snapshot in follow(services.api, federation, between=lambda: _revive(services, watcher)):
+        watcher.show(snapshot)
+    if snapshot.state != "finished":
+        raise CommandError(f"the federation is {snapshot.describe()}: {LOGS}", Exit.FEDERATION_ENDED_BADLY)
+    result = read_result(services.api, federation)
+    if result is None:
+        raise CommandError(f"no client sent an accuracy: {LOGS}", Exit.FAILED)
+    return result, services.api.get(f"/v1/federations/{federation}")
+
+
+def check_port(port: int) -> None:
+    """Say that a port is in use before anything is started.
+
+    Raises:
+        CommandError: it is.
+    """
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError as error:
+            text = f"port {port} cannot be used ({error.strerror}): give --port another, or 0 for any free one"
+            raise CommandError(text, Exit.BAD_INPUT) from None
+
+
+@contextmanager
+def new_folder(keep: Path | None, option: str = "--keep") -> Iterator[Path]:
+    """``keep``, which must be new or empty, or a temporary folder; ``option`` is where it was given.
+
+    Raises:
+        CommandError: it cannot be used.
+    """
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="promptfed-") as made:
+            yield Path(made)
+        return
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+        if any(keep.iterdir()):
+            raise CommandError(f"{keep} is not empty: give {option} a new folder", Exit.BAD_INPUT)
+    except OSError as error:
+        raise CommandError(f"cannot use {keep}: {error.strerror}", Exit.BAD_INPUT) from None
+    yield keep
+
+
+def show(result: Result, method: str, seconds: float) -> None:
+    """The result for people."""
+    console.print(result_table(result, f"Accuracy of {method} after {_counted(result.round, 'round')}"))
+    sent, taken = size(result.bytes_up), size(result.bytes_down)
+    text = f"{seconds:.0f} s in all; the clients sent {sent} up and took {taken} down, and not one image."
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def accuracies(result: Result, column: Literal["zero_shot", "federated"]) -> dict[str, float]:
+    """Accuracies by ``client:<name>`` and ``unseen:<domain>``, where they were measured."""
+    return {_split(row): value for row in result.rows if (value := getattr(row, column)) is not None}
+
+
+def _prepared(run: Run, allow_backbone: bool) -> tuple[dict[str, Any], bytes | None, tuple[str, ...]]:
+    """The spec as it is POSTed, the initial state where a backbone must make it, and what clients are to permit."""
+    from promptfed.sdk.backbone import with_backbone
+    from promptfed.shared.methods import resolve_spec
+
+    # Rounds start once everybody is there, so that evaluators see the first evaluation too.
+    spec, initial_state = with_backbone(run.spec | {"start": "manual"}, allow_backbone)
+    resolved = resolve_spec(spec)
+    check_trainers(run.sites, resolved.participation.min_clients)
+    named = (resolved.backbone.model, resolved.backbone.pretrained) if allow_backbone else ()
+    return spec, initial_state, tuple(name for name in named if name is not None)
+
+
+@contextmanager
+def _services(launch: Launch, engine: Any, folder: Path, watcher: Watcher) -> Iterator[Services]:
+    watcher.say("starting the coordinator")
+    try:
+        if engine is None:
+            with Processes(folder) as processes, LocalFederation(processes, folder, launch.port) as local:
+                yield local
+        else:
+            from promptfed.runtime.containers import federation_in_containers
+
+            with federation_in_containers(engine, launch.port, folder if launch.keep else None) as contained:
+                yield contained
+    except ProcessFailed as error:
+        raise CommandError(str(error), Exit.FAILED) from None
+
+
+def _revive(services: Services, watcher: Watcher) -> None:
+    for name in services.watch():
+        watcher.say(f"{name} had died and was started again")
+
+
+def _launch_result(launch: Launch, found: dict[str, Any], result: Result, seconds: float) -> LaunchResult:
+    return LaunchResult(
+        method=found["spec"]["method"]["name"],
+        runtime=launch.runtime,
+        rounds=result.round,
+        seconds=round(seconds, 2),
+        state_hash=found["state_hash"],
+        zero_shot=accuracies(result, "zero_shot"),
+        federated=accuracies(result, "federated"),
+        bytes_up=result.bytes_up,
+        bytes_down=result.bytes_down,
+    )
+
+
+def _split(row: Row) -> str:
+    return f"client:{row.client}" if row.role == "trainer" else f"unseen:{row.domain or row.client}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,309 @@
+"""The ``promptfed`` command. Control commands import no torch; what needs it is imported where it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from promptfed.cli.federation import TokenFile, Url, federation_app
+from promptfed.cli.prompts import prompts_app
+from promptfed.sdk.client import CommandError, open_coordinator
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.output import reporting_errors
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Adapt a frozen CLIP-like model together, without the images ever leaving their owners.",
+)
+app.add_typer(federation_app, name="federation")
+app.add_typer(prompts_app, name="prompts")
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]
+Classes = Annotated[
+    str | None, typer.Option(help="class names by commas, to choose among; default: those that the spec names")
+]
+ClassesOf = Annotated[str | None, typer.Option("--data", help="data URI whose class names are taken instead")]
+
+
+@app.command()
+def demo(
+    method: Annotated[str, typer.Option(help="a method of `promptfed methods`")] = "promptfl",
+    rounds: Annotated[int | None, typer.Option(min=1, help="rounds; default: what suits the data")] = None,
+    data: Annotated[str, typer.Option(help="symbols or digits")] = "symbols",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    keep: Annotated[Path | None, typer.Option(help="keep the services' folders and logs here")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a whole federation on this machine: one coordinator, three clients, an unseen domain; no download."""
+    from promptfed.cli.demo import run_demo
+
+    with reporting_errors():
+        run_demo(method=method, rounds=rounds, data=data, seed=seed, keep=keep, as_json=as_json)
+
+
+@app.command()
+def launch(
+    spec: Annotated[Path, typer.Argument(help="run file: a federation's spec and its clients, in YAML")],
+    runtime: Annotated[Literal["process", "docker"], typer.Option(help="processes, or containers")] = "process",
+    clients: Annotated[int | None, typer.Option(min=1, help="trainers; default: as many as the run file has")] = None,
+    gpus: Annotated[str, typer.Option(help="auto, none or a number: GPUs that clients get in turn")] = "auto",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="the coordinator's, on loopback; 0: any free one")] = 0,
+    keep: Annotated[Path | None, typer.Option(help="keep logs (and the processes' folders) here")] = None,
+    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a federation on this machine, in processes or containers, and take away what was started."""
+    from promptfed.cli.launch import Launch, run_launch
+
+    with reporting_errors():
+        run_launch(spec, clients, Launch(runtime, gpus, port, keep, allow_backbone), as_json)
+
+
+@app.command()
+def simulate(
+    spec: Annotated[Path, typer.Argument(help="run file: a federation's spec and its clients, in YAML")],
+    clients: Annotated[int | None, typer.Option(min=1, help="trainers; default: as many as the run file has")] = None,
+    pool: Annotated[int, typer.Option(min=1, help="clients that compute at once")] = 1,
+    out: Annotated[Path | None, typer.Option(help="keep result.json and prompts.safetensors here")] = None,
+    track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
+    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a federation in this one process: the same services without sockets, for hundreds of clients."""
+    with reporting_errors():
+        from promptfed.cli.simulate import Simulation, run_simulate
+
+        run_simulate(spec, clients, Simulation(pool, device, out, allow_backbone, tuple(track or ())), as_json)
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="one method, in full")] = None, as_json: Json = False
+) -> None:
+    """List the methods, or describe one: what travels in each phase, hyperparameters with their defaults."""
+    from promptfed.cli.methods import show_methods
+
+    with reporting_errors():
+        show_methods(name, as_json)
+
+
+def _written(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    protocol: Annotated[
+        str,
+        typer.Argument(
+            help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
+            "paper:TABLE; or embedded, the whole benchmark on what needs no download"
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="folder for results; finished federations in it are not run again")],
+    methods: Annotated[
+        str, typer.Option(help="entries by commas, each NAME[:KEY=VALUE]..., as plan:residual=false")
+    ] = "",
+    data: Annotated[
+        list[str] | None, typer.Option(help="data URI, repeatable; {domain} stands for each of --domains")
+    ] = None,
+    root: Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")] = "data",
+    seeds: Annotated[str | None, typer.Option(help="by commas; default: 0,1,2")] = None,
+    reduced: Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")] = False,
+    domains: Annotated[str, typer.Option(help="by commas, for data with {domain}")] = "",
+    targets: Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")] = "",
+    clients: Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")] = 10,
+    classes_per_client: Annotated[int | None, typer.Option(min=1, help="instead of --clients, base-to-novel")] = None,
+    partition: Annotated[
+        str, typer.Option(help="pathological, dirichlet or iid, for personalisation")
+    ] = "pathological",
+    alpha: Annotated[float, typer.Option(help="of the Dirichlet distribution")] = 0.1,
+    shots: Annotated[int | None, typer.Option(min=1, help="training images of each class and client")] = None,
+    curve: Annotated[str, typer.Option(help="numbers of shots for few-shot, by commas")] = "1,2,4,8,16",
+    validation: Annotated[
+        float | None, typer.Option(help="test on this share of the training images, to choose hyperparameters")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None,
+    m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="YAML laid under every method's spec: backbone, training, ...")
+    ] = None,
+    pool: Annotated[int, typer.Option(min=1, help="clients that compute at once")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
+    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot."""
+    from promptfed.cli.bench import make_bench, refuse_unused, run_bench, run_embedded, run_preset, whole_numbers
+    from promptfed.experiments.protocols import Setting
+    from promptfed.experiments.runner import Runner
+
+    with reporting_errors():
+        setting = Setting(
+            data=tuple(data or ()),
+            domains=tuple(name.strip() for name in domains.split(",") if name.strip()),
+            targets=tuple(name.strip() for name in targets.split(",") if name.strip()),
+            clients=clients,
+            classes_per_client=classes_per_client,
+            partition=partition,
+            alpha=alpha,
+            shots=shots,
+            validation=validation,
+            curve=whole_numbers(curve, "--curve"),
+        )
+        refuse_unused(protocol, setting, {name for name in context.params if _written(context, name)})
+        runner = Runner(out, pool, device, allow_backbone)
+        if protocol == "embedded":
+            run_embedded(runner, reduced, seeds, as_json)
+            return
+        seeds = seeds or "0,1,2"
+        if protocol.startswith("paper:"):
+            run_preset(protocol, root, seeds, runner, spec, rounds, as_json)
+            return
+        described = make_bench(protocol, methods, setting, seeds, spec, rounds, m)
+        run_bench(described, runner, as_json)
+
+
+@app.command()
+def export(
+    federation: Annotated[str, typer.Argument(help="its name or id")],
+    out: Annotated[Path, typer.Option(help="a new folder")],
+    round: Annotated[int | None, typer.Option(min=0, help="after this round; default: the last finished one")] = None,
+    classes: Classes = None,
+    data: ClassesOf = None,
+    anonymous: Annotated[bool, typer.Option(help="number the clients in the card instead of naming them")] = False,
+    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Take what a federation learned: prompts, class weights for plain open_clip code, and a card that tells all."""
+    with reporting_errors():
+        from promptfed.export.adapted_model import given_class_names
+        from promptfed.export.export import Asked, check_new, show_export
+        from promptfed.export.export import export as write_export
+        from promptfed.sdk.snapshot import take
+
+        check_new(out)
+        asked = Asked(given_class_names(classes, data), anonymous, allow_backbone)
+        with open_coordinator(coordinator, token_file) as api:
+            taken = take(api, federation, round)
+        show_export(write_export(taken, out, asked), out, as_json)
+
+
+@app.command()
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="image files")],
+    export: Annotated[Path | None, typer.Option(help="folder that `promptfed export` has written")] = None,
+    federation: Annotated[str | None, typer.Option(help="or a federation at a coordinator: its name or id")] = None,
+    round: Annotated[int | None, typer.Option(min=0, help="with --federation: after this round")] = None,
+    classes: Classes = None,
+    data: ClassesOf = None,
+    top: Annotated[int, typer.Option(min=1, help="classes that are shown")] = 5,
+    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Classify images with what a federation learned, beside the same backbone's zero-shot answer."""
+    with reporting_errors():
+        if (export is None) == (federation is None):
+            raise CommandError("say what to predict with: --export FOLDER or --federation NAME", Exit.USAGE)
+        from promptfed.cli import predict as predicting
+
+        if export is not None:
+            learned, names = predicting.learned_from_export(export, classes, data)
+        else:
+            assert federation is not None
+            with open_coordinator(coordinator, token_file) as api:
+                learned, names = predicting.learned_from_coordinator(api, federation, round, classes, data)
+        predicting.predict(learned, names, images, allow_backbone, top, as_json)
+
+
+@app.command()
+def track(
+    federation: Annotated[str, typer.Argument(help="its name or id")],
+    to: Annotated[list[str], typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")],
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Follow a federation and write every round's metrics to TensorBoard or MLflow; a finished one is written whole."""
+    with reporting_errors():
+        from promptfed.cli.track import run_track
+
+        with open_coordinator(coordinator, token_file) as api:
+            run_track(api, federation, to, as_json)
+
+
+@app.command()
+def doctor(
+    coordinator: Annotated[str | None, typer.Option(help="address of the coordinator that you want to join")] = None,
+    federation: Annotated[str | None, typer.Option(help="name or id of the federation there")] = None,
+    enrolment_token_file: Annotated[Path | None, typer.Option(help="file with the token the operator sent")] = None,
+    data: Annotated[str | None, typer.Option(help="data URI, as in folder:/data/pets")] = None,
+    domain: Annotated[str | None, typer.Option(help="words for the images, as in 'a sketch of a {}'")] = None,
+    role: Annotated[Literal["trainer", "evaluator"], typer.Option(help="what the data is for")] = "trainer",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    model: Annotated[str, typer.Option(help="backbone to load where no coordinator names it")] = "promptfed-tiny",
+    pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
+    state_dir: Annotated[Path | None, typer.Option(help="the client's state folder; default: in your home")] = None,
+    allow_backbone: Annotated[list[str] | None, typer.Option(help="as of `promptfed client`, repeatable")] = None,
+    ca_file: Annotated[Path | None, typer.Option(help="PEM file of the coordinator's authority")] = None,
+    allow_plain_http: Annotated[bool, typer.Option(help="permit http:// to another machine")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check data, GPU, backbone, clock and coordinator, and show what would leave this machine; joins nothing."""
+    with reporting_errors():
+        from promptfed.cli.doctor import examine
+        from promptfed.client_service.joining.doctor import Patient
+        from promptfed.shared.spec import BackboneSpec
+
+        patient = Patient(
+            coordinator=coordinator,
+            federation=federation,
+            enrolment_token_file=enrolment_token_file,
+            data=data,
+            domain=domain,
+            role=role,
+            device=device,
+            state_dir=state_dir,
+            backbone=BackboneSpec(model=model, pretrained=pretrained),
+            allow_backbone=allow_backbone or (),
+            ca_file=ca_file,
+            allow_plain_http=allow_plain_http,
+        )
+        examine(patient, as_json)
+
+
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def coordinator(context: typer.Context) -> None:
+    """Run a coordinator (`promptfed coordinator --help` lists its options)."""
+    from promptfed.coordinator.__main__ import main as run_coordinator
+    from promptfed.shared.leaving import leave
+
+    leave(run_coordinator(context.args))
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def client(context: typer.Context) -> None:
+    """Run a client of a federation (`promptfed client --help` lists its options)."""
+    from promptfed.client_service.__main__ import main as run_client
+    from promptfed.shared.leaving import leave
+
+    leave(run_client(context.args, "promptfed client"))
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()

@@ -1,0 +1,56 @@
+"""`promptfed methods`: what there is, and what each sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.output import console, print_json, table
+from promptfed.shared.methods import METHODS, describe
+from promptfed.shared.spec import SpecError
+
+
+def show_methods(name: str | None, as_json: bool) -> None:
+    """Print all methods, or all about one.
+
+    Raises:
+        CommandError: there is no such method.
+    """
+    if name is None:
+        listed = [describe(known) for known in sorted(METHODS)]
+        if as_json:
+            print_json(listed)
+            return
+        rows = [[found["name"], found["summary"], _phases(found)] for found in listed]
+        console.print(table(None, ["method", "what it does", "phases"], rows))
+        return
+    try:
+        found = describe(name)
+    except SpecError as error:
+        raise CommandError(error.errors[0]["detail"], Exit.BAD_INPUT) from None
+    if as_json:
+        print_json(found)
+        return
+    console.print(f"[bold]{name}[/bold]: {found['summary']}\n{found['paper']}\n", highlight=False)
+    console.print(table("Hyperparameters", ["name", "default", "meaning"], _hyperparameters(found)))
+    rows = [
+        [phase["name"], "; ".join(map(_tensor, phase["down"])) or "-", "; ".join(map(_tensor, phase["up"])) or "-"]
+        for phase in found["phases"]
+    ]
+    console.print(table("What travels", ["phase", "down", "up"], rows))
+
+
+def _phases(found: dict[str, Any]) -> str:
+    return ", ".join(phase["name"] for phase in found["phases"]) or "-"
+
+
+def _tensor(tensor: dict[str, Any]) -> str:
+    return f"{tensor['name']} ({', '.join(map(str, tensor['shape']))}) {tensor['dtype']}"
+
+
+def _hyperparameters(found: dict[str, Any]) -> list[list[str]]:
+    return [
+        [key, str(schema.get("default")), schema.get("description", "")]
+        for key, schema in found["hyperparameters"].get("properties", {}).items()
+    ]

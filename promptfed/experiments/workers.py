@@ -1,0 +1,119 @@
+"""The clients of a simulation: the very workers, on one event loop, computing in turn in a bounded pool of threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import torch
+
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.worker import Worker
+from promptfed.experiments.preparation import Plan
+from promptfed.runtime.services import Site
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+
+AHEAD = 2  # clients that fetch or send while as many as the pool has threads compute
+PATIENCE_SECONDS = 20.0  # of a client whose coordinator answers nothing but errors
+
+
+@dataclass
+class Crew:
+    """The workers, running."""
+
+    tasks: dict[asyncio.Task[Any], str]
+    enrolments: asyncio.Semaphore
+
+    async def enrolled(self) -> None:
+        """Return once all have enrolled."""
+        counting = asyncio.create_task(self._count())
+        try:
+            await asyncio.wait({counting, *self.tasks}, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            await counting
+        finally:
+            counting.cancel()
+
+    async def _count(self) -> None:
+        for _ in self.tasks:
+            await self.enrolments.acquire()
+
+    async def wait(self, seconds: float) -> None:
+        """Return after ``seconds``, or once all have ended, or one has failed. Raises CommandError for the latter."""
+        await asyncio.wait(self.tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended a client."""
+        for task, name in self.tasks.items():
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if isinstance(error, ClientError):
+                raise CommandError(f"client {name}: {error}", _exit(error)) from None
+            if error is not None:
+                raise error
+
+
+def _exit(error: ClientError) -> Exit:
+    """The command's code; the client service has some that the command doesn't."""
+    return Exit(error.exit.value) if error.exit.value in {code.value for code in Exit} else Exit.FAILED
+
+
+@asynccontextmanager
+async def crew(plan: Plan, http: httpx.AsyncClient, federation: str, token: str) -> AsyncIterator[Crew]:
+    """All clients at work; they end with the block."""
+    executor = ThreadPoolExecutor(plan.pool, "clients", initializer=torch.set_num_threads, initargs=(plan.threads,))
+    turns = asyncio.Semaphore(plan.pool + AHEAD)
+    enrolments = asyncio.Semaphore(0)
+
+    def hook(event: str, facts: object) -> None:
+        if event == "enrolled":
+            enrolments.release()
+
+    workers = [
+        Worker(
+            _settings(plan, client.site, str(http.base_url), federation),
+            http=http,
+            backbone=plan.backbone,
+            source=client.source,
+            tests=client.tests,
+            features=plan.features,
+            enrolment_token=token,
+            executor=executor,
+            turns=turns,
+            ephemeral=True,
+            hook=hook,
+        )
+        for client in plan.clients
+    ]
+    tasks = {asyncio.create_task(worker.run()): worker.settings.name for worker in workers}
+    try:
+        yield Crew(tasks, enrolments)
+    finally:
+        for worker in workers:
+            worker.stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _settings(plan: Plan, site: Site, url: str, federation: str) -> Settings:
+    try:
+        return make_settings(
+            coordinator=url,
+            federation=federation,
+            name=site.name,
+            role=site.role,
+            data=site.data,
+            test=[],
+            state_dir=plan.folder / f"client-{site.name}",
+            threads=plan.threads,
+            give_up_after=PATIENCE_SECONDS,
+        )
+    except ClientError as error:
+        raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None

@@ -1,0 +1,1 @@
+"""Taking a result away: adapted models, their cards and files."""

@@ -1,0 +1,177 @@
+"""A backbone adapted by what a federation learned: a classifier made of the global state alone, without any client.
+
+It classifies as an evaluator of the federation does. Where a method's classifier needs what a client keeps to itself
+(a head, a context of its own), there is none, and the reason is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from promptfed.cli.prompts import class_names as split_names
+from promptfed.client_service.serving.prediction import Predictor, Served
+from promptfed.client_service.training.data import LocalSplit
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.snapshot import Taken
+from promptfed.shared.clip import Backbone, BackboneError, shape_of
+from promptfed.shared.data import DataError, open_source
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Fixed, Method, MethodError, ServerContext
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.tensors import Tensors
+
+TEMPLATE = "a photo of a {}."
+NOBODY = ClientInfo("nobody", "evaluator", 0, ())
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a federation learned, and all that it takes to classify with it: a card holds the same.
+
+    ``state`` is the global state after ``round``, ``domains`` are those of the trainers that declared one.
+    """
+
+    method: dict[str, Any]
+    backbone: dict[str, Any]
+    training: dict[str, Any]
+    template: str
+    rounds: int
+    round: int
+    seed: int
+    domains: tuple[Domain, ...]
+    state: Tensors
+
+    @classmethod
+    def of(cls, taken: Taken, state: Tensors) -> Learned:
+        """From what a coordinator told, with its safetensors already read."""
+        spec = taken.spec
+        domains = [one["domain"] for one in taken.clients if one["role"] == "trainer" and one["domain"]]
+        known = {key: taken.federation["backbone"][key] for key in ("fingerprint", "shape")}
+        return cls(
+            method=spec["method"],
+            backbone=spec["backbone"] | known,
+            training=spec["training"],
+            template=spec["template"] or TEMPLATE,
+            rounds=spec["rounds"],
+            round=taken.round,
+            seed=spec["seed"],
+            domains=tuple(Domain.model_validate(domain) for domain in domains),
+            state=state,
+        )
+
+    def make_method(self) -> Method:
+        """The method with its hyperparameters. Raises CommandError where this promptfed has it not."""
+        try:
+            return make_method(self.method)
+        except SpecError as error:
+            raise CommandError(f"this promptfed does not have the federation's method: {error}", Exit.FAILED) from None
+
+    def missing(self) -> str | None:
+        """Why the global state alone classifies nothing, or None where it does."""
+        method = self.make_method()
+        if method.personal and not method.state_tensors():
+            return f"{method.name} shares nothing: each client keeps what it has learned"
+        shape = BackboneShape.model_validate(self.backbone["shape"])
+        try:
+            method.admit(NOBODY, None, self._context(shape))
+        except MethodError:
+            return f"{method.name} classifies with what each client keeps to itself, which the federation never sees"
+        return None
+
+    def check_alone(self) -> None:
+        """Raise CommandError where the global state alone classifies nothing."""
+        reason = self.missing()
+        if reason is not None:
+            raise CommandError(f"{reason}: ask a client's own service (`/v1/predict`)", Exit.BAD_INPUT)
+
+    def _context(self, shape: BackboneShape) -> ServerContext:
+        training = TrainingSpec.model_validate(self.training)
+        return ServerContext(training, shape, None, (), self.seed, self.rounds)
+
+    def serve(self, backbone: Backbone, class_names: Sequence[str]) -> Served:
+        """The classifier over ``class_names``, and the template's.
+
+        Raises:
+            CommandError: there is none, the backbone is another one, or a name does not fit into it.
+        """
+        self.check_alone()
+        wanted = self.backbone["fingerprint"]
+        if wanted != backbone.fingerprint:
+            text = f"the backbone here is {backbone.fingerprint}, the federation's was {wanted}"
+            raise CommandError(f"{text}: install the same version of promptfed and of the weights", Exit.BAD_INPUT)
+        method, names = self.make_method(), tuple(class_names)
+        context = self._client_context(backbone, names)
+        payload = method.payload(self.state, None, NOBODY, self._context(shape_of(backbone)))
+        try:
+            method.check_classes(names)
+            method.check_texts(backbone, names, self.template)
+            with torch.no_grad():
+                classifier = method.classifier(context, payload, {})
+                template = TemplateClassifier(context) if backbone.has_text else None
+        except (MethodError, BackboneError) as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        return Served(method.name, self.round, context, classifier, template)
+
+    def _client_context(self, backbone: Backbone, names: tuple[str, ...]) -> ClientContext:
+        none = torch.zeros(0, dtype=torch.int64)
+        features = torch.zeros(0, backbone.d_e)
+        return ClientContext(
+            backbone=backbone,
+            class_names=names,
+            template=self.template,
+            training=TrainingSpec.model_validate(self.training),
+            client=NOBODY.name,
+            domain=None,
+            peers=tuple(ClientInfo(domain.name, "trainer", 0, (), domain) for domain in self.domains),
+            round=self.round,
+            rounds=self.rounds,
+            phase="evaluation",
+            seed=self.seed,
+            train=LocalSplit(none, lambda: features, lambda rows: features[rows]),
+        )
+
+
+def predictor_of(served: Served) -> Predictor:
+    """What predicts images with ``served``."""
+    predictor = Predictor()
+    predictor.served = served
+    return predictor
+
+
+def weights_of(served: Served) -> Tensors | None:
+    """What plain open_clip code classifies with (`Fixed`), and ``zero_shot_weights (C, d_e)``."""
+    found = served.classifier.weights() if isinstance(served.classifier, Fixed) else None
+    if found is None:
+        return None
+    template = served.template.weights() if isinstance(served.template, Fixed) else None
+    whole = found | ({"zero_shot_weights": template["class_weights"]} if template is not None else {})
+    return {name: tensor.detach().float().cpu().clone() for name, tensor in whole.items()}
+
+
+def class_names_of(taken: Taken) -> tuple[str, ...] | None:
+    """The class names that the spec gives, None where each client has its own."""
+    named = taken.spec["class_names"]
+    return tuple(named) if named else None
+
+
+def given_class_names(classes: str | None, data: str | None) -> tuple[str, ...] | None:
+    """The names of ``--classes a,b`` or of the data at ``--data URI``; None where neither is given.
+
+    Raises:
+        CommandError: both are given, a name twice, or data that cannot be used.
+    """
+    if classes is not None and data is not None:
+        raise CommandError("--classes and --data both name classes: give one", Exit.BAD_INPUT)
+    if data is not None:
+        try:
+            return open_source(data).class_names
+        except DataError as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+    return None if classes is None else tuple(split_names(classes))

@@ -1,0 +1,1 @@
+"""The library: `promptfed.run`, `promptfed.connect`, and what they return."""

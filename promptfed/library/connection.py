@@ -1,0 +1,159 @@
+"""`promptfed.connect`: federations at a coordinator, from a notebook or a program."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from promptfed.library.result import Result
+from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, CommandError, Coordinator, open_coordinator
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.progress import Snapshot, Watcher, follow, pages
+from promptfed.sdk.snapshot import take
+
+
+def connect(url: str | None = None, *, token: str | None = None, token_file: Path | str | None = None) -> Connection:
+    """A coordinator at ``url`` (default: $PROMPTFED_COORDINATOR, else loopback's port 8080) with its operator token.
+
+    The token is ``token``, or that of ``token_file``, or $PROMPTFED_OPERATOR_TOKEN.
+
+    Raises:
+        CommandError: there is no token.
+
+    Example:
+        >>> with promptfed.connect(token_file="run/coordinator/operator.token") as coordinator:
+        ...     federation = coordinator.create("promptfl", "styles", rounds=3)
+        ...     print(federation.enrolment_token())
+    """
+    if token is not None:
+        return Connection(Coordinator(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL, token))
+    return Connection(open_coordinator(url, Path(token_file) if token_file is not None else None))
+
+
+class Connection:
+    """One coordinator as its operator sees it; close it, or use it in a ``with`` block."""
+
+    def __init__(self, api: Coordinator):
+        self._api = api
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the connections go."""
+        self._api.close()
+
+    def create(
+        self, method: str | dict[str, Any], name: str, *, allow_backbone: bool = False, **spec: Any
+    ) -> Federation:
+        """Create a federation; ``spec`` has the further keys of its spec. The backbone is loaded here, for its
+        fingerprint.
+
+        Raises:
+            CommandError: the spec or the backbone is wrong, or the coordinator refuses.
+        """
+        from promptfed.sdk.backbone import with_backbone
+
+        named = {"name": method} if isinstance(method, str) else method
+        raw, tensors = with_backbone(spec | {"name": name, "method": named}, allow_backbone)
+        made = self._api.post("/v1/federations", raw)
+        if tensors is not None:
+            headers = {"Content-Type": "application/octet-stream"}
+            self._api.call("PUT", f"/v1/federations/{made['id']}/initial-state", content=tensors, headers=headers)
+        return Federation(self._api, made["id"], allow_backbone)
+
+    def federation(self, name: str) -> Federation:
+        """The federation of that name or id. Raises CommandError where there is none."""
+        return Federation(self._api, self._api.get(f"/v1/federations/{name}")["id"])
+
+    def federations(self) -> list[Federation]:
+        """All federations."""
+        return [Federation(self._api, one["id"]) for one in pages(self._api, "/v1/federations", "federations")]
+
+
+class Federation:
+    """One federation at a coordinator. Every call asks the coordinator; every refusal is a CommandError."""
+
+    def __init__(self, api: Coordinator, id: str, allow_backbone: bool = False):
+        self._api, self.id, self._allow = api, id, allow_backbone
+
+    def __repr__(self) -> str:
+        found = self.status()
+        return f"<Federation {found['name']}: {found['state']}, round {found['round']} of {found['spec']['rounds']}>"
+
+    def status(self) -> dict[str, Any]:
+        """What ``GET /v1/federations/{id}`` answers: resolved spec, state, round, who is awaited."""
+        found: dict[str, Any] = self._api.get(self._path)
+        return found
+
+    @property
+    def state(self) -> str:
+        """``enrolling``, ``running``, ``paused``, ``finished``, ``failed`` or ``cancelled``."""
+        return str(self.status()["state"])
+
+    def clients(self) -> list[dict[str, Any]]:
+        """Who has enrolled."""
+        return list(pages(self._api, f"{self._path}/clients", "clients"))
+
+    def enrolment_token(self) -> str:
+        """A fresh token for those who are to join."""
+        return str(self._api.post(f"{self._path}/enrolment-tokens")["token"])
+
+    def start(self) -> Self:
+        """Start the rounds; confirms the backbone that the first client enrolled with."""
+        return self._do("start")
+
+    def pause(self) -> Self:
+        """Ask nobody until it is resumed."""
+        return self._do("pause")
+
+    def resume(self) -> Self:
+        """Go on after a pause."""
+        return self._do("resume")
+
+    def cancel(self) -> Self:
+        """End for good."""
+        return self._do("cancel")
+
+    def wait(self, seconds: float | None = None, *, progress: bool | None = None) -> Result:
+        """What it came to, once it has finished.
+
+        Raises:
+            CommandError: it ended otherwise, or ``seconds`` have passed.
+        """
+        end = time.monotonic() + seconds if seconds is not None else None
+
+        def look() -> None:
+            if end is not None and time.monotonic() > end:
+                raise CommandError(f"the federation has not finished in {seconds:g} s", Exit.FAILED)
+
+        quiet = not (sys.stderr.isatty() if progress is None else progress)
+        with Watcher(quiet=quiet) as watcher:
+            snapshot: Snapshot | None = None
+            for snapshot in follow(self._api, self.id, look):
+                watcher.show(snapshot)
+        if snapshot is None or snapshot.state != "finished":
+            told = snapshot.describe() if snapshot is not None else "unknown"
+            raise CommandError(f"the federation is {told}", Exit.FEDERATION_ENDED_BADLY)
+        return self.result()
+
+    def result(self, round: int | None = None) -> Result:
+        """What it has come to after ``round``, or after its last finished one."""
+        return Result(take(self._api, self.id, round), allow_backbone=self._allow)
+
+    @property
+    def _path(self) -> str:
+        return f"/v1/federations/{self.id}"
+
+    def _do(self, verb: str) -> Self:
+        self._api.post(f"{self._path}/{verb}")
+        return self

@@ -1,0 +1,100 @@
+"""`promptfed.run`: a whole federation in this process, from a notebook or a program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from promptfed.experiments.simulation import simulate
+from promptfed.library.result import Result
+from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import open_backbone
+from promptfed.sdk.progress import Watcher
+from promptfed.sdk.simulated import Simulated
+from promptfed.sdk.snapshot import Taken
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data import Source
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.tensors import encode
+
+Data = Mapping[str, str | Source] | Sequence[str | Source]
+
+
+def run(
+    method: str | dict[str, Any],
+    data: Data,
+    *,
+    unseen: Data = (),
+    tests: Mapping[str, str | Source] | None = None,
+    backbone: Backbone | None = None,
+    folder: Path | str | None = None,
+    pool: int = 1,
+    device: str = "cpu",
+    allow_backbone: bool = False,
+    progress: bool | None = None,
+    **spec: Any,
+) -> Result:
+    """Run a federation to its end in this process: the same coordinator and the same clients as over a network.
+
+    Args:
+        method: a name, or a name with hyperparameters, as in ``{"name": "fedpgp", "b": 4}``.
+        data: what each client trains on, by its name or in order: data URIs such as ``"symbols:neon"`` or
+            ``"folder:/data/pets"``, or `promptfed.shared.data.Source` objects.
+        unseen: what clients that only evaluate hold, such as a domain that nobody trains on.
+        tests: further test sets of every training client, by name.
+        backbone: the frozen model, where it is loaded already (`load_backbone`); default: the spec's.
+        folder: a new folder that keeps what coordinator and clients keep; default: a temporary one.
+        pool: clients that compute at once.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        allow_backbone: permit a backbone outside open_clip's registry.
+        progress: whether to show how far it is; default: where stderr is a terminal.
+        **spec: further keys of the federation's spec: ``rounds``, ``class_names``, ``training``, ``seed``, ...
+
+    Raises:
+        CommandError: one line: a spec, data or backbone that cannot be used, or a federation that did not finish.
+    """
+    sources = SharedSources()
+    named = {"name": method} if isinstance(method, str) else method
+    sites = _all_sites(sources, data, unseen, tests or {})
+    whole = {"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named}
+    model = backbone or open_backbone(whole, allow_backbone=allow_backbone, device=device)
+    quiet = not (sys.stderr.isatty() if progress is None else progress)
+    with Watcher(whole.get("rounds"), quiet=quiet) as watcher:
+        found = simulate(
+            whole,
+            sites,
+            folder=Path(folder) if folder is not None else None,
+            pool=pool,
+            backbone=model,
+            sources=sources,
+            progress=watcher.show,
+        )
+    return Result(taken_of(found), model, allow_backbone)
+
+
+def taken_of(found: Simulated) -> Taken:
+    """A simulated federation as if it had been taken from a coordinator."""
+    body = encode(found.state)
+    return Taken(found.federation, found.clients, found.reports, found.rounds, body, found.state_hash)
+
+
+def _all_sites(sources: SharedSources, data: Data, unseen: Data, tests: Mapping[str, str | Source]) -> list[Site]:
+    further = {name: _uri(sources, f"test-{name}", one) for name, one in tests.items()}
+    trainers = [Site(name, uri, "trainer", further) for name, uri in _sites(sources, data, "client")]
+    return trainers + [Site(name, uri, "evaluator") for name, uri in _sites(sources, unseen, "unseen")]
+
+
+def _sites(sources: SharedSources, data: Data, kind: str) -> list[tuple[str, str]]:
+    named = data.items() if isinstance(data, Mapping) else ((f"{kind}-{k}", one) for k, one in enumerate(data))
+    return [(name, _uri(sources, name, one)) for name, one in named]
+
+
+def _uri(sources: SharedSources, name: str, one: str | Source) -> str:
+    """``one`` as it is, or a URI that stands for it in this run."""
+    if isinstance(one, str):
+        return one
+    uri = f"given:{name}"
+    sources.add(uri, one)
+    return uri

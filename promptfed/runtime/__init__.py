@@ -1,0 +1,1 @@
+"""Running services: processes, containers, GPUs and run files."""

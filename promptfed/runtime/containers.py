@@ -1,0 +1,310 @@
+"""A federation in containers: private network, volumes, read-only file systems; found by label and taken away again."""
+
+from __future__ import annotations
+
+import io
+import secrets
+import socket
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import docker
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.types import DeviceRequest, Mount
+from requests.exceptions import RequestException
+
+from promptfed.runtime.processes import revive
+from promptfed.runtime.services import Services, Site, client_options
+from promptfed.sdk.client import CommandError, Coordinator
+from promptfed.sdk.exit_codes import Exit
+
+LABEL = "promptfed.cli.launch"
+IMAGES = {"coordinator": "promptfed-coordinator", "client": "promptfed-client"}
+USER = 10001  # of both images
+COORDINATOR_PORT = 8080
+LOOPBACK = "127.0.0.1"
+STOP_TRIES = 3
+
+
+@dataclass
+class Container:
+    """One container of ours (`promptfed.runtime.processes.Service`); ``handle`` is the SDK's."""
+
+    name: str
+    handle: Any
+    restarts: int = 0
+
+    def ended(self) -> int | None:
+        """The exit code; None while it runs."""
+        self.handle.reload()
+        state = self.handle.attrs["State"]
+        return int(state["ExitCode"]) if state["Status"] in ("exited", "dead") else None
+
+    def start_again(self) -> None:
+        """Start it with what is in its volumes."""
+        self.handle.start()
+
+    def tail(self, lines: int) -> str:
+        """The last lines of its log."""
+        return str(self.handle.logs(tail=lines).decode(errors="replace").strip())
+
+
+@dataclass
+class Containers:
+    """Starts containers and takes away all that it made at the end of a ``with`` block; ``logs``: a folder for logs."""
+
+    engine: Any
+    logs: Path | None = None
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
+    running: dict[str, Container] = field(default_factory=dict)
+
+    def __enter__(self) -> Containers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._keep_logs()
+        finally:
+            self.stop()
+
+    def called(self, name: str) -> str:
+        """What the engine calls our ``name``, and containers of our network too."""
+        return f"promptfed-{self.id}-{name}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """By which we find what is ours, and nothing else."""
+        return {LABEL: self.id}
+
+    def network(self) -> None:
+        """Make the network on which our containers find one another by name."""
+        self.engine.networks.create(self.called("network"), driver="bridge", labels=self.labels)
+
+    def volume(self, name: str) -> str:
+        """Make a volume; the engine's name for it."""
+        return str(self.engine.volumes.create(self.called(name), labels=self.labels).name)
+
+    def start(self, name: str, service: str, command: list[str], mounts: list[Mount], **more: Any) -> Container:
+        """Start a container of the service's image; ``more`` goes to the engine as it is."""
+        handle = self.engine.containers.create(
+            IMAGES[service],
+            command,
+            name=self.called(name),
+            labels=self.labels,
+            network=self.called("network"),
+            mounts=mounts,
+            read_only=True,
+            tmpfs={"/tmp": "size=256m"},  # noqa: S108 (a container's own)
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges:true"],
+            **more,
+        )
+        container = self.running[name] = Container(name, handle)
+        handle.start()
+        return container
+
+    def watch(self) -> list[str]:
+        """Start again what died; the names of those started again. Raises ProcessFailed as `revive` does."""
+        return revive(self.running.values())
+
+    def stop(self) -> None:
+        """Remove what carries our label.
+
+        Raises:
+            CommandError: the engine would not remove something.
+        """
+        left: list[str] = []
+        for _ in range(STOP_TRIES):  # an interrupted request may have made something after we looked
+            found = self._ours()
+            if not found:
+                return
+            left = [reason for one, options in found if (reason := _removed(one, options))]
+        if left:
+            raise CommandError(f"could not remove {', '.join(left)}: remove it with `docker`", Exit.FAILED)
+
+    def _ours(self) -> list[tuple[Any, dict[str, bool]]]:
+        """What there is with our label, and how it is removed; containers first, since they hold the rest."""
+        mine = {"label": f"{LABEL}={self.id}"}
+        containers = self.engine.containers.list(all=True, filters=mine, ignore_removed=True)
+        return [
+            *((one, {"force": True, "v": True}) for one in containers),
+            *((one, {}) for one in self.engine.networks.list(filters=mine)),
+            *((one, {"force": True}) for one in self.engine.volumes.list(filters=mine)),
+        ]
+
+    def _keep_logs(self) -> None:
+        if self.logs is not None:
+            for name, container in self.running.items():
+                with suppress(NotFound):
+                    (self.logs / f"{name}.log").write_bytes(container.handle.logs())
+
+
+class ContainerFederation(Services):
+    """A coordinator in a container, its API published on a port of loopback, and clients beside it."""
+
+    def __init__(self, containers: Containers, port: int = 0):
+        self.containers = containers
+        containers.network()
+        self._join = containers.volume("join")
+        self.api = self._start_coordinator(port or _free_port())
+
+    def hand_out(self, token: str) -> None:
+        """Write it into the volume that clients see read-only."""
+        self._coordinator.handle.put_archive("/join", _archive("enrolment.token", token))
+
+    def start_client(self, federation: str, site: Site, gpu: str | None) -> None:
+        """Start a container; ``gpu`` is an id that NVIDIA's tools know. Folders of images are mounted read-only."""
+        site, folders = with_absolute_paths(site)
+        name = f"client-{site.name}"
+        command = [
+            f"--coordinator=http://{self.containers.called('coordinator')}:{COORDINATOR_PORT}",
+            "--allow-plain-http",  # between containers of one private network
+            f"--federation={federation}",
+            f"--device={'cpu' if gpu is None else 'cuda'}",
+            *client_options(site, self.permitted),
+        ]
+        mounts = [
+            Mount("/join", self._join, read_only=True),
+            Mount("/state", self.containers.volume(name)),
+            *(Mount(folder, folder, type="bind", read_only=True) for folder in folders),
+        ]
+        requests = [] if gpu is None else [DeviceRequest(device_ids=[gpu], capabilities=[["gpu"]])]
+        self.containers.start(name, "client", command, mounts, device_requests=requests)
+
+    def watch(self) -> list[str]:
+        """As ``containers`` does."""
+        return self.containers.watch()
+
+    def _start_coordinator(self, port: int) -> Coordinator:
+        mounts = [Mount("/data", self.containers.volume("coordinator")), Mount("/join", self._join)]
+        self._coordinator = self.containers.start(
+            "coordinator",
+            "coordinator",
+            ["--host=0.0.0.0", "--allow-plain-http"],
+            mounts,
+            ports={f"{COORDINATOR_PORT}/tcp": (LOOPBACK, port)},
+        )
+        url = f"http://{LOOPBACK}:{port}"
+        with Coordinator(url, "none-yet", meanwhile=self.watch) as starting:
+            starting.get("/readyz")
+        code, output = self._coordinator.handle.exec_run(["cat", "/data/operator.token"])
+        if code != 0:
+            raise CommandError(f"cannot read the operator token: {output.decode(errors='replace')}", Exit.FAILED)
+        return Coordinator(url, output.decode().strip(), meanwhile=self.watch)
+
+
+@contextmanager
+def federation_in_containers(engine: Any, port: int, logs: Path | None) -> Iterator[ContainerFederation]:
+    """A coordinator in a container, ready for clients; everything is gone after the block.
+
+    Raises:
+        CommandError: the engine refuses something.
+    """
+    with (
+        _engine_errors(),
+        Containers(engine, logs) as containers,
+        ContainerFederation(containers, port) as federation,
+    ):
+        yield federation
+
+
+def open_engine() -> Any:
+    """The Docker engine of the environment, with both images.
+
+    Raises:
+        CommandError: none answers, or an image is not there.
+    """
+    try:
+        engine = docker.from_env()
+        engine.ping()
+    except (DockerException, RequestException) as error:
+        text = f"no Docker engine answers ({_reason(error)}): start one, or use --runtime process"
+        raise CommandError(text, Exit.UNREACHABLE) from None
+    for image in IMAGES.values():
+        try:
+            engine.images.get(image)
+        except ImageNotFound:
+            text = f"there is no image {image}: run `docker compose build` in promptfed's folder"
+            raise CommandError(text, Exit.BAD_INPUT) from None
+    return engine
+
+
+def with_absolute_paths(site: Site) -> tuple[Site, tuple[str, ...]]:
+    """The site as a container can read its data, and the folders of this machine that the container needs.
+
+    Raises:
+        CommandError: a path is not there.
+    """
+    folders: set[str] = set()
+
+    def mounted(text: str, uri: str) -> str:
+        path = Path(text).expanduser().resolve()
+        if not path.exists():
+            raise CommandError(f"client {site.name}: {uri}: there is no {path}", Exit.BAD_INPUT)
+        folders.add(str(path if path.is_dir() else path.parent))
+        return str(path)
+
+    def absolute(uri: str) -> str:
+        address, mark, query = uri.partition("?")
+        scheme, _, body = address.partition(":")
+        if scheme in ("folder", "csv"):
+            return f"{scheme}:{mounted(body, uri)}{mark}{query}"
+        options = dict(parse_qsl(query))
+        if "root" not in options:
+            return uri
+        return f"{address}?{urlencode(options | {'root': mounted(options['root'], uri)}, safe='/')}"
+
+    tests = {name: absolute(uri) for name, uri in site.tests.items()}
+    return replace(site, data=absolute(site.data), tests=tests), tuple(sorted(folders))
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    """What the engine refuses becomes one line."""
+    try:
+        yield
+    except (DockerException, RequestException) as error:
+        reason = _reason(error)
+        if "could not select device driver" in reason:
+            text = "the Docker engine has no GPUs to give: install NVIDIA's container toolkit, or use --gpus none"
+            raise CommandError(text, Exit.FAILED) from None
+        raise CommandError(f"the Docker engine refuses: {reason}", Exit.FAILED) from None
+
+
+def _removed(one: Any, options: dict[str, bool]) -> str | None:
+    """Remove something; what it is and why it stays, if it does."""
+    try:
+        one.remove(**options)
+    except NotFound:
+        return None
+    except APIError as error:
+        return f"{one.name} ({_reason(error)})"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    said = error.explanation if isinstance(error, APIError) and error.explanation else error
+    return " ".join(str(said).split())
+
+
+def _archive(name: str, text: str) -> bytes:
+    """A tar archive with one file that only the images' user can read."""
+    body = f"{text}\n".encode()
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode, entry.uid, entry.gid = len(body), 0o600, USER, USER
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        tar.addfile(entry, io.BytesIO(body))
+    return archive.getvalue()
+
+
+def _free_port() -> int:
+    """A port that nothing listens on now. The engine would choose another after each restart of the container."""
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        return int(found.getsockname()[1])

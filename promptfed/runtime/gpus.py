@@ -1,0 +1,50 @@
+"""Which GPUs a launch has to deal out."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+
+QUERY = ("--query-gpu=uuid", "--format=csv,noheader")
+
+
+def choose_gpus(asked: str, find: Callable[[], list[str]]) -> list[str]:
+    """``auto``: all that ``find`` finds; ``none``: none; a number: that many of them.
+
+    Raises:
+        CommandError: there are fewer, or ``asked`` is something else.
+    """
+    if asked == "none":
+        return []
+    if asked != "auto" and not (asked.isdecimal() and int(asked) > 0):
+        raise CommandError(f"--gpus {asked} is not known: use auto, none or a number", Exit.BAD_INPUT)
+    found = find()
+    if asked == "auto":
+        return found
+    if int(asked) > len(found):
+        text = f"--gpus {asked} asks for more GPUs than there are ({len(found)}): use auto, none or a smaller number"
+        raise CommandError(text, Exit.BAD_INPUT)
+    return found[: int(asked)]
+
+
+def gpus_of_torch() -> list[str]:
+    """Devices as processes name them: ``cuda:0`` and so on."""
+    import torch
+
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+
+
+def gpus_of_engine() -> list[str]:
+    """Ids by which a container is given a GPU of this machine."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        answer = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return []  # a tool without a driver
+    return answer.stdout.split()

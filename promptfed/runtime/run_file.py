@@ -1,0 +1,133 @@
+"""A run in one YAML file: the federation's spec and, under ``clients``, who takes part and with which data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from promptfed.cli.federation import read_spec
+from promptfed.runtime.services import Site
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.shared.spec import NAME_PATTERN, Name, SpecError
+
+INDEX, COUNT = "{index}", "{count}"
+
+
+class ClientEntry(BaseModel):
+    """One client, or with ``count`` that many: ``{index}`` (from 0) and ``{count}`` stand for their numbers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    data: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)] | None = None
+    role: Literal["trainer", "evaluator"] = "trainer"
+    tests: dict[Name, str] = {}
+    count: Annotated[int, Field(ge=1, le=100_000)] | None = None
+
+    def sites(self, count: int | None, first: int) -> Iterator[Site]:
+        """The clients that the entry stands for; ``first`` numbers those without a name."""
+        if self.count is None:
+            yield Site(self.name or f"client-{first}", self.data, self.role, self.tests)
+            return
+        total = count or self.count
+        for index in range(total):
+
+            def fill(text: str, index: int = index) -> str:
+                return text.replace(INDEX, str(index)).replace(COUNT, str(total))
+
+            tests = {name: fill(uri) for name, uri in self.tests.items()}
+            yield Site(fill(self.name or f"client-{INDEX}"), fill(self.data), self.role, tests)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run file holds: a spec as it is POSTed, and the clients in the file's order."""
+
+    spec: dict[str, Any]
+    sites: tuple[Site, ...]
+
+
+def read_run(path: Path, clients: int | None = None) -> Run:
+    """The run in ``path``; ``clients`` is how many trainers there are to be instead of the file's number.
+
+    Raises:
+        CommandError: the file cannot be read, ``clients`` is missing or wrong (with its path), a name occurs twice,
+            or more trainers are asked for than the file lists.
+    """
+    raw = read_spec(path)
+    if "clients" not in raw:
+        text = f"{path} has no `clients`: list them as `- {{name: eyes, data: 'folder:/data/eyes'}}`"
+        raise CommandError(text, Exit.BAD_INPUT)
+    entries = _entries(raw.pop("clients"), path)
+    spec = {"name": path.stem, **raw}
+    return Run(spec, _sites(entries, clients, path))
+
+
+def _entries(raw: Any, path: Path) -> list[ClientEntry]:
+    found = raw if isinstance(raw, list) else [raw]
+    if not found:
+        raise CommandError(f"{path}: `clients` is empty: list at least one", Exit.BAD_INPUT)
+    entries = []
+    for number, one in enumerate(found):
+        where = f"clients.{number}" if isinstance(raw, list) else "clients"
+        try:
+            entries.append(ClientEntry.model_validate(one))
+        except ValidationError as error:
+            raise CommandError(f"{path}: {SpecError.from_validation(error, where)}", Exit.BAD_INPUT) from None
+    return entries
+
+
+def _sites(entries: list[ClientEntry], clients: int | None, path: Path) -> tuple[Site, ...]:
+    groups = [entry for entry in entries if entry.count is not None and entry.role == "trainer"]
+    listed = [entry for entry in entries if entry.count is None and entry.role == "trainer"]
+    stretch = None
+    if clients is not None and len(groups) == 1 and not listed:
+        stretch = clients
+    sites: list[Site] = []
+    for entry in entries:
+        sites += entry.sites(stretch if entry in groups else None, first=len(sites))
+    if clients is not None and stretch is None:
+        sites = _first_trainers(sites, clients, path)
+    _check_names(sites, path)
+    return tuple(sites)
+
+
+def _first_trainers(sites: list[Site], clients: int, path: Path) -> list[Site]:
+    trainers = [site for site in sites if site.role == "trainer"]
+    if clients > len(trainers):
+        text = f"{path} lists {len(trainers)} trainers, not {clients}: ask for fewer, or give one entry with `count`"
+        raise CommandError(text, Exit.BAD_INPUT)
+    kept = trainers[:clients]
+    return [site for site in sites if site.role != "trainer" or site in kept]
+
+
+def _check_names(sites: list[Site], path: Path) -> None:
+    seen: set[str] = set()
+    for site in sites:
+        if not re.fullmatch(NAME_PATTERN, site.name):
+            text = f"{path}: {site.name!r} is no client name: use letters, digits, '.', '_' and '-', at most 64"
+            raise CommandError(text, Exit.BAD_INPUT)
+        if site.name in seen:
+            text = f"{path}: two clients are named {site.name}: put {INDEX} into `name`, or give other names"
+            raise CommandError(text, Exit.BAD_INPUT)
+        seen.add(site.name)
+    if not any(site.role == "trainer" for site in sites):
+        raise CommandError(f"{path}: no client is a trainer: nothing would be learned", Exit.BAD_INPUT)
+
+
+def check_trainers(sites: Sequence[Site], wanted: int) -> None:
+    """Refuse fewer trainers than ``participation.min_clients``: the federation would never start.
+
+    Raises:
+        CommandError: there are fewer.
+    """
+    trainers = sum(site.role == "trainer" for site in sites)
+    if trainers < wanted:
+        text = f"{trainers} clients train; participation.min_clients wants {wanted}: give more clients, or lower it"
+        raise CommandError(text, Exit.BAD_INPUT)

@@ -1,0 +1,82 @@
+"""How commands speak: tables and progress for people, one JSON value for programs, one line for errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+
+console = Console()
+messages = Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def table(title: str | None, columns: list[str], rows: list[list[str]]) -> Table:
+    """A table of plain text: what clients named is never read as markup."""
+    made = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(escape(cell) for cell in row))
+    return made
+
+
+def percent(value: float | None) -> str:
+    """An accuracy as people write it."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def size(count: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Turn a CommandError into one line on stderr and its exit code, and Ctrl-C into 130."""
+    try:
+        yield
+    except CommandError as error:
+        messages.print(f"promptfed: {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise typer.Exit(error.exit) from None
+    except KeyboardInterrupt:
+        messages.print("promptfed: interrupted")
+        raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a secret so that only its owner can read it."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
+
+
+def write_file(path: Path, body: bytes) -> None:
+    """Write bytes. Raises CommandError where that fails."""
+    try:
+        path.write_bytes(body)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None

@@ -1,0 +1,193 @@
+"""What the CoOp family shares: a context of m vectors before the class name, its start, and its classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Hyperparameters,
+    Method,
+    MethodError,
+    NeedsBackbone,
+    Phase,
+    ServerContext,
+    Split,
+)
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone, ClassPrompts
+
+INIT_STD = 0.02
+CONTEXT = TensorSpec("context", ("m", "d_t"))
+LEAST_TEXT = 3  # positions that a class needs beside its context: a start token, a name, an end token
+
+Penalty = Callable[[Tensor, Tensor], Tensor]
+"""A term of the loss, of the trained context ``(m, d_t)`` and its text features ``(C, d_e)``."""
+
+
+class ContextHyper(Hyperparameters):
+    """Hyperparameters of a learned context (CoOp, Zhou et al. 2022, section 3.2)."""
+
+    m: Annotated[int, Field(ge=1, le=64, description="number of context vectors")] = 16
+    context_init: Annotated[
+        str | None,
+        Field(max_length=200, description="words whose token embeddings start the context; default: N(0, 0.02²)"),
+    ] = None
+
+
+def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor) -> Tensor:
+    """``(B, C)`` logits τ⁻¹·I(x)·T(y) of normalised ``features (N, d_e)`` at ``indices (B,)`` and ``text (C, d_e)``."""
+    logits: Tensor = scale * features[indices.to(features.device)] @ text.T
+    return logits
+
+
+class TextPromptClassifier:
+    """Cosine logits of image features against the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
+
+    def __init__(self, backbone: Backbone, context: Tensor, prompts: ClassPrompts):
+        with torch.no_grad():
+            self._text = backbone.encode_prompts(context.to(backbone.device), prompts)
+        self._scale = backbone.logit_scale
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return cosine_logits(self._scale, split.features(), indices, self._text)
+
+    def weights(self) -> Tensors:
+        """The context's text features."""
+        return {"class_weights": self._text}
+
+
+class ContextMethod(Method):
+    """Base of the methods that learn one context ``(m, d_t)`` which stands before every class name."""
+
+    Hyper = ContextHyper
+    hyper: ContextHyper
+    shared: ClassVar[TensorSpec] = CONTEXT  # the context in the global state
+
+    def check(self, spec: FederationSpec) -> None:
+        """Words that start the context must be there."""
+        if self.hyper.context_init is not None and not self.hyper.context_init.strip():
+            raise MethodError("context_init is empty: give words, or leave it out for a random start")
+
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """Every class name must fit behind the context, and into the template."""
+        super().check_texts(backbone, class_names, template)
+        backbone.class_prompts(class_names, self.hyper.m)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``m`` and the text tower's width ``d_t``."""
+        return {"m": self.hyper.m, "d_t": text_width(self.name, self.hyper.m, context)}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """A context drawn from N(0, 0.02²); NeedsBackbone where it is to be made of words."""
+        if self.hyper.context_init is not None:
+            raise NeedsBackbone(
+                f"the context starts from the words {self.hyper.context_init!r}, which takes a backbone: create the "
+                "federation with `promptfed federation create`, or PUT the tensors to its initial-state"
+            )
+        dims = self.dims(context)
+        return {self.shared.name: torch.randn(dims["m"], dims["d_t"], generator=generator) * INIT_STD}
+
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+        """The start made where a backbone is at hand."""
+        return {self.shared.name: self.start(backbone, generator)}
+
+    def start(self, backbone: Backbone, generator: Generator) -> Tensor:
+        """A context ``(m, d_t)``: its last vectors are the given words' embeddings, those before them are random."""
+        words = torch.empty(0, backbone.d_t)
+        if self.hyper.context_init is not None:
+            words = backbone.embed_words(self.hyper.context_init).detach().float().cpu()
+        m = self.hyper.m
+        if len(words) > m:
+            raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
+        return torch.cat([torch.randn(m - len(words), words.shape[1], generator=generator) * INIT_STD, words])
+
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """The shared context, where the state has one."""
+        return {name: tensor for name, tensor in state.items() if name == self.shared.name}
+
+
+class SharedContextMethod(ContextMethod):
+    """A context that clients train in turn and the coordinator averages."""
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The context."""
+        return (self.shared,)
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """One exchange a round: the context down, the trained context up."""
+        return (Phase("train", down=(self.shared,), up=(self.shared,), mean=True),)
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The weighted mean of the clients' contexts."""
+        return combine(updates)
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """Classifies with the global context."""
+        return TextPromptClassifier(context.backbone, payload[self.shared.name], class_prompts(context, self.hyper.m))
+
+
+def text_width(method: str, m: int, context: ServerContext) -> int:
+    """``d_t`` of a text tower that ``m`` context vectors fit into. Raises MethodError where there is none."""
+    shape = context.shape
+    if shape.d_t is None:
+        raise MethodError(f"{method} needs a text tower that prompts can enter; this backbone has none")
+    if shape.context_length is not None and m + LEAST_TEXT > shape.context_length:
+        raise MethodError(
+            f"a context of m = {m} vectors leaves no room for a class name in the backbone's {shape.context_length} "
+            f"text positions: use at most m = {shape.context_length - LEAST_TEXT}"
+        )
+    return shape.d_t
+
+
+def class_prompts(context: ClientContext, m: int) -> ClassPrompts:
+    """The tokenised names of the task's label space behind ``m`` context vectors."""
+    return context.backbone.class_prompts(context.class_names, m)
+
+
+class BatchCrossEntropy:
+    """CE(τ⁻¹·I(x)·T(y)) over batches of a client's training images, on kept image features."""
+
+    def __init__(self, context: ClientContext):
+        self._scale = context.backbone.logit_scale
+        self._features = context.train.features()
+        self._labels = context.train.labels.to(context.backbone.device)
+
+    def __call__(self, indices: Tensor, text: Tensor) -> Tensor:
+        """The mean over the images at ``indices (B,)``, of normalised text features ``(C, d_e)``."""
+        logits = cosine_logits(self._scale, self._features, indices, text)
+        return F.cross_entropy(logits, self._labels[indices.to(self._labels.device)])
+
+
+def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None = None) -> tuple[Tensor, float]:
+    """Train a context from ``start (m, d_t)`` on CE(τ⁻¹·I(x)·T(ctx, y)) + penalty(ctx, T).
+
+    Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
+    """
+    backbone = context.backbone
+    learned = start.to(backbone.device).clone().requires_grad_()
+    prompts, cross_entropy = class_prompts(context, len(start)), BatchCrossEntropy(context)
+
+    def loss(indices: Tensor) -> Tensor:
+        text = backbone.encode_prompts(learned, prompts)
+        value = cross_entropy(indices, text)
+        return value if penalty is None else value + penalty(learned, text)
+
+    final = train(context, [learned], loss)
+    return learned.detach().cpu(), final

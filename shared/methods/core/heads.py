@@ -1,0 +1,143 @@
+"""What turns visual features into logits: the template's text, or a linear head that is private to a client."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import ClientContext, MethodError
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, canonical_json
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+WEIGHT, BIAS, CLASSES = "head_weight", "head_bias", "head_classes"  # names of the private tensors
+
+
+@dataclass(frozen=True)
+class TextHead:
+    """Logits τ⁻¹·f·T(template(y)) of normalised features ``f (B, d_e)``; ``text (C, d_e)`` is a constant."""
+
+    text: Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, context: ClientContext) -> TextHead:
+        """The head over ``context.class_names``."""
+        text = template_features(context.backbone, context.template, context.class_names)
+        return cls(text, context.backbone.logit_scale)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """None."""
+        return []
+
+    def logits(self, features: Tensor) -> Tensor:
+        """``(B, C)`` logits of normalised features ``(B, d_e)``."""
+        return self.scale * features @ self.text.T
+
+    def private(self) -> Tensors:
+        """None."""
+        return {}
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """pFedPG's H_n, logits W·f + b of pooled features ``f (B, d)`` for ``names``: ``weight (C, d)``, ``bias (C,)``."""
+
+    names: tuple[str, ...]
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def start(cls, context: ClientContext, width: int) -> LinearHead:
+        """The head before any training, over the label space of ``context.train``; ``width`` is that of its features.
+
+        W is uniform in ±1/√d, b zero. Every client of a federation draws the same W for the same number of classes.
+        """
+        names = context.for_training().class_names
+        draws = generator(context.seed, "head")
+        weight = (torch.rand(len(names), width, generator=draws) * 2 - 1) / math.sqrt(width)
+        return cls(names, weight, torch.zeros(len(names)))
+
+    @classmethod
+    def of(cls, context: ClientContext, private: Tensors, width: int) -> LinearHead:
+        """The client's own head: what it has trained, or the start.
+
+        Raises:
+            MethodError: the client trains none (an evaluator), or what it has trained was for other classes.
+        """
+        if WEIGHT not in private:
+            if len(context.train) == 0:
+                raise MethodError(
+                    f"client {context.client!r} trains nothing, so it has no linear head: leave evaluators out, or use "
+                    "a method with text features (head: text)"
+                )
+            return cls.start(context, width)
+        names = context.for_training().class_names
+        weight, bias = private[WEIGHT], private[BIAS]
+        if tuple(weight.shape) != (len(names), width):
+            classes, features = weight.shape
+            raise MethodError(
+                f"the linear head of client {context.client!r} is for {classes} classes and features of {features}; "
+                f"now it has {len(names)} and {width}: enrol it under another name"
+            )
+        if CLASSES in private and not private[CLASSES].equal(_digest(names)):
+            raise MethodError(
+                f"the linear head of client {context.client!r} was trained for as many classes, but with other names "
+                "or in another order: give the client its former data, or enrol it under another name"
+            )
+        return cls(names, weight, bias)
+
+    def trainable(self, device: torch.device) -> LinearHead:
+        """A copy on ``device`` whose weight and bias take gradients."""
+        weight, bias = (tensor.to(device).clone().requires_grad_() for tensor in (self.weight, self.bias))
+        return LinearHead(self.names, weight, bias)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Weight and bias."""
+        return [self.weight, self.bias]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """``(B, C)`` logits of pooled features ``(B, d)``."""
+        return F.linear(features, self.weight.to(features.device), self.bias.to(features.device))
+
+    def among(self, class_names: Sequence[str]) -> LinearHead:
+        """The head with the rows of ``class_names``, in that order.
+
+        Raises:
+            MethodError: it was never trained for one of them.
+        """
+        unknown = [name for name in class_names if name not in self.names]
+        if unknown:
+            raise MethodError(
+                f"a linear head cannot score {unknown[0]!r}, a class that it was not trained for: leave that test set "
+                "out, or use a method with text features (head: text)"
+            )
+        rows = torch.tensor([self.names.index(name) for name in class_names], device=self.weight.device)
+        return LinearHead(tuple(class_names), self.weight[rows], self.bias[rows])
+
+    def private(self) -> Tensors:
+        """The tensors that the client keeps: ``head_classes (4,)`` is a digest of the names that the rows stand for."""
+        return {WEIGHT: self.weight.detach().cpu(), BIAS: self.bias.detach().cpu(), CLASSES: _digest(self.names)}
+
+
+def _digest(names: tuple[str, ...]) -> Tensor:
+    """``(4,)`` int64, of names and their order."""
+    found = hashlib.sha256(canonical_json(list(names)).encode()).digest()
+    return torch.tensor([int.from_bytes(found[at : at + 8], "little", signed=True) for at in range(0, 32, 8)])
+
+
+def head_width(backbone: Backbone, projected: bool) -> int:
+    """Width of the features that a head stands on: d_v before the image tower's projection, d_e behind it."""
+    return backbone.d_e if projected else backbone.d_v

@@ -1,0 +1,77 @@
+"""The local training loop that the methods share: seeded batches, a fresh optimizer, a cosine over rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from promptfed.shared.methods.core.base import ClientContext, MethodError
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import TrainingSpec
+
+Loss = Callable[[Tensor], Tensor]
+
+
+class TaskCancelled(Exception):
+    """The client was told to stop in the middle of training; nothing of the task is kept."""
+
+
+def make_optimizer(parameters: Sequence[Tensor], training: TrainingSpec, learning_rate: float) -> torch.optim.Optimizer:
+    """The spec's optimizer over ``parameters``. "SGD" in this literature has momentum and weight decay."""
+    if training.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=learning_rate, momentum=training.momentum, weight_decay=training.weight_decay
+        )
+    kind = torch.optim.Adam if training.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=learning_rate, weight_decay=training.weight_decay)
+
+
+def learning_rate(training: TrainingSpec, round: int, rounds: int) -> float:
+    """The rate of ``round`` (from 1): constant, or a half cosine over all rounds, η/2·(1 + cos(π(r−1)/R))."""
+    if training.schedule == "constant":
+        return training.learning_rate
+    return training.learning_rate / 2 * (1 + math.cos(math.pi * (round - 1) / rounds))
+
+
+def batches(count: int, batch_size: int, epochs: int, draws: Generator) -> Iterator[Tensor]:
+    """Indices ``(B,)`` of each batch: every epoch a new order, the last batch of an epoch may be smaller."""
+    for _ in range(epochs):
+        yield from torch.split(torch.randperm(count, generator=draws), batch_size)
+
+
+def train(context: ClientContext, parameters: Sequence[Tensor], loss: Loss, *, epochs: int | None = None) -> float:
+    """Minimise ``loss(indices (B,))`` over ``parameters``, which are changed in place.
+
+    ``epochs`` overrides the spec's. Returns the mean loss over the samples of the last epoch.
+
+    Raises:
+        MethodError: the client has no training images, or the loss is no longer finite.
+        TaskCancelled: the task was withdrawn meanwhile.
+    """
+    training, count = context.training, len(context.train)
+    if count == 0:
+        raise MethodError(f"client {context.client!r} has no training images")
+    epochs = training.epochs if epochs is None else epochs
+    context.count_trained(sum(parameter.numel() for parameter in parameters))
+    optimizer = make_optimizer(parameters, training, learning_rate(training, context.round, context.rounds))
+    draws = generator(context.seed, context.round, context.phase, context.client, "batches")
+    steps_per_epoch = math.ceil(count / training.batch_size)
+    total = 0.0
+    for step, indices in enumerate(batches(count, training.batch_size, epochs, draws)):
+        if context.cancelled():
+            raise TaskCancelled
+        if step % steps_per_epoch == 0:
+            total = 0.0
+        optimizer.zero_grad(set_to_none=True)
+        value = loss(indices)
+        torch.autograd.backward(value)
+        optimizer.step()
+        total += float(value.detach()) * len(indices)
+        if not math.isfinite(total):
+            raise MethodError(
+                f"the loss is not finite in step {step + 1} of round {context.round}: lower training.learning_rate"
+            )
+    return total / count

@@ -1,0 +1,136 @@
+"""Domain-aware prompt generation: the text of each image comes of the domain prompts that its domain looks like.
+
+g = softmax φ(I(x)) over the domains whose prompt is there, P^N = Σ_k g_k·P^D_k, logits τ⁻¹·I(x)·T([P^G, P^N, y]).
+``hard`` takes the likeliest domain alone, so that one text pass per domain serves all images; ``soft`` takes a text
+pass per image, many images at a time. Source: Chen et al., FaST-PT, AAAI 2026, Eq. 7 ("one-hot").
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import ClientContext, ClientUpdate, Combine, Split
+from promptfed.shared.methods.core.context import class_prompts
+from promptfed.shared.tensors import DTYPES, Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import ClassPrompts
+
+WEIGHT = TensorSpec("classifier_weight", ("n", "d_e"))
+BIAS = TensorSpec("classifier_bias", ("n",))
+DOMAINS = TensorSpec("domains", ("n",), "int64")  # whose each row is
+
+Mixture = Literal["hard", "soft"]
+CPU_ROWS = 2_048  # rows of the text tower that a soft mixture computes at once: more fall out of a CPU's cache
+ROWS = 32_768  # elsewhere, where small batches leave the device idle
+
+
+def has_rows(state: Tensors) -> bool:
+    """Whether φ and whose its rows are can be read from ``state``."""
+    specs = (WEIGHT, BIAS, DOMAINS)
+    found = [(spec, state[spec.name]) for spec in specs if spec.name in state]
+    fitting = [one for spec, one in found if (one.dim(), one.dtype) == (len(spec.shape), DTYPES[spec.dtype])]
+    return len(fitting) == len(specs) and len({len(one) for one in fitting}) == 1
+
+
+def rows_for(state: Tensors, keys: list[int]) -> Tensors:
+    """φ of ``state`` with a row for each of ``keys`` in their order: its own where it has one, else zeros."""
+    row_of = {key: row for row, key in enumerate(state[DOMAINS.name].tolist())}
+    known = [(row, row_of[key]) for row, key in enumerate(keys) if key in row_of]
+    weight, bias = (state[name].new_zeros(len(keys), *state[name].shape[1:]) for name in (WEIGHT.name, BIAS.name))
+    for row, before in known:
+        weight[row], bias[row] = state[WEIGHT.name][before], state[BIAS.name][before]
+    return {WEIGHT.name: weight, BIAS.name: bias, DOMAINS.name: torch.tensor(keys, dtype=torch.int64)}
+
+
+def one_of(updates: list[ClientUpdate], combine: Combine) -> Tensors:
+    """What stands for the clients of one domain: the only one's tensors, or what the rule makes of several."""
+    if len(updates) == 1:
+        return dict(updates[0].tensors)
+    total = sum(update.weight for update in updates)
+    return combine(replace(update, weight=update.weight / total) for update in updates)
+
+
+class MixtureClassifier:
+    """Classifies with a mixture of ``domain_prompts (k, m, d_t)`` behind ``general (m, d_t)``, or by themselves.
+
+    ``weight (k, d_e)`` and ``bias (k,)`` are φ's rows of the same domains in the same order: its softmax over them is
+    g renormalised over the prompts that there are. ``domain_names`` are the k domains' as people know them.
+    """
+
+    def __init__(
+        self,
+        context: ClientContext,
+        general: Tensor | None,
+        domain_prompts: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mixture: Mixture,
+        domain_names: tuple[str, ...] = (),
+    ):
+        self.domain_names = domain_names
+        device = context.backbone.device
+        self._backbone = context.backbone
+        self._general = None if general is None else general.to(device)
+        self._own = domain_prompts.to(device)
+        self._weight, self._bias = weight.to(device), bias.to(device)
+        length = self._own.shape[1] + (0 if general is None else len(general))
+        self._prompts = class_prompts(context, length)
+        self._texts = self._encode(self._own) if mixture == "hard" else None  # (k, C, d_e)
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        features = split.features()
+        features = features[indices.to(features.device)]
+        scores = F.linear(features, self._weight, self._bias)
+        return self._soft(features, scores.softmax(dim=-1)) if self._texts is None else self._hard(features, scores)
+
+    def shares(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, k)`` g of the images at ``indices (B,)``."""
+        features = split.features()
+        return F.linear(features[indices.to(features.device)], self._weight, self._bias).softmax(dim=-1)
+
+    def weights(self) -> Tensors | None:
+        """The hard mixture's texts and φ; a soft one makes texts for each image."""
+        if self._texts is None:
+            return None
+        return {"class_weights": self._texts, "domain_weight": self._weight, "domain_bias": self._bias}
+
+    def _hard(self, features: Tensor, scores: Tensor) -> Tensor:
+        assert self._texts is not None
+        likeliest = scores.argmax(dim=-1)
+        logits = features.new_empty(len(features), self._texts.shape[1])
+        for domain, text in enumerate(self._texts):
+            rows = likeliest == domain
+            logits[rows] = self._backbone.logit_scale * features[rows] @ text.T
+        return logits
+
+    def _soft(self, features: Tensor, shares: Tensor) -> Tensor:
+        rows = CPU_ROWS if features.device.type == "cpu" else ROWS
+        at_once = max(1, rows // text_rows(self._prompts, self._backbone.supports.text_prefix))
+        parts = [features.new_empty(0, len(self._prompts))]
+        for some, share in zip(torch.split(features, at_once), torch.split(shares, at_once), strict=True):
+            text = self._encode(torch.einsum("bk,kmd->bmd", share, self._own))
+            parts.append(self._backbone.logit_scale * torch.einsum("bd,bcd->bc", some, text))
+        return torch.cat(parts)
+
+    def _encode(self, prompts: Tensor) -> Tensor:
+        """``(B, C, d_e)`` text features with domain prompts ``(B, m, d_t)``."""
+        if self._general is not None:
+            prompts = torch.cat([self._general.expand(len(prompts), -1, -1), prompts], dim=1)
+        with torch.no_grad():
+            return self._backbone.encode_prompts(prompts, self._prompts)
+
+
+def text_rows(prompts: ClassPrompts, shared_prefix: bool) -> int:
+    """Rows of the text tower that one context takes for all classes."""
+    positions = prompts.ids.shape[1]
+    if not shared_prefix:
+        return len(prompts) * positions
+    prefix = prompts.start + prompts.context_length
+    return prompts.context_length + int((prompts.end + 1 - prefix).sum())

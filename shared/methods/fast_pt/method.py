@@ -1,0 +1,405 @@
+"""FaST-PT: a global prompt on style-transferred embeddings, a domain prompt per domain, mixed for each image.
+
+Style transfer (`style_transfer`) runs once on each client before its first task. In every round clients
+then train P^G ``(m, d_t)`` and the domain classifier φ (linear, d_e→n) on their own and the transferred embeddings.
+Each has a domain prompt P^D ``(m, d_t)`` too, which it sends after the last round only. From then on an image x is
+classified with the text of [P^G, P^N, class], P^N = Σ_k g_k·P^D_k, g = softmax φ(I(x)) (`.domain_mixture`).
+
+Rows of φ: a domain is its description's wording. The first ones are sorted by name; one that joins late appends a row
+of zeros, so that no row ever moves. Which row is whose stands in the tensor ``domains``: a client's peers may change.
+
+Source: Chen et al., "Multi-Modal Style Transfer-based Prompt Tuning for Efficient Federated Domain Generalization",
+AAAI 2026, Eq. 1-8 and Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientInfo,
+    ClientUpdate,
+    Combine,
+    MethodError,
+    Needs,
+    Phase,
+    ServerContext,
+    TrainResult,
+)
+from promptfed.shared.methods.core.context import (
+    INIT_STD,
+    BatchCrossEntropy,
+    ContextHyper,
+    ContextMethod,
+    TextPromptClassifier,
+    class_prompts,
+    text_width,
+    train_context,
+)
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.fast_pt.domain_mixture import (
+    BIAS,
+    DOMAINS,
+    WEIGHT,
+    Mixture,
+    MixtureClassifier,
+    has_rows,
+    one_of,
+    rows_for,
+)
+from promptfed.shared.methods.fast_pt.domains import described_domains, domain_key, domain_names, trainer_domains
+from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))
+PROMPT = TensorSpec("domain_prompt", ("m", "d_t"))
+PROMPTS = TensorSpec("domain_prompts", ("k", "m", "d_t"))  # none before the end
+LISTED = TensorSpec("listed_domains", ("k",), "int64")  # whose they are
+
+
+class FastPTHyper(ContextHyper, StyleTransferHyper):
+    """Both prompts are of length m. The switches are the paper's ablations (Table 3)."""
+
+    m: Annotated[int, Field(ge=1, le=64, description="vectors of the global prompt, and of a domain prompt")] = 4
+    classifier_learning_rate: Annotated[
+        float, Field(gt=0, le=1000, description="rate of the domain classifier; the prompts' is training.learning_rate")
+    ] = 0.01
+    mixture: Annotated[
+        Mixture,
+        Field(
+            description="an image's domain prompt: its likeliest domain's, or the average by the classifier's softmax"
+        ),
+    ] = "hard"
+    merge_domains: Annotated[
+        bool, Field(description="let clients whose descriptions are the same be one domain, instead of refusing")
+    ] = False
+    prompts: Annotated[
+        Literal["both", "global", "domain"],
+        Field(description="ablation: the global prompt alone, or the domain prompts (and the classifier) alone"),
+    ] = "both"
+    contrastive: Annotated[
+        bool, Field(description="ablation: the contrastive term; without a global prompt there is none")
+    ] = True
+    mst: Annotated[bool, Field(description="ablation: style transfer; else the own embeddings only")] = True
+    target_descriptions: Annotated[
+        bool, Field(description="ablation: transfer to the evaluators' domains too, for the global prompt")
+    ] = False
+
+
+def contrastive_loss(prompt: Tensor, description: Tensor, general: Tensor) -> Tensor:
+    """−log(e^{sim(P^D,t)} / (e^{sim(P^D,t)} + e^{sim(P^D,P^G)})) of token embeddings ``(·, d_t)`` (Eq. 6).
+
+    sim is the cosine of the means over tokens.
+    """
+
+    def similarity(other: Tensor) -> Tensor:
+        return F.cosine_similarity(prompt.mean(dim=0), other.mean(dim=0), dim=0)
+
+    return F.softplus(similarity(general) - similarity(description))
+
+
+class FastPT(ContextMethod):
+    """Two phases: ``global`` in every round, ``domain_prompts`` once, after the last."""
+
+    name = "fast_pt"
+    summary = "A global prompt on style-transferred embeddings, and domain prompts mixed for each image by its domain."
+    paper = (
+        "Chen et al., FaST-PT: Multi-Modal Style Transfer-based Prompt Tuning for Federated Domain Generalization, 2026"
+    )
+    Hyper = FastPTHyper
+    hyper: FastPTHyper
+    shared = GLOBAL
+    needs = Needs(domain_descriptions=True, join_when_extended=False)
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 20,
+        "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.005},
+        "participation": {"min_clients": 2},
+    }
+
+    @property
+    def _general(self) -> bool:
+        return self.hyper.prompts != "domain"
+
+    @property
+    def _by_domain(self) -> bool:
+        return self.hyper.prompts != "global"
+
+    # Server half
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """P^G, φ with whose each row is, and the list of domain prompts, which is empty before the end."""
+        return (GLOBAL,) * self._general + (WEIGHT, BIAS, DOMAINS, PROMPTS, LISTED) * self._by_domain
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """P^G and φ in every round; after the last one every trainer sends its domain prompt."""
+        general, classifier = (GLOBAL,) * self._general, (WEIGHT, BIAS) * self._by_domain
+        down = general + classifier + (DOMAINS,) * self._by_domain
+        exchange = Phase("global", down=down, up=general + classifier, mean=True)
+        if round < rounds or not self._by_domain:
+            return (exchange,)
+        return exchange, Phase("domain_prompts", down=general, up=(PROMPT,), ask="all")
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``m``, ``d_t``, ``d_e`` and the number n of domains; how many domain prompts there are is open."""
+        length = self.hyper.m * (self._general + self._by_domain)
+        d_t = text_width(self.name, length, context)
+        return {"m": self.hyper.m, "d_t": d_t, "d_e": context.shape.d_e, "n": len(trainer_domains(context.clients))}
+
+    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
+        """A trainer's description must say something, be no other's (unless merged), and stay what it was."""
+        if former is not None and former.role != client.role:
+            raise MethodError(f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name")
+        if client.role != "trainer" or client.domain is None:
+            return
+        description = client.domain.description
+        if not any(letter.isalnum() for letter in description):
+            raise MethodError(
+                f"the domain description {description!r} says nothing: use words, as in 'a sketch of a {{}}'"
+            )
+        key = domain_key(description)
+        if former is not None and former.domain is not None and domain_key(former.domain.description) != key:
+            raise MethodError(
+                f"{client.name!r} took part with the domain {former.domain.description!r}: come back with it, or enrol "
+                f"{description!r} under another name"
+            )
+        same = [other.name for other in context.clients if key in trainer_domains([other])]
+        if same and not self.hyper.merge_domains:
+            raise MethodError(
+                f"{same[0]!r} describes its domain as {description!r} too: say what sets this one apart, or set "
+                "method.merge_domains to make them one domain"
+            )
+
+    def check_clients(self, context: ServerContext) -> None:
+        """Style transfer and the classifier need two domains."""
+        domains = trainer_domains(context.clients)
+        if len(domains) < 2:
+            told = " ".join(repr(domain.description) for domain in domains.values())
+            raise MethodError(f"all trainers are of one domain, {told}: {self.name} needs a trainer of another domain")
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """P^G from N(0, 0.02²), NeedsBackbone where it is made of words; φ is zero."""
+        return (super().initial_state(context, generator) if self._general else {}) | self._classifier({}, context)
+
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+        """P^G made where a backbone is at hand; `adopt` gives φ its rows once the clients are known."""
+        return super().initial_state_with(backbone, context, generator) | self._classifier({}, context)
+
+    def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
+        """φ with a row for each trainer's domain, the supplied one where there is one; no domain prompts."""
+        # What is not a state of this method is left as it is, for the check that follows to refuse.
+        return state | self._classifier(state, context) if self._by_domain and has_rows(state) else state
+
+    def _classifier(self, state: Tensors, context: ServerContext) -> Tensors:
+        """The part of a first state that is not P^G."""
+        if not self._by_domain:
+            return {}
+        dims = self.dims(context)
+        known = {
+            WEIGHT.name: torch.zeros(0, dims["d_e"]),
+            BIAS.name: torch.zeros(0),
+            DOMAINS.name: torch.zeros(0, dtype=torch.int64),
+        }
+        none = {
+            PROMPTS.name: torch.zeros(0, dims["m"], dims["d_t"]),
+            LISTED.name: torch.zeros(0, dtype=torch.int64),
+        }
+        return rows_for(known | state, list(trainer_domains(context.clients))) | none
+
+    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """A trainer whose domain has no row yet appends one of zeros."""
+        if not self._by_domain:
+            return state
+        known = state[DOMAINS.name].tolist()
+        return state | rows_for(state, known + [key for key in trainer_domains([client]) if key not in known])
+
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """P^G, and at the end each domain's P^D."""
+        keys = state[LISTED.name].tolist() if self._by_domain else []
+        names = domain_names(keys, context.clients, None)
+        rows = enumerate(zip(names, state.get(PROMPTS.name, ()), strict=True), 1)
+        own = {f"domain_prompts {row}: {name}": prompt for row, (name, prompt) in rows}
+        return super().contexts(state, context, class_features) | own
+
+    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+        """What the phase needs; for an evaluation all there is."""
+        return {spec.name: state[spec.name] for spec in (self.state_tensors() if phase is None else phase.down)}
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """``global``: the weighted mean. ``domain_prompts``: the list, one a domain (the mean of merged ones)."""
+        if phase.name == "global":
+            return state | combine(updates)
+        domain_of = {client.name: key for client in context.clients for key in trainer_domains([client])}
+        sent: dict[int, list[ClientUpdate]] = {}
+        for update in updates:
+            sent.setdefault(domain_of[update.client], []).append(update)
+        listed = [key for key in state[DOMAINS.name].tolist() if key in sent]
+        prompts = [one_of(sent[key], combine)[PROMPT.name] for key in listed]
+        return state | {PROMPTS.name: torch.stack(prompts), LISTED.name: torch.tensor(listed, dtype=torch.int64)}
+
+    # Client half
+
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """Every class name must fit behind both prompts, and into the template."""
+        super().check_texts(backbone, class_names, template)
+        backbone.class_prompts(class_names, self.hyper.m * (self._general + self._by_domain))
+
+    def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
+        """A transform to every other domain; those that are there stay as they are."""
+        if not self.hyper.mst:
+            return private
+        transfer = StyleTransfer(context, self.hyper)
+        for target in self._targets(context).values():
+            if not transfer.has(private, target):
+                private = private | transfer.train(target)
+        return private
+
+    def _targets(self, context: ClientContext) -> dict[int, Domain]:
+        """The domains to transfer to: the other trainers', and the evaluators' where the ablation wants them."""
+        everybody = self.hyper.target_descriptions
+        domains = described_domains(context.peers) if everybody else trainer_domains(context.peers)
+        return {key: domain for key, domain in domains.items() if key != _own_key(context)}
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """A phase's epochs: the domain prompt under the global one that came down, then P^G and φ."""
+        metrics: dict[str, float] = {}
+        if self._by_domain and (context.round > 1 or context.phase == "domain_prompts"):
+            # Algorithm 1 trains it after each round's aggregation: here that is the next task, or the last phase.
+            prompt, metrics["domain_loss"] = self._train_domain_prompt(context, payload, private)
+            private = private | {PROMPT.name: prompt}
+        if context.phase == "domain_prompts":
+            return TrainResult({PROMPT.name: private[PROMPT.name]}, private, metrics)
+        embedded = self._embedded(context, private)
+        update: Tensors = {}
+        if self._general:
+            own = replace(context, train=EmbeddedSplit.of(embedded.values()))
+            learned, metrics["loss"] = train_context(own, payload[GLOBAL.name])
+            update[GLOBAL.name] = learned
+        if self._by_domain:
+            classifier, metrics["classifier_loss"] = self._train_classifier(context, payload, embedded)
+            update |= classifier
+        private, reported = self._report(context, private)
+        return TrainResult(update, private, metrics | reported)
+
+    def _embedded(self, context: ClientContext, private: Tensors) -> dict[int, tuple[Tensor, Tensor]]:
+        """By domain: embeddings ``(N, d_e)`` and labels ``(N,)``, the client's own first, then the transferred ones."""
+        labels = context.train.labels
+        found = {_own_key(context): (context.train.features(), labels)}
+        if self.hyper.mst:
+            transfer = StyleTransfer(context, self.hyper)
+            found |= {key: (transfer.apply(private, one), labels) for key, one in self._targets(context).items()}
+        return found
+
+    def _train_classifier(
+        self, context: ClientContext, payload: Tensors, embedded: dict[int, tuple[Tensor, Tensor]]
+    ) -> tuple[Tensors, float]:
+        """E epochs of φ on the embeddings of all domains that have a row (Eq. 8); φ and the last epoch's loss."""
+        row_of = {key: row for row, key in enumerate(payload[DOMAINS.name].tolist())}
+        if _own_key(context) not in row_of:
+            raise MethodError(
+                f"the federation does not know the domain of {context.client!r}: enrol under another name"
+            )
+        known = {key: pair for key, pair in embedded.items() if key in row_of}
+        split = EmbeddedSplit.of((values, torch.full_like(own, row_of[key])) for key, (values, own) in known.items())
+        values, domains = split.values, split.labels.to(split.values.device)
+        weight, bias = (payload[spec.name].to(values.device).clone().requires_grad_() for spec in (WEIGHT, BIAS))
+
+        def loss(indices: Tensor) -> Tensor:
+            some = indices.to(values.device)
+            return F.cross_entropy(F.linear(values[some], weight, bias), domains[some])
+
+        training = context.training.model_copy(update={"learning_rate": self.hyper.classifier_learning_rate})
+        final = train(replace(context, train=split, training=training), [weight, bias], loss)
+        return {WEIGHT.name: weight.detach().cpu(), BIAS.name: bias.detach().cpu()}, final
+
+    def _train_domain_prompt(self, context: ClientContext, payload: Tensors, private: Tensors) -> tuple[Tensor, float]:
+        """E epochs of P^D on own embeddings under the fixed P^G (Eq. 6); P^D and the last epoch's loss."""
+        backbone, own = context.backbone, _own(context)
+        general = payload[GLOBAL.name].to(backbone.device) if self._general else None
+        learned = self._domain_prompt(context, private).to(backbone.device).clone().requires_grad_()
+        words = backbone.embed_words(own.description.replace("{}", " "))
+        prompts = class_prompts(context, self.hyper.m * (1 + self._general))
+        cross_entropy = BatchCrossEntropy(context)
+
+        def loss(indices: Tensor) -> Tensor:
+            if general is None:
+                return cross_entropy(indices, backbone.encode_prompts(learned, prompts))
+            value = cross_entropy(indices, backbone.encode_prompts(torch.cat([general, learned]), prompts))
+            return value + contrastive_loss(learned, words, general) if self.hyper.contrastive else value
+
+        # Batches of its own, since P^G's are drawn for the same task.
+        final = train(replace(context, phase=f"{context.phase}/{PROMPT.name}"), [learned], loss)
+        return learned.detach().cpu(), final
+
+    def _domain_prompt(self, context: ClientContext, private: Tensors) -> Tensor:
+        """``(m, d_t)`` this client's domain prompt, or the start that all clients have in common."""
+        if PROMPT.name in private:
+            return private[PROMPT.name]
+        draws = generator(context.seed, PROMPT.name)
+        return torch.randn(self.hyper.m, context.backbone.d_t, generator=draws) * INIT_STD
+
+    def _report(self, context: ClientContext, private: Tensors) -> tuple[Tensors, dict[str, float]]:
+        """What style transfer came to, told once with the first update after it."""
+        found: dict[str, float] = {}
+        if self.hyper.mst:
+            transfer = StyleTransfer(context, self.hyper)
+            for target in self._targets(context).values():
+                found |= {f"mst_{what}[{target.name}]": one for what, one in transfer.report(private, target).items()}
+                private = transfer.without_report(private, target)
+        return private, found
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """At the end the mixture. Before, a trainer's own domain prompt behind P^G, and P^G alone for all others."""
+        if self._ended(payload):
+            return self._mixture(context, payload, self.hyper.mixture)
+        general = [payload[GLOBAL.name]] if self._general else []
+        own = [self._domain_prompt(context, private)] if not general or PROMPT.name in private else []
+        whole = torch.cat(general + own)
+        return TextPromptClassifier(context.backbone, whole, class_prompts(context, len(whole)))
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+        """``global``: P^G alone, where the classifier is more; ``hard``: the hard mixture beside the soft one."""
+        ended = self._ended(payload)
+        found: dict[str, Classifier] = {}
+        if self._general and self._by_domain and (ended or PROMPT.name in private):
+            prompts = class_prompts(context, self.hyper.m)
+            found["global"] = TextPromptClassifier(context.backbone, payload[GLOBAL.name], prompts)
+        if ended and self.hyper.mixture == "soft":
+            found["hard"] = self._mixture(context, payload, "hard")
+        return found
+
+    def _ended(self, payload: Tensors) -> bool:
+        return self._by_domain and len(payload[LISTED.name]) > 0
+
+    def _mixture(self, context: ClientContext, payload: Tensors, mixture: Mixture) -> MixtureClassifier:
+        row_of = {key: row for row, key in enumerate(payload[DOMAINS.name].tolist())}
+        rows = [row_of[key] for key in payload[LISTED.name].tolist()]
+        weight, bias = payload[WEIGHT.name][rows], payload[BIAS.name][rows]
+        general = payload[GLOBAL.name] if self._general else None
+        names = domain_names(payload[LISTED.name].tolist(), context.peers, context.domain)
+        return MixtureClassifier(context, general, payload[PROMPTS.name], weight, bias, mixture, names)
+
+
+def _own(context: ClientContext) -> Domain:
+    if context.domain is None:
+        raise MethodError(f"client {context.client!r} has no domain description, which FaST-PT starts from")
+    return context.domain
+
+
+def _own_key(context: ClientContext) -> int:
+    return domain_key(_own(context).description)

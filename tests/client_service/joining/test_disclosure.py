@@ -1,0 +1,245 @@
+"""What a data owner is told before joining: all that is sent and nothing else; a no sends nothing; nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import pty
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device, check_disk
+from promptfed.client_service.joining.consent import Terminal
+from promptfed.client_service.joining.disclosure import EACH, Disclosure, disclose
+from promptfed.client_service.settings import make_settings
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import Source
+from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
+from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.spec import BackboneSpec
+from promptfed.shared.tensors import decode
+from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.support.fake_coordinator import NAMES
+
+
+class Told:
+    """A data owner who says ``answer``."""
+
+    def __init__(self, answer: bool = True):
+        self.answer = answer
+        self.calls: list[tuple[Sequence[Check], Disclosure]] = []
+
+    async def consent(self, checks: Sequence[Check], disclosure: Disclosure) -> bool:
+        self.calls.append((checks, disclosure))
+        return self.answer
+
+
+def test_what_is_told_is_what_is_sent(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone
+) -> None:
+    owner, coordinator = Told(), make_coordinator(rounds=2)
+    assert asyncio.run(make_worker(coordinator, consent=owner.consent).run()) is Exit.OK
+    (_, told), *others = owner.calls
+    assert others == []
+    assert coordinator.client is not None
+    assert told.declared == coordinator.client  # the very request that enrolled
+    text = "\n".join(told.lines())
+    assert coordinator.client.secret not in text
+    assert coordinator.client.secret not in json.dumps(told.facts())
+    updates = [decode(body)[0] for body in coordinator.received if body[8:9] == b"{"]
+    assert len(updates) == 2
+    for update in updates:
+        sent = {name: (tuple(one.shape), one.numel() * one.element_size()) for name, one in update.items()}
+        (exchange,) = told.exchanges
+        assert exchange.when == EACH
+        assert sent == {one.name: (one.shape, one.bytes) for one in exchange.tensors}
+    assert f"context (4, {backbone.d_t}) float32, {4 * backbone.d_t * 4:,} bytes" in text
+
+
+def test_a_no_sends_nothing(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    owner, coordinator = Told(answer=False), make_coordinator()
+    with pytest.raises(ClientError, match="nothing of the above was sent") as end:
+        asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+    assert end.value.exit is Exit.DECLINED
+    assert coordinator.client is None
+    assert [(verb, path) for verb, path, _ in coordinator.calls if not path.endswith("/enrolment")] == []
+
+
+def test_who_has_joined_is_not_asked_again(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator, owner = make_coordinator(rounds=0), Told()
+    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+    coordinator.plan = [("evaluate", 0)]
+    asyncio.run(make_worker(coordinator, consent=Told(answer=False).consent).run())
+    assert len(owner.calls) == 1
+
+
+def info_of(method: str) -> EnrolmentInfo:
+    backbone = BackboneSpec()
+    known = {"federation_id": "f", "name": "pets", "template": None, "state": "running", "class_names": NAMES}
+    return EnrolmentInfo(method={"name": method}, backbone=backbone, **known)
+
+
+@pytest.fixture
+def declared(backbone: Backbone) -> EnrolRequest:
+    fingerprint = "sha256:" + "0" * 64
+    names = {"name": "a", "secret": "0" * 64, "num_samples": 4, "class_names": NAMES}
+    return EnrolRequest(backbone_fingerprint=fingerprint, backbone_shape=shape_of(backbone), **names)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_can_be_told(declared: EnrolRequest, name: str) -> None:
+    method = make_method({"name": name})
+    told = disclose("http://127.0.0.1", info_of(name), method, declared, ["novel"])
+    promised = {spec.name for round in (1, 2, 3) for phase in method.phases(round, 3) for spec in phase.up}
+    tensors = [one for exchange in told.exchanges for one in exchange.tensors]
+    assert {one.name for one in tensors} == promised
+    unknown = {size for one in tensors for size in one.shape if isinstance(size, str)}
+    assert unknown == ({"n"} if name == "fast_pt" else set())  # how many domains there will be
+    evaluator = declared.model_copy(update={"role": "evaluator"})
+    assert disclose("http://127.0.0.1", info_of(name), method, evaluator, []).exchanges == ()
+
+
+def test_the_last_rounds_tensors_are_told_apart(declared: EnrolRequest) -> None:
+    told = disclose("http://127.0.0.1", info_of("fast_pt"), make_method({"name": "fast_pt"}), declared, [])
+    assert [(one.phase, one.when) for one in told.exchanges] == [
+        ("global", EACH),
+        ("domain_prompts", "after the last round"),
+    ]
+    by_name = {tensor.name: tensor for exchange in told.exchanges for tensor in exchange.tensors}
+    assert by_name["classifier_weight"].shape == ("n", declared.backbone_shape.d_e)
+    assert by_name["classifier_weight"].bytes is None
+
+
+# The terminal
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | None, ask: bool = True) -> bool:
+    """What the terminal makes of an answer; None where no terminal is there."""
+    leader, follower = pty.openpty()
+    try:
+        with os.fdopen(follower, "r+b", buffering=0) as raw, io.TextIOWrapper(raw) as stdin:  # type: ignore[type-var]
+            if answer is not None:
+                monkeypatch.setattr(sys, "stdin", stdin)
+                monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+                os.write(leader, answer.encode())
+            else:
+                monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+            terminal = Terminal("text", ask)
+            return asyncio.run(asyncio.wait_for(terminal.consent([], disclosure), 10))
+    finally:
+        os.close(leader)
+
+
+@pytest.fixture
+def disclosure(declared: EnrolRequest) -> Disclosure:
+    return Disclosure("http://127.0.0.1", "pets", "promptfl", declared, (), ("its test images",))
+
+
+@pytest.mark.parametrize(
+    ("answer", "joins"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), (None, True)]
+)
+def test_a_person_is_asked_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | None, joins: bool
+) -> None:
+    assert ask(monkeypatch, disclosure, answer) is joins
+
+
+def test_yes_is_not_asked(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure) -> None:
+    assert ask(monkeypatch, disclosure, "n\n", ask=False) is True
+
+
+def test_a_log_of_json_has_the_disclosure_as_one_event(
+    disclosure: Disclosure, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, "promptfed.client"):
+        terminal = Terminal("json", ask=False)
+        assert asyncio.run(terminal.consent([Check("clock", "pass", "agrees")], disclosure))
+    events = {record.event: record.facts for record in caplog.records}  # type: ignore[attr-defined]
+    assert events["check"]["verdict"] == "pass"
+    assert events["disclosure"]["declared"]["class_names"] == NAMES
+    assert capsys.readouterr().err == ""
+
+
+# Names and folders
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    return {"coordinator": "http://127.0.0.1:8080", "federation": "pets", "data": "digits"} | changes
+
+
+def test_a_client_needs_neither_name_nor_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "gethostname", lambda: "Anna's laptop.example.org")
+    found = make_settings(**given())
+    assert found.name == "Anna-s-laptop"
+    assert found.state_dir == tmp_path / "promptfed" / "127.0.0.1-8080" / "pets" / "Anna-s-laptop"
+    assert make_settings(**given(name="b")).state_dir.name == "b"
+
+
+def test_a_state_folder_knows_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container gets another host name each time; the client stays who it is."""
+    (tmp_path / "identity.json").write_text('{"name": "ward-3"}')
+    monkeypatch.setattr(socket, "gethostname", lambda: "0f3c9a")
+    assert make_settings(**given(state_dir=tmp_path)).name == "ward-3"
+    (tmp_path / "identity.json").write_text("damaged")
+    assert make_settings(**given(state_dir=tmp_path)).name == "0f3c9a"
+
+
+# Checks
+
+
+def test_the_clock() -> None:
+    assert check_clock(-2.0).verdict == "pass"
+    assert check_clock(None).verdict == "pass"
+    ahead = check_clock(120.0)
+    assert (ahead.verdict, "120 s ahead" in ahead.text) == ("warn", True)
+    assert "behind" in check_clock(-90.0).text
+
+
+def test_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert verdicts("auto", "cpu", "cuda", "cuda:1") == ["warn", "warn", "fail", "fail"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Card())
+    assert verdicts("auto", "cuda", "cuda:1", "cpu") == ["pass", "pass", "fail", "warn"]
+
+
+class Card:
+    name = "a GPU"
+    total_memory = 8 << 30
+
+
+def verdicts(*wanted: str) -> list[str]:
+    return [check_device(one).verdict for one in wanted]
+
+
+def test_the_data(source: Source) -> None:
+    counts, images = check_data(source, "trainer")
+    assert f"{len(source.train)} training" in counts.text
+    assert (counts.verdict, images.verdict) == ("pass", "pass")
+    nothing = replace(source, train=source.train.select(torch.arange(0)))
+    assert check_data(nothing, "trainer")[0].verdict == "fail"
+    assert check_data(nothing, "evaluator")[0].verdict == "pass"
+    leaking = replace(source, test=source.train)
+    assert "training and test images alike" in check_data(leaking, "trainer")[1].text
+    few = replace(source, train=source.train.select((source.train.labels != 1).nonzero()[:, 0]))
+    assert check_data(few, "trainer")[0].verdict == "warn"
+    assert source.class_names[1] in check_data(few, "trainer")[0].text
+
+
+def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_disk(tmp_path / "not" / "yet").verdict == "pass"
+    (tmp_path / "file").write_text("")
+    assert check_disk(tmp_path / "file" / "below").verdict == "fail"

@@ -1,0 +1,313 @@
+"""Joining: what is wrong is said in one line, with an exit code, before the coordinator hears of the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import Request, Response
+from PIL import Image
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.settings import Settings
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data import Domain, Source
+from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source, problem
+
+
+def ends(worker: Worker) -> ClientError:
+    with pytest.raises(ClientError) as end:
+        asyncio.run(worker.run())
+    assert "\n" not in str(end.value)
+    assert worker.monitor.status.stage == "failed"
+    return end.value
+
+
+def test_starting_again_is_the_same_client(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    coordinator = make_coordinator(rounds=0)
+    asyncio.run(make_worker(coordinator).run())
+    first = coordinator.client
+    coordinator.plan = [("evaluate", 0)]
+    asyncio.run(make_worker(coordinator).run())
+    assert coordinator.client == first
+    assert [call[2] for call in coordinator.calls if call[1].endswith("/clients")] == [201, 200]
+
+
+def test_a_taken_name(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
+) -> None:
+    coordinator = make_coordinator(rounds=0)
+    asyncio.run(make_worker(coordinator).run())
+    other = settings.model_copy(update={"state_dir": tmp_path / "other"})
+    error = ends(make_worker(coordinator, settings=other))
+    assert error.exit is Exit.NAME_TAKEN
+    assert "'hospital-a' is taken" in str(error)
+
+
+def test_a_wrong_enrolment_token(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    assert settings.enrolment_token_file is not None
+    settings.enrolment_token_file.write_text("another")
+    error = ends(make_worker(make_coordinator()))
+    assert error.exit is Exit.NOT_ALLOWED
+    assert "the enrolment token is not valid" in str(error)
+
+
+@pytest.mark.parametrize("content", [None, "", "\n", "not\x00printable"])
+def test_no_usable_enrolment_token(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, content: str | None
+) -> None:
+    assert settings.enrolment_token_file is not None
+    settings.enrolment_token_file.unlink()
+    if content is not None:
+        settings.enrolment_token_file.write_text(content)
+    coordinator = make_coordinator()
+    assert ends(make_worker(coordinator)).exit is Exit.NOT_ALLOWED
+    assert ends(make_worker(coordinator, settings=settings.model_copy(update={"enrolment_token_file": None}))).exit is (
+        Exit.NOT_ALLOWED
+    )
+    assert not coordinator.calls
+
+
+@pytest.mark.parametrize("lost", ["expired", "deleted", "not given"])
+def test_who_has_enrolled_needs_no_token_any_more(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, lost: str
+) -> None:
+    coordinator = make_coordinator(rounds=0)
+    asyncio.run(make_worker(coordinator).run())
+    coordinator.plan = [("evaluate", 0)]
+    assert settings.enrolment_token_file is not None
+    if lost == "expired":
+        settings.enrolment_token_file.write_text("expired")
+    elif lost == "deleted":
+        settings.enrolment_token_file.unlink()
+    else:
+        settings = settings.model_copy(update={"enrolment_token_file": None})
+    assert asyncio.run(make_worker(coordinator, settings=settings).run()) is Exit.OK
+    assert len(coordinator.evaluations) == 3
+
+
+def test_a_backbone_outside_the_registry_needs_the_owners_consent(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    coordinator = make_coordinator(model="hf-hub:someone/model", pretrained=None)
+    error = ends(make_worker(coordinator, backbone=None))
+    assert error.exit is Exit.BACKBONE
+    assert "--allow-backbone" in str(error)
+    assert coordinator.client is None
+
+
+def test_consent_is_to_one_name(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "weights.pt"
+    checkpoint.write_bytes(b"no checkpoint")
+    coordinator = make_coordinator(model="ViT-B-32", pretrained=str(checkpoint))
+    for allowed in ([], ["ViT-B-32"], ["hf-hub:someone/model"]):
+        own = settings.model_copy(update={"allow_backbone": allowed})
+        assert "must permit it" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
+    own = settings.model_copy(update={"allow_backbone": [str(checkpoint)]})
+    assert "cannot be loaded" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
+
+
+def test_consent_to_a_model_of_timm_is_none_to_a_file_with_weights(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "weights.pt"
+    checkpoint.write_bytes(b"no checkpoint")
+    coordinator = make_coordinator(model="timm:test_vit", pretrained=str(checkpoint))
+    for allowed in ([], ["timm:test_vit"], [str(checkpoint)]):
+        own = settings.model_copy(update={"allow_backbone": allowed})
+        assert "--allow-backbone" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
+    own = settings.model_copy(update={"allow_backbone": ["timm:test_vit", str(checkpoint)]})
+    assert "cannot be loaded" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
+
+
+def test_other_weights_than_the_federations(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator(fingerprint="sha256:" + "0" * 64)
+    error = ends(make_worker(coordinator))
+    assert error.exit is Exit.BACKBONE
+    assert "has other weights here" in str(error)
+    assert coordinator.client is None
+
+
+def test_another_protocol_version(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    error = ends(make_worker(make_coordinator(protocol_version=2)))
+    assert error.exit is Exit.PROTOCOL
+    assert "protocol version 2" in str(error)
+
+
+def test_a_method_that_this_client_does_not_have(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator()
+    coordinator.method = {"name": "of-tomorrow"}
+    error = ends(make_worker(coordinator))
+    assert error.exit is Exit.PROTOCOL
+    assert "of-tomorrow" in str(error)
+
+
+def test_an_answer_that_makes_no_sense(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator(alter=lambda request: Response(b"<html>a portal</html>"))
+    assert ends(make_worker(coordinator)).exit is Exit.PROTOCOL
+
+
+def test_a_federation_that_does_not_exist(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator(alter=lambda request: problem(404, "not-found", "there is no such federation"))
+    error = ends(make_worker(coordinator))
+    assert error.exit is Exit.REFUSED
+    assert "there is no such federation" in str(error)
+
+
+def test_an_address_of_something_else(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator(alter=lambda request: Response(b"<html>a portal</html>", 404))
+    error = ends(make_worker(coordinator))
+    assert error.exit is Exit.REFUSED
+    assert "answers 404" in str(error)
+    assert "is the address right?" in str(error)
+
+
+def test_a_federation_that_is_over(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator(rounds=0, state="finished")
+    error = ends(make_worker(coordinator))
+    assert error.exit is Exit.REFUSED
+    assert "is finished" in str(error)
+    coordinator.state = "running"
+    asyncio.run(make_worker(coordinator).run())
+    coordinator.state = "finished"
+    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+
+
+def test_classes_that_the_federation_does_not_know(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator()
+    source = made_up_source(names=["sun", "lynx", "anchor", "otter"])
+    error = ends(make_worker(coordinator, source=source))
+    assert error.exit is Exit.BAD_DATA
+    assert "does not know the classes 'lynx', 'otter'" in str(error)
+    assert coordinator.client is None
+
+
+@pytest.mark.parametrize("where", ["own", "tested"])
+def test_a_class_name_that_does_not_fit_behind_the_context(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, where: str
+) -> None:
+    """With a context of 16 vectors 13 tokens are left; a template of four words would have had room."""
+    long = made_up_source(names=["sun", "a b c d e f g h i j k l m n"])
+    parts = {"source": long} if where == "own" else {"tests": {"novel": long}}
+    coordinator = make_coordinator(method={"name": "promptfl", "m": 16}, class_names=None)
+    error = ends(make_worker(coordinator, **parts))
+    assert error.exit is Exit.BAD_DATA
+    assert "'a b c d e f g h i j k l m n' needs 17 tokens and the context 16" in str(error)
+    assert coordinator.client is None
+
+
+def test_a_domain_that_cannot_be_declared(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    plain = made_up_source()
+    source = Source(plain.uri, plain.class_names, Domain("two words", "a {}"), plain.template, plain.train, plain.test)
+    coordinator = make_coordinator()
+    error = ends(make_worker(coordinator, source=source))
+    assert error.exit is Exit.BAD_DATA
+    assert "'two words'" in str(error)
+    assert not coordinator.calls
+
+
+def folder(root: Path, spoil: str) -> str:
+    for name in ("sun", "anchor"):
+        (root / name).mkdir(parents=True)
+        for index in range(4):
+            Image.new("RGB", (8, 8), (index * 9, 0, 0)).save(root / name / f"{index}.png")
+    if spoil == "unreadable image":
+        (root / "sun" / "2.png").write_bytes(b"\x89PNG\r\n")
+    elif spoil == "empty class":
+        (root / "moon").mkdir()
+    elif spoil == "no class":
+        for path in [*root.glob("*/*.png"), *root.glob("*")]:
+            path.unlink() if path.is_file() else path.rmdir()
+    return f"folder:{root}"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [("unreadable image", "2.png cannot be read"), ("empty class", "moon is empty"), ("no class", "no class folder")],
+)
+def test_data_that_cannot_be_used(
+    make_coordinator: MakeCoordinator,
+    make_worker: MakeWorker,
+    settings: Settings,
+    tmp_path: Path,
+    spoil: str,
+    words: str,
+) -> None:
+    coordinator = make_coordinator()
+    own = settings.model_copy(update={"data": folder(tmp_path / "images", spoil)})
+    error = ends(make_worker(coordinator, settings=own, source=None))
+    assert error.exit is Exit.BAD_DATA
+    assert words in str(error)
+    assert not coordinator.calls
+
+
+def test_an_unknown_data_uri(make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings) -> None:
+    coordinator = make_coordinator()
+    error = ends(make_worker(coordinator, settings=settings.model_copy(update={"data": "floppy:a"}), source=None))
+    assert error.exit is Exit.BAD_DATA
+    assert "'floppy'" in str(error)
+    assert not coordinator.calls
+
+
+def test_a_state_folder_of_another_federation(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    coordinator = make_coordinator(rounds=0)
+    asyncio.run(make_worker(coordinator).run())
+    error = ends(make_worker(coordinator, settings=settings.model_copy(update={"federation": "birds"})))
+    assert error.exit is Exit.STATE
+    assert "belongs to federation pets" in str(error)
+
+
+def test_what_enrolment_sends_is_all_that_it_may(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, backbone: Backbone, tmp_path: Path
+) -> None:
+    own = settings.model_copy(update={"data": folder(tmp_path / "secret-place", "")})
+    coordinator: FakeCoordinator = make_coordinator(rounds=0, class_names=None)
+    asyncio.run(make_worker(coordinator, settings=own, source=None).run())
+    (body,) = (json.loads(body) for body in coordinator.received if b'"secret"' in body)
+    secret: Any = body.pop("secret")
+    assert len(secret) == 64
+    assert body == {
+        "name": "hospital-a",
+        "role": "trainer",
+        "num_samples": 6,
+        "class_names": ["anchor", "sun"],
+        "domain": None,
+        "backbone_fingerprint": backbone.fingerprint,
+        "backbone_shape": {
+            "d_t": backbone.d_t,
+            "d_v": backbone.d_v,
+            "d_e": backbone.d_e,
+            "text_layers": backbone.text_layers,
+            "vision_layers": backbone.vision_layers,
+            "context_length": backbone.context_length,
+            "patch_size": 8,
+        },
+        "device": "cpu",
+        "protocol_version": 1,
+    }
+    assert not any(b"secret-place" in body or TOKEN.encode() in body for body in coordinator.received)
+
+
+def test_refusal_of_enrolment_leaves_nothing_that_hinders_a_second_try(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    def other_backbone(request: Request) -> Response | None:
+        return problem(409, "other-backbone", "x") if request.url.path.endswith("/clients") else None
+
+    coordinator = make_coordinator(rounds=0, alter=other_backbone)
+    assert ends(make_worker(coordinator)).exit is Exit.BACKBONE
+    coordinator.alter = lambda request: None
+    assert asyncio.run(make_worker(coordinator).run()) is Exit.OK

@@ -1,0 +1,184 @@
+"""The client's own API: predictions from the current prompts, refusals, and who may call it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.monitor import Monitor, Status
+from promptfed.client_service.serving import api
+from promptfed.client_service.serving.api import create_app
+from promptfed.client_service.serving.prediction import Predictor
+from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.worker import Worker
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data import Source
+from tests.client_service.conftest import MakeCoordinator, MakeWorker
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def call(worker: Worker, verb: str, path: str, token: str | None = None, base: str = "127.0.0.1", **request: Any):  # type: ignore[no-untyped-def]
+    app = create_app(worker.monitor, worker.predictor, token, "127.0.0.1" if token is None else "0.0.0.0")
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=f"http://{base}") as http:
+            return await http.request(verb, path, **request)
+
+    return asyncio.run(send())
+
+
+@pytest.fixture
+def idle() -> Worker:
+    worker = Worker.__new__(Worker)
+    worker.monitor = Monitor(Status("a", "trainer", "pets", "http://127.0.0.1:1"))
+    worker.predictor = Predictor()
+    return worker
+
+
+@pytest.mark.parametrize("method", ["promptfl", "coop"])
+def test_predictions_are_those_of_the_last_prompts_with_the_private_part(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone, source: Source, method: str
+) -> None:
+    coordinator = make_coordinator(rounds=2, method={"name": method, "m": 4})
+    worker = make_worker(coordinator)
+    assert asyncio.run(worker.run()) is Exit.OK
+    image = source.test.image(5)
+
+    answer = call(worker, "POST", "/v1/predict", content=png(image))
+
+    assert answer.status_code == 200
+    found = answer.json()
+    context = coordinator.global_state.get("context")
+    if context is None:
+        context = torch.empty(4, backbone.d_t)
+        private = (worker.settings.state_dir / "committed.safetensors").read_bytes()
+        context = torch.frombuffer(bytearray(private[-4 * 4 * backbone.d_t :]), dtype=torch.float32).view(4, -1)
+    names = list(source.class_names)
+    feature = backbone.encode_images(backbone.preprocess(image).unsqueeze(0))
+    text = backbone.encode_prompts(context, backbone.class_prompts(names, 4), path="plain")
+    template = backbone.encode_text([f"a photo of a {name}." for name in names])
+    for key, against in (("probability", text), ("zero_shot", template)):
+        expected = (backbone.logit_scale * feature @ against.T).softmax(-1)[0]
+        given = {row["name"]: row[key] for row in found["classes"]}
+        assert torch.allclose(torch.tensor([given[name] for name in names]), expected, atol=1e-5)
+    probabilities = [row["probability"] for row in found["classes"]]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert sum(probabilities) == pytest.approx(1)
+    assert found["class_name"] == found["classes"][0]["name"]
+    assert (found["method"], found["round"]) == (method, 2)
+
+
+def test_predictions_survive_a_restart_after_the_end(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, source: Source
+) -> None:
+    coordinator = make_coordinator(rounds=1)
+    first = make_worker(coordinator)
+    asyncio.run(first.run())
+    body = png(source.test.image(0))
+    before = call(first, "POST", "/v1/predict", content=body).json()
+    coordinator.state = "finished"
+    again = make_worker(coordinator, settings=settings.model_copy(update={"serve": True}))
+    assert asyncio.run(again.run()) is Exit.OK
+    assert call(again, "POST", "/v1/predict", content=body).json() == before
+
+
+def test_before_the_first_evaluation_there_is_nothing_to_predict_with(idle: Worker, source: Source) -> None:
+    answer = call(idle, "POST", "/v1/predict", content=png(source.test.image(0)))
+    assert answer.status_code == 503
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.headers["retry-after"] == "5"
+    assert answer.json()["type"].endswith("/no-prompts")
+    assert "first evaluation" in answer.json()["detail"]
+
+
+@pytest.fixture
+def serving(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> Worker:
+    worker = make_worker(make_coordinator(rounds=0))
+    asyncio.run(worker.run())
+    return worker
+
+
+@pytest.mark.parametrize("body", [b"", b"GIF89a", b"no image", b"\x89PNG\r\n\x1a\n" + b"\0" * 50, b"<svg/>"])
+def test_what_is_no_image_is_refused(serving: Worker, body: bytes) -> None:
+    answer = call(serving, "POST", "/v1/predict", content=body)
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["type"].endswith("/bad-image")
+
+
+def test_a_truncated_image_is_refused(serving: Worker) -> None:
+    whole = png(Image.effect_noise((64, 64), 50))
+    assert call(serving, "POST", "/v1/predict", content=whole[: len(whole) // 2]).status_code == 422
+    assert call(serving, "POST", "/v1/predict", content=whole).status_code == 200
+
+
+def test_a_body_that_is_too_large_is_refused(serving: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "MAX_IMAGE_BYTES", 1000)
+    answer = call(serving, "POST", "/v1/predict", content=b"x" * 1001)
+    assert answer.status_code == 413
+    assert answer.json()["type"].endswith("/too-large")
+
+
+@pytest.mark.parametrize("size", [(10_000, 7_000), (60_000, 60_000)])
+def test_a_small_file_of_too_many_pixels_is_refused(serving: Worker, size: tuple[int, int]) -> None:
+    header = png(Image.new("1", (1, 1)))
+    body = bytearray(header)
+    body[16:24] = size[0].to_bytes(4, "big") + size[1].to_bytes(4, "big")
+    import zlib
+
+    body[29:33] = zlib.crc32(bytes(body[12:29])).to_bytes(4, "big")
+    answer = call(serving, "POST", "/v1/predict", content=bytes(body))
+    assert answer.status_code == 413
+    assert "pixels" in answer.json()["detail"]
+
+
+def test_status_and_metrics_tell_the_course(serving: Worker) -> None:
+    status = call(serving, "GET", "/status").json()
+    assert (status["stage"], status["evaluated"], status["name"]) == ("ended", 2, "hospital-a")
+    assert status["zero_shot"] is not None
+    text = call(serving, "GET", "/metrics").text
+    assert 'promptfed_client_events_total{event="evaluated"} 2.0' in text
+    assert "promptfed_client_bytes_up" in text
+    assert 'promptfed_client_accuracy{prompts="template"}' in text
+    assert "hospital-a" not in text
+
+
+def test_elsewhere_than_on_loopback_a_token_is_needed(idle: Worker) -> None:
+    assert call(idle, "GET", "/healthz", token="t").json() == {"status": "ok"}
+    for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Basic t"}, {"Authorization": "Bearer é"}):
+        encoded = {key: value.encode() for key, value in headers.items()}
+        for verb, path in (("GET", "/status"), ("GET", "/metrics"), ("POST", "/v1/predict")):
+            answer = call(idle, verb, path, token="t", headers=encoded)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+    assert call(idle, "GET", "/status", token="t", headers={"Authorization": "Bearer t"}).status_code == 200
+
+
+def test_a_page_under_another_name_cannot_reach_the_open_api(idle: Worker) -> None:
+    assert call(idle, "GET", "/status", base="rebound.example").status_code == 400
+    assert call(idle, "GET", "/status", base="localhost:8123").status_code == 200
+
+
+def test_the_api_is_described(idle: Worker) -> None:
+    paths = call(idle, "GET", "/openapi.json").json()["paths"]
+    assert set(paths) == {"/healthz", "/status", "/metrics", "/v1/predict"}
+    assert {"200", "401", "413", "422", "503"} <= set(paths["/v1/predict"]["post"]["responses"])
+
+
+def test_an_open_address_without_a_token_is_refused(settings: Settings) -> None:
+    given = settings.model_dump() | {"api_host": "0.0.0.0"}
+    with pytest.raises(ClientError, match="--api-token-file") as refusal:
+        make_settings(**given)
+    assert refusal.value.exit is Exit.USAGE

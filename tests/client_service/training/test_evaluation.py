@@ -1,0 +1,156 @@
+"""Further test sets, variants of a classifier, and the template of the client's own data."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.settings import make_settings
+from promptfed.shared.clip import Backbone
+from promptfed.shared.data import Source
+from promptfed.shared.methods import METHODS
+from promptfed.shared.methods.core.base import Classifier, ClientContext, Split
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors
+from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.support.fake_coordinator import NAMES, made_up_source
+
+OTHERS = ["moon", "pencil"]
+
+
+class First:
+    """Always says the first class."""
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        return torch.tensor([[1.0, *[0.0] * 7]]).expand(len(indices), 8)
+
+
+class WithVariant(PromptFL):
+    name = "with_variant"
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+        return {"first": First()}
+
+
+def zero_shot_of(backbone: Backbone, source: Source, template: str) -> float:
+    text = backbone.encode_text([template.replace("{}", name) for name in source.class_names])
+    right = 0
+    for index in range(len(source.test)):
+        image = backbone.preprocess(source.test.image(index)).unsqueeze(0)
+        right += int((backbone.encode_images(image) @ text.T).argmax()) == int(source.test.labels[index])
+    return right / len(source.test)
+
+
+def run(make_coordinator: MakeCoordinator, make_worker: MakeWorker, tests: dict[str, Source], **changes: Any) -> Any:
+    coordinator = make_coordinator(rounds=1, **changes)
+    assert asyncio.run(make_worker(coordinator, tests=tests).run()) is Exit.OK
+    return coordinator.evaluations
+
+
+def test_a_further_test_set_is_scored_over_its_own_class_names(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone
+) -> None:
+    novel = made_up_source(seed=5, names=OTHERS)
+    other = made_up_source(seed=6)
+    before, after = run(make_coordinator, make_worker, {"novel": novel, "other": other})
+    assert set(before["splits"]) == set(after["splits"]) == {"test", "novel", "other"}
+    for found in (before, after):
+        expected = zero_shot_of(backbone, novel, "a photo of a {}.")
+        assert found["zero_shot"]["novel"] == {"accuracy": expected, "num_samples": len(novel.test)}
+        assert found["zero_shot"]["other"]["accuracy"] == zero_shot_of(backbone, other, "a photo of a {}.")
+
+
+def test_variants_are_measured_beside_the_classifier(
+    make_coordinator: MakeCoordinator,
+    make_worker: MakeWorker,
+    source: Source,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(METHODS, "with_variant", WithVariant)
+    extra = made_up_source(seed=6)
+    found = run(make_coordinator, make_worker, {"other": extra}, method={"name": "with_variant", "m": 4})[-1]
+    assert set(found["splits"]) == {"test", "test@first", "other", "other@first"}
+    share = float((source.test.labels == 0).float().mean())
+    assert found["splits"]["test@first"]["accuracy"] == pytest.approx(share)
+    assert set(found["zero_shot"]) == {"test", "other"}
+
+
+def test_without_a_template_in_the_spec_each_data_source_has_its_own(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, backbone: Backbone, source: Source
+) -> None:
+    extra = replace(made_up_source(seed=6), template="a blurred picture of the {} in the dark.")
+
+    def no_template(task: dict[str, Any]) -> dict[str, Any]:
+        task["config"]["template"] = None
+        return task
+
+    found = run(make_coordinator, make_worker, {"other": extra}, garble=no_template)[-1]
+    assert found["zero_shot"]["other"]["accuracy"] == zero_shot_of(backbone, extra, extra.template)
+    assert found["zero_shot"]["test"]["accuracy"] == zero_shot_of(backbone, source, source.template)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["novel"], "is not NAME=URI"),
+        (["=digits"], "is not NAME=URI"),
+        (["a@b=digits"], "is not NAME=URI"),
+        (["test=digits"], "give the further test set another name"),
+        (["a=digits", "a=digits?classes=novel"], "two further test sets have the same name"),
+    ],
+)
+def test_a_test_set_without_a_good_name_is_refused(given: list[str], text: str, tmp_path: Any) -> None:
+    with pytest.raises(ClientError, match=text) as refused:
+        make_settings(
+            coordinator="http://127.0.0.1:1", federation="f", name="n", data="digits", state_dir=tmp_path, test=given
+        )
+    assert refused.value.exit is Exit.USAGE
+
+
+def test_options_of_a_test_set_keep_their_equals_signs(tmp_path: Any) -> None:
+    given = ["novel=symbols:sketch?classes=novel&per_class=2", "base=digits?classes=base"]
+    settings = make_settings(
+        coordinator="http://127.0.0.1:1", federation="f", name="n", data="digits", state_dir=tmp_path, test=given
+    )
+    assert settings.tests == {
+        "novel": "symbols:sketch?classes=novel&per_class=2",
+        "base": "digits?classes=base",
+    }
+
+
+def test_a_test_set_of_classes_that_the_client_lacks_needs_no_permission(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    found = run(make_coordinator, make_worker, {"novel": made_up_source(names=OTHERS)}, class_names=list(NAMES))
+    assert found[-1]["splits"]["novel"]["num_samples"] > 0
+
+
+class Mixing(First):
+    """Says which domains images look like; two of the three have one name."""
+
+    domain_names = ("neon", "sketch", "neon")
+
+    def shares(self, split: Split, indices: Tensor) -> Tensor:
+        return torch.tensor([0.5, 0.3, 0.2]).expand(len(indices), 3)
+
+
+class WithMixture(PromptFL):
+    name = "with_mixture"
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        return Mixing()
+
+
+def test_how_a_classifier_mixes_domains_is_told_as_a_mean(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "with_mixture", WithMixture)
+    [*_, last] = run(make_coordinator, make_worker, {}, method={"name": "with_mixture"})
+    shares = {name: value for name, value in last["metrics"].items() if name.startswith("domain_share:")}
+    assert shares == {"domain_share:neon": pytest.approx(0.7), "domain_share:sketch": pytest.approx(0.3)}

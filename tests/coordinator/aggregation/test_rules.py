@@ -1,0 +1,391 @@
+"""Robust rules: each against its literal version, what it withstands, and what must not change it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from math import sqrt
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from promptfed.coordinator.aggregation import rules
+from promptfed.coordinator.aggregation.rules import Rows, Rule
+from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.shared.methods.core.base import ClientUpdate
+from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.tensors import Tensors
+from tests.support import literal_rules as literal
+
+ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
+SHAPES = {"b": (3, 2), "a": (4,)}
+BASE = {"a": torch.tensor([1.0, -2.0, 0.5, 3.0]), "b": torch.arange(6.0).reshape(3, 2) / 7}
+
+
+def rule_of(base: Tensors | None = None, **given: Any) -> Rule:
+    return Rule(AggregationSpec.model_validate(given), base or {})
+
+
+def updates_of(vectors: list[list[float]], weights: list[float] | None = None) -> list[ClientUpdate]:
+    """Each vector of 10 as tensors a (4,) and b (3, 2): a comes first in order of name."""
+    weights = weights or [1 / len(vectors)] * len(vectors)
+    return [
+        ClientUpdate(f"c{i:03d}", weight, {"b": torch.tensor(v[4:]).reshape(3, 2), "a": torch.tensor(v[:4])})
+        for i, (v, weight) in enumerate(zip(vectors, weights, strict=True))
+    ]
+
+
+def flat(tensors: Tensors) -> list[float]:
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == SHAPES
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    return [*tensors["a"].tolist(), *tensors["b"].reshape(-1).tolist()]
+
+
+def is_close(found: list[float], wanted: list[float]) -> None:
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5 * max(1.0, *map(abs, wanted)))
+
+
+def some(seed: int, count: int, size: int = 10) -> list[list[float]]:
+    draws = random.Random(seed)
+    vectors = [[draws.gauss(0, 1) for _ in range(size)] for _ in range(count)]
+    # As the wire has them.
+    return [torch.tensor(vector).tolist() for vector in vectors]
+
+
+def some_weights(seed: int, count: int) -> list[float]:
+    draws = random.Random(1000 + seed)
+    found = [draws.choice([1, 2, 3, 7]) for _ in range(count)]
+    return [weight / sum(found) for weight in found]
+
+
+cases = pytest.mark.parametrize(
+    ("seed", "count"), [(s, k) for s, k in enumerate([1, 2, 3, 4, 5, 7, 8, 10, 11, 15, 20])]
+)
+
+
+# Against the literal versions
+
+
+@cases
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_median_is_that_of_each_coordinate(seed: int, count: int, weighted: bool) -> None:
+    vectors, weights = some(seed, count), some_weights(seed, count) if weighted else [1 / count] * count
+    found = flat(rule_of(rule="median")(updates_of(vectors, weights)))
+    is_close(found, [literal.weighted_median(list(column), weights) for column in zip(*vectors, strict=True)])
+    if not weighted:
+        is_close(found, [median(column) for column in zip(*vectors, strict=True)])
+
+
+@cases
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("cut", [0.1, 0.2, 0.3, 0.45])
+def test_the_trimmed_mean_cuts_both_ends_of_each_coordinate(seed: int, count: int, weighted: bool, cut: float) -> None:
+    vectors, weights = some(seed, count), some_weights(seed, count) if weighted else [1 / count] * count
+    found = flat(rule_of(rule="trimmed_mean", tolerate=cut)(updates_of(vectors, weights)))
+    is_close(found, [literal.trimmed_mean(list(column), weights, cut) for column in zip(*vectors, strict=True)])
+    each_side = round(cut * count)
+    if not weighted and abs(each_side - cut * count) < 1e-9:
+        is_close(found, [literal.plain_trimmed_mean(list(column), each_side) for column in zip(*vectors, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("count", "tolerate", "faulty"),
+    [(5, 0.2, 1), (10, 0.2, 2), (10, 0.3, 3), (13, 0.29, 3), (20, 0.4, 8), (100, 0.29, 29)],
+)
+def test_krum_takes_the_update_with_the_nearest_neighbours(count: int, tolerate: float, faulty: int) -> None:
+    vectors = some(count, count)
+    rule = rule_of(rule="krum", tolerate=tolerate)
+    wanted = literal.krum(vectors, faulty)
+    is_close(flat(rule(updates_of(vectors))), wanted)
+    taken = f"c{vectors.index(wanted):03d}"
+    assert {name: one.verdict for name, one in rule.judged.items() if name == taken} == {taken: "counted"}
+    assert {one.verdict for name, one in rule.judged.items() if name != taken} == {"rejected"}
+    several = rule_of(rule="multi_krum", tolerate=tolerate)
+    is_close(flat(several(updates_of(vectors))), literal.multi_krum(vectors, faulty))
+    assert [one.verdict for one in several.judged.values()].count("counted") == count - faulty - 2
+
+
+@cases
+@pytest.mark.parametrize("weighted", [False, True])
+def test_no_point_near_or_far_is_nearer_to_all_than_the_geometric_median(seed: int, count: int, weighted: bool) -> None:
+    vectors, weights = some(seed, count), some_weights(seed, count) if weighted else [1 / count] * count
+    found = flat(rule_of(rule="geometric_median")(updates_of(vectors, weights)))
+    least = literal.cost_of(found, vectors, weights)
+    draws = random.Random(seed)
+    for step in (1.0, 0.1, 1e-2, 1e-3):
+        for _ in range(50):
+            other = [x + step * draws.gauss(0, 1) for x in found]
+            assert literal.cost_of(other, vectors, weights) >= least - 1e-6
+    assert all(literal.cost_of(vector, vectors, weights) >= least - 1e-6 for vector in vectors)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("kind", ["scales", "clusters", "far"])
+def test_the_geometric_median_is_found_wherever_the_updates_lie(
+    seed: int, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where Weiszfeld's steps alone become tiny: 12 orders of magnitude, two even clusters, one far away."""
+    draws = torch.Generator().manual_seed(seed)
+    count = 2 * int(torch.randint(2, 12, (1,), generator=draws))
+    X = torch.randn(count, 10, generator=draws)
+    if kind == "scales":
+        X *= 10 ** (torch.rand(count, 1, generator=draws) * 12 - 6)
+    elif kind == "clusters":
+        X = 1e-3 * X + 5 * (torch.arange(count) % 2)[:, None]
+    else:
+        X = 1e-5 * X + 1e5 * (torch.arange(count) == 0)[:, None]
+    w = torch.full((count,), 1 / count, dtype=torch.float64)
+    y, influence = rules.geometric_median(Rows(updates_of(X.tolist()), {}, None), w, AggregationSpec())
+    assert "was not found" not in caplog.text
+    # The rows' tensors are in order of name, as the vectors are.
+    distances = (X.double() - y).norm(dim=1)
+    there = distances == 0
+    pull = ((w / distances.where(~there, torch.ones(()).double()))[:, None] * (X.double() - y))[~there].sum(0)
+    assert float(pull.norm()) <= float(w[there].sum()) + 1e-9, "no direction in which the sum would fall"
+    assert float(influence.sum()) == pytest.approx(1)
+    assert torch.allclose(influence @ X.double(), y, rtol=1e-6, atol=1e-6 * float(X.abs().max()))
+
+
+def test_the_geometric_median_of_known_figures() -> None:
+    def point(*places: tuple[float, float], weights: list[float] | None = None) -> list[float]:
+        weights = weights or [1 / len(places)] * len(places)
+        given = [
+            ClientUpdate(str(i), w, {"x": torch.tensor(p)})
+            for i, (p, w) in enumerate(zip(places, weights, strict=True))
+        ]
+        return [float(x) for x in rule_of(rule="geometric_median")(given)["x"]]
+
+    # Of a convex quadrilateral, where the diagonals cross; of one with a point inside, that point (Fagnano).
+    assert point((0, 0), (4, 4), (3, 0), (0, 3)) == pytest.approx([1.5, 1.5], abs=1e-6)
+    assert point((0, 0), (10, 0), (0, 10), (2, 1)) == pytest.approx([2, 1], abs=1e-6)
+    # An equilateral triangle's centre; a corner of 120° or more is the point itself.
+    assert point((0, 0), (1, 0), (0.5, sqrt(3) / 2)) == pytest.approx([0.5, sqrt(3) / 6], abs=1e-6)
+    assert point((-10, 1), (0, 0), (10, 1)) == pytest.approx([0, 0], abs=1e-6)
+    # The Fermat point of a right isosceles triangle with legs 1 lies (3 − √3)/6 from both.
+    assert point((0, 0), (1, 0), (0, 1)) == pytest.approx([(3 - sqrt(3)) / 6] * 2, abs=1e-6)
+    # Half of the weight or more in one point holds it there.
+    assert point((0, 0), (9, 1), (1, 9), weights=[0.5, 0.25, 0.25]) == pytest.approx([0, 0], abs=1e-6)
+    assert point((1, 1), (1, 1), (1, 1), (7, 8)) == [1, 1]
+    assert point((0, 0), (0, 0)) == [0, 0]
+    assert point((0, 0), (1, 0), (2, 0)) == [1, 0]
+
+
+@pytest.mark.parametrize("rule", ["mean", *ROBUST])
+@pytest.mark.parametrize("most", [0.5, 2.0, "median", 1e9])
+def test_clipping_shortens_updates_from_where_their_clients_began(rule: str, most: float | str) -> None:
+    moved = [[x * 3**i for x in vector] for i, vector in enumerate(some(3, 7))]
+    start = flat({name: BASE[name] for name in SHAPES})
+    sent = [torch.tensor([s + x for s, x in zip(start, vector, strict=True)]).tolist() for vector in moved]
+    moved = [[x - s for s, x in zip(start, vector, strict=True)] for vector in sent]
+    limit = median(sqrt(sum(x * x for x in vector)) for vector in moved) if most == "median" else float(most)
+    clipped = [literal.clip(vector, limit) for vector in moved]
+    by_hand = [[s + x for s, x in zip(start, vector, strict=True)] for vector in clipped]
+    found = rule_of(BASE, rule=rule, clip_norm=most)
+    aggregate = flat(found(updates_of(sent)))
+    if rule == "mean":
+        is_close(aggregate, [fmean(column) for column in zip(*by_hand, strict=True)])
+        shorter = {f"c{i:03d}" for i, v in enumerate(moved) if v != clipped[i]}
+        assert {name for name, one in found.judged.items() if one.verdict == "clipped"} == shorter
+    else:
+        is_close(aggregate, flat(rule_of(rule=rule)(updates_of(by_hand))))
+
+
+def test_clipping_begins_at_zero_where_the_state_has_no_such_tensor() -> None:
+    far = [ClientUpdate("a", 1.0, {"delta": torch.tensor([3.0, 4.0])})]
+    assert torch.allclose(rule_of(BASE, clip_norm=1)(far)["delta"], torch.tensor([0.6, 0.8]))
+    other_size = {"delta": torch.ones(3)}
+    assert torch.allclose(rule_of(other_size, clip_norm=1)(far)["delta"], torch.tensor([0.6, 0.8]))
+
+
+def test_large_updates_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = some(1, 10)
+    whole = {rule: flat(rule_of(BASE, rule=rule, clip_norm="median")(updates_of(vectors))) for rule in rules.RULES}
+    monkeypatch.setattr(rules, "BLOCK", 30)
+    for rule, wanted in whole.items():
+        is_close(flat(rule_of(BASE, rule=rule, clip_norm="median")(updates_of(vectors))), wanted)
+
+
+# What they withstand
+
+
+def attacks() -> dict[str, Callable[[Tensor, int], Tensor]]:
+    draws = torch.Generator().manual_seed(5)
+    same = torch.randn(60, generator=draws)
+    return {
+        "sign flip": lambda good, i: -10 * good,
+        "scaled": lambda good, i: 1e6 * good,
+        "noise": lambda good, i: 1e3 * torch.randn(60, generator=torch.Generator().manual_seed(i)),
+        "the same": lambda good, i: 1e4 * same,
+        "largest": lambda good, i: torch.full((60,), 3.4e38),
+        "smallest": lambda good, i: torch.full((60,), -3.4e38),
+    }
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+@pytest.mark.parametrize("attack", attacks())
+def test_as_many_bad_updates_as_are_tolerated_cannot_lead_away(rule: str, attack: str) -> None:
+    draws = torch.Generator().manual_seed(1)
+    good = 1 + 0.1 * torch.randn(20, 60, generator=draws)
+    centre, spread = good.mean(0), float((good - good.mean(0)).norm(dim=1).max())
+    # krum and its like 6 of 20, at the ends of the names and among them; the medians 9 of 20.
+    several = rule in ("median", "geometric_median")
+    bad = set(range(9)) if several else {0, 3, 7, 11, 18, 19}
+    given = {} if several else {"tolerate": 0.3}
+    poison = attacks()[attack]
+    sent = torch.stack([poison(row, i) if i in bad else row for i, row in enumerate(good)])
+    updates = [ClientUpdate(f"c{i:02d}", 1 / 20, {"x": row}) for i, row in enumerate(sent)]
+    found = rule_of(rule=rule, **given)
+    away = float((found(iter(updates))["x"] - centre).norm())
+    # Pillutla et al. bound the geometric median's way by 2(1 − α)/(1 − 2α) times the good ones' spread, α = 0.45 here.
+    assert away <= (11 if rule == "geometric_median" else 3) * spread
+    assert float((weighted_mean(iter(updates))["x"] - centre).norm()) > 20 * spread
+    influence = {name: one.influence for name, one in found.judged.items()}
+    assert sum(influence.values()) == pytest.approx(1)
+    farthest = sorted(found.judged, key=lambda name: -found.judged[name].distance)[: len(bad)]
+    assert set(farthest) == {f"c{i:02d}" for i in bad}, "the distances tell who was bad"
+
+
+@pytest.mark.parametrize("rule", ["median", "geometric_median"])
+def test_more_than_half_lead_wherever_they_like(rule: str) -> None:
+    """The breakdown point: one update more, and any rule that treats all alike is lost."""
+    sent = torch.cat([torch.zeros(9, 5), torch.full((11, 5), 1e6)])
+    updates = [ClientUpdate(str(i), 1 / 20, {"x": row}) for i, row in enumerate(sent)]
+    assert float(rule_of(rule=rule)(updates)["x"].min()) == pytest.approx(1e6)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median"])
+def test_it_is_the_weight_of_the_bad_that_counts(rule: str) -> None:
+    sent = torch.cat([torch.ones(4, 5), torch.full((6, 5), 1e6)])
+    weights = [0.23, 0.23, 0.23, 0.23] + [0.08 / 6] * 6
+    updates = [ClientUpdate(str(i), w, {"x": row}) for i, (row, w) in enumerate(zip(sent, weights, strict=True))]
+    assert torch.allclose(rule_of(rule=rule)(updates)["x"], torch.ones(5))
+
+
+def test_a_clipped_mean_is_moved_by_no_more_than_weight_times_norm() -> None:
+    good = some(2, 9)
+    honest = flat(rule_of(clip_norm=2)(updates_of([*good, [0.0] * 10])))
+    led = flat(rule_of(clip_norm=2)(updates_of([*good, [1e30] * 10])))
+    assert sqrt(sum((a - b) ** 2 for a, b in zip(honest, led, strict=True))) <= 2 / 10 + 1e-6
+
+
+# What must not change them
+
+vectors_of_3 = st.lists(st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3), min_size=5, max_size=9)
+
+
+def at(rule: str, rows: list[list[float]], order: list[int] | None = None) -> list[float]:
+    order = order or list(range(len(rows)))
+    updates = [ClientUpdate(f"{place}", 1 / len(rows), {"x": torch.tensor(rows[i])}) for place, i in enumerate(order)]
+    found: list[float] = rule_of(rule=rule)(updates)["x"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median"])
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(rows=vectors_of_3, data=st.data())
+def test_order_shift_and_scale_carry_over(rule: str, rows: list[list[float]], data: st.DataObject) -> None:
+    found = at(rule, rows)
+    close = {"rel": 1e-4, "abs": 2e-3}
+    shuffled = data.draw(st.permutations(range(len(rows))))
+    if rule != "geometric_median" or not collinear(rows):  # there whole segments are minimal
+        assert at(rule, rows, shuffled) == pytest.approx(found, **close)
+        assert at(rule, [[x + 7 for x in row] for row in rows]) == pytest.approx([x + 7 for x in found], **close)
+        assert at(rule, [[x * -3 for x in row] for row in rows]) == pytest.approx([x * -3 for x in found], **close)
+    for axis, column in enumerate(zip(*rows, strict=True)):
+        assert min(column) - 1e-3 <= found[axis] <= max(column) + 1e-3
+    assert at(rule, [rows[0]] * 5) == pytest.approx(rows[0], **close)
+
+
+def collinear(rows: list[list[float]]) -> bool:
+    moved = torch.tensor(rows, dtype=torch.float64)
+    return int(torch.linalg.matrix_rank(moved - moved.mean(0), rtol=1e-3)) < 2
+
+
+@pytest.mark.parametrize("rule", ["krum", "multi_krum"])
+@pytest.mark.parametrize("seed", range(5))
+def test_krum_s_choice_does_not_hang_on_order_shift_or_scale(rule: str, seed: int) -> None:
+    rows = some(seed, 8, 3)
+    shuffled = random.Random(seed).sample(range(8), 8)
+    assert at(rule, rows, shuffled) == pytest.approx(at(rule, rows), abs=1e-5)
+    assert at(rule, [[2 - 3 * x for x in row] for row in rows]) == pytest.approx(
+        [2 - 3 * x for x in at(rule, rows)], abs=1e-4
+    )
+
+
+def test_the_geometric_median_turns_with_its_updates_and_the_median_need_not() -> None:
+    rows = torch.tensor(some(4, 9, 6))
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(0))).Q
+    turned = (rows @ turn).tolist()
+    wanted = (torch.tensor(at("geometric_median", rows.tolist())) @ turn).tolist()
+    assert at("geometric_median", turned) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["mean", *ROBUST])
+def test_one_update_or_the_same_ones_are_their_own_aggregate(rule: str) -> None:
+    [one] = some(9, 1)
+    assert flat(rule_of(BASE, rule=rule)(updates_of([one]))) == pytest.approx(one, abs=1e-6)
+    assert flat(rule_of(BASE, rule=rule)(updates_of([one] * 4))) == pytest.approx(one, abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["mean", *ROBUST])
+def test_the_same_updates_come_to_the_same_bytes(rule: str) -> None:
+    first, again = (rule_of(BASE, rule=rule, clip_norm="median")(updates_of(some(6, 12))) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 0.0])
+@pytest.mark.parametrize("block", [None, 64])
+def test_distances_from_products_are_those_from_differences(
+    spread: float, block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if block is not None:
+        monkeypatch.setattr(rules, "BLOCK", block)
+    draws = torch.Generator().manual_seed(3)
+    sent = torch.randn(50, generator=draws) + spread * torch.randn(12, 50, generator=draws)
+    sent[3] = sent[7]
+    sent[5] *= 1e6
+    found = rules.squared_distances(
+        Rows([ClientUpdate(f"{i}", 1.0, {"x": row}) for i, row in enumerate(sent)], {}, None)
+    )
+    exact = (sent.double()[:, None] - sent.double()).square().sum(2)
+    assert torch.equal(found, found.T)
+    assert found[3, 7] == 0
+    assert torch.allclose(found, exact, rtol=1e-9, atol=0)
+
+
+def test_no_update_has_no_aggregate() -> None:
+    with pytest.raises(ValueError, match="no update"):
+        rule_of(rule="median")([])
+
+
+# Shares
+
+
+def test_multi_krum_weighs_what_it_has_chosen_and_keeps_the_cap() -> None:
+    vectors = some(8, 10)
+    weights = [0.55, *[0.05] * 9]
+    rule = rule_of(rule="multi_krum", weighting="samples", max_weight_share=0.3)
+    aggregate = flat(rule(updates_of(vectors, weights)))
+    shares = {name: one.influence for name, one in rule.judged.items() if one.verdict == "counted"}
+    assert len(shares) == 6
+    assert sum(shares.values()) == pytest.approx(1)
+    assert max(shares.values()) <= 0.3 + 1e-9
+    mixed = [sum(shares.get(f"c{i:03d}", 0.0) * v[d] for i, v in enumerate(vectors)) for d in range(10)]
+    is_close(aggregate, mixed)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "geometric_median"])
+def test_influence_falls_with_distance_where_nobody_is_shut_out(rule: str) -> None:
+    vectors = [[0.01 * i * (-1) ** i] * 10 for i in range(9)] + [[50.0] * 10]
+    found = rule_of(rule=rule)
+    found(updates_of(vectors))
+    assert {one.verdict for one in found.judged.values()} == {"counted"}
+    assert found.judged["c009"].influence == min(one.influence for one in found.judged.values())
+    assert list(found.judged) == sorted(found.judged)
+    assert all(a.distance >= 0 for a, _ in pairwise(found.judged.values()))

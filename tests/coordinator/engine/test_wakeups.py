@@ -1,0 +1,191 @@
+"""What waits: long polls and event streams are woken by what they wait for, and by the end of the process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.coordinators import Forked, InThread, Process
+from tests.support.fake_clients import bearer, drive
+
+
+def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    return thread, found
+
+
+def until_waiting(api: Any, what: str, count: int) -> None:
+    end = time.monotonic() + 20
+    while f"promptfed_{what} {count}.0" not in api.http.get("/metrics").text:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_long_poll_is_woken_by_its_task(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    a, b = coordinator.enrol(federation, "a", "b")
+    thread, found = in_background(lambda: a.task(wait=60))
+    until_waiting(coordinator, "waiting_clients", 1)
+    started = time.monotonic()
+    coordinator.post(f"{federation}/start")
+    thread.join()
+    assert found[0].status_code == 200
+    assert time.monotonic() - started < 20
+    assert b.task(wait=60).json()["kind"] == "evaluate"
+
+
+def test_a_long_poll_ends_after_its_time(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    [a] = coordinator.enrol(federation, "a")
+    started = time.monotonic()
+    assert a.task(wait=0.3).status_code == 204
+    assert time.monotonic() - started >= 0.3
+    assert a.task(wait=61).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "status"),
+    [
+        ("POST", "/cancel", 410),
+        ("DELETE", "/clients/a", 403),
+        ("POST", "/clients/a/reset", 401),
+        ("DELETE", "", 404),
+    ],
+)
+def test_a_long_poll_is_woken_by_what_ends_it(coordinator: InThread, verb: str, path: str, status: int) -> None:
+    federation = coordinator.create()
+    a, _ = coordinator.enrol(federation, "a", "b")
+    thread, found = in_background(lambda: a.task(wait=60))
+    until_waiting(coordinator, "waiting_clients", 1)
+    coordinator.http.request(verb, f"/v1/federations/{federation}{path}", headers=coordinator.operator)
+    thread.join(30)
+    assert found[0].status_code == status
+
+
+def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Server-sent events of a stream of lines."""
+    event: dict[str, Any] = {}
+    for line in lines:
+        if line == "" and event:
+            yield event
+            event = {}
+        elif line and not line.startswith(":"):
+            key, _, value = line.partition(": ")
+            event[key] = json.loads(value) if key == "data" else value
+
+
+@pytest.mark.both_databases
+def test_events_tell_the_whole_story_and_go_on_where_one_left_off(coordinator: InThread) -> None:
+    federation = coordinator.create(rounds=1)
+    clients = coordinator.enrol(federation, "a", "b")
+    path = f"/v1/federations/{federation}/events"
+    story: list[dict[str, Any]] = []
+
+    def listen() -> None:
+        with coordinator.http.stream("GET", path, headers=coordinator.operator) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            story.extend(events(response.iter_lines()))
+
+    thread, _ = in_background(listen)
+    until_waiting(coordinator, "event_streams", 1)
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    thread.join(30)
+    kinds = [one["event"] for one in story]
+    assert kinds[0] == "federation-created"
+    assert kinds.count("client-enrolled") == 2
+    assert kinds.count("phase-opened") == kinds.count("phase-closed") == kinds.count("phase-completed") == 3
+    assert kinds.count("state-committed") == 2
+    assert story[-1]["data"]["state"] == "finished"
+    ids = [int(one["id"]) for one in story]
+    assert ids == sorted(set(ids))
+    half = story[len(story) // 2]["id"]
+    response = coordinator.http.get(path, headers=coordinator.operator | {"Last-Event-ID": half})
+    assert list(events(iter(response.text.splitlines()))) == story[len(story) // 2 + 1 :]
+    assert coordinator.http.get(path).status_code == 401
+    assert coordinator.http.get(path, headers=coordinator.operator | {"Last-Event-ID": "x"}).status_code == 422
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    server = Process(tmp_path / "data")
+    yield server
+    if not server.dead:
+        server.kill()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: Process, sent: signal.Signals) -> None:
+    federation = process.create()
+    a, _ = process.enrol(federation, "a", "b")
+    poll, polled = in_background(lambda: a.task(wait=60))
+
+    def listen() -> bool:
+        path = f"/v1/federations/{federation}/events"
+        with httpx.stream("GET", process.url + path, headers=process.operator, timeout=60) as response:
+            return len(list(events(response.iter_lines()))) > 0
+
+    stream, streamed = in_background(listen)
+    until_waiting(process, "waiting_clients", 1)
+    until_waiting(process, "event_streams", 1)
+    started = time.monotonic()
+    process.signal(sent)
+    assert process.wait() == 0
+    took = time.monotonic() - started
+    poll.join(10)
+    stream.join(10)
+    assert polled[0].status_code == 204
+    assert streamed == [True], "the stream ended in order"
+    assert took < 5.0
+
+
+def test_a_second_coordinator_on_the_same_folder_is_refused(process: Process, tmp_path: Path) -> None:
+    second = Forked(process.folder, files=tmp_path / "second")
+    assert second.wait() == 2
+    assert "another coordinator works on" in second.log()
+    assert "Traceback" not in second.log()
+    assert process.get("/v1/federations") == {"federations": [], "next": None}
+
+
+def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
+    spec_file, token_file = tmp_path / "spec.yaml", tmp_path / "token"
+    spec_file.write_text("name: boot\nmethod: {name: promptfl, m: 4}\nparticipation: {min_clients: 2}\n")
+    options = (
+        "--bootstrap",
+        str(spec_file),
+        "--enrolment-token-file",
+        str(token_file),
+        "--enrolment-token-mode",
+        "640",
+    )
+    server = Forked(tmp_path / "data", *options)
+    assert token_file.stat().st_mode & 0o777 == 0o640
+    token = token_file.read_text().strip()
+    assert server.client("boot", "a").enrol(token).status_code == 201
+    server.kill()
+    server.start()
+    assert token_file.read_text().strip() == token, "a good token is kept"
+    assert [one["name"] for one in server.get("/v1/federations")["federations"]] == ["boot"]
+    assert server.client("boot", "b").enrol(token).status_code == 201
+    server.kill()
+
+    spec_file.write_text("name: boot\nmethod: {name: nonsense}\n")
+    server.start()
+    assert server.wait() == 2
+    assert "method.name" in server.log().splitlines()[-1]
+
+
+def test_health_is_for_anyone(process: Process) -> None:
+    assert process.http.get("/healthz").json() == {"status": "ok"}
+    assert process.http.get("/readyz").json() == {"status": "ok"}
+    assert process.http.get("/healthz", headers=bearer("nonsense")).status_code == 200

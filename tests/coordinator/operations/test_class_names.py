@@ -1,0 +1,49 @@
+"""Class names that cannot be trained on are refused when a federation is created, or when a client brings them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from promptfed.shared.methods import resolve_spec
+from promptfed.shared.spec import SpecError
+from tests.support.coordinators import InThread
+
+ONLY, SAME = "the only class", "these class names are the same: 'Chess_Knight', 'chess  knight'"
+
+
+@pytest.mark.parametrize("method", ["zero_shot", "coop", "promptfl", "fedpgp", "fedtpg", "fedcocoop"])
+@pytest.mark.parametrize(("names", "says"), [(["sun"], ONLY), (["sun", "Chess_Knight", "chess  knight"], SAME)])
+def test_in_a_spec(method: str, names: list[str], says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_spec({"name": "eyes", "method": {"name": method}, "class_names": names})
+    (error,) = caught.value.errors
+    assert error["path"] == "class_names"
+    assert says in error["detail"]
+
+
+def test_of_a_client(coordinator: InThread) -> None:
+    federation = coordinator.create(method={"name": "fedpgp"}, class_names=None)
+    token = coordinator.token(federation)
+    for names, says in [(["sun"], ONLY), (["sun", "Chess_Knight", "chess  knight"], SAME)]:
+        refused = coordinator.client(federation, "a").enrol(token, class_names=names)
+        assert (refused.status_code, refused.json()["type"].rsplit("/", 1)[-1]) == (409, "unfit-client")
+        assert says in refused.json()["detail"]
+    assert coordinator.get(federation)["clients"]["trainers"] == 0
+
+
+def test_a_client_may_have_one_class_of_the_federations_label_space(coordinator: InThread) -> None:
+    federation = coordinator.create(method={"name": "fedpgp"}, class_names=["sun", "moon"])
+    coordinator.enrol(federation, "a", class_names=["sun"])
+
+
+@pytest.mark.parametrize("shape", [{"d_t": 8, "d_e": 8, "context_length": 18}])
+def test_a_context_that_leaves_no_room_for_a_name(coordinator: InThread, shape: dict[str, Any]) -> None:
+    federation = coordinator.create(method={"name": "fedpgp", "m": 16})
+    refused = coordinator.client(federation, "a").enrol(coordinator.token(federation), backbone_shape=shape)
+    assert (refused.status_code, refused.json()["type"].rsplit("/", 1)[-1]) == (409, "cannot-start")
+    assert "use at most m = 15" in refused.json()["detail"]
+    raw = {"name": "narrow", "method": {"name": "fedpgp", "m": 16}, "backbone": {"shape": shape}}
+    answer = coordinator.post("/v1/federations", raw, status=422)
+    assert answer["errors"][0]["path"] == "backbone.shape"

@@ -1,0 +1,351 @@
+"""Federations through the API: created, steered, looked at, deleted; and their whole life with fake clients."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.tensors import decode, encode, state_hash
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import FINGERPRINT, SHAPE, bearer, drive, spec, trained
+
+
+@pytest.mark.both_databases
+def test_a_federation_from_create_to_prompts(coordinator: InThread) -> None:
+    created = coordinator.http.post("/v1/federations", json=spec(), headers=coordinator.operator)
+    federation = created.json()["id"]
+    assert created.headers["location"] == f"/v1/federations/{federation}"
+    trainers = coordinator.enrol(federation, "b", "a", num_samples=30)
+    evaluators = coordinator.enrol(federation, "z", role="evaluator", num_samples=0)
+    assert coordinator.post(f"{federation}/start")["state"] == "running"
+    drive(trainers + evaluators)
+    found = coordinator.get(federation)
+    assert (found["state"], found["round"], found["reason"]) == ("finished", 2, None)
+
+    state = {"context": torch.randn(4, 8, generator=initial_draws(7)) * 0.02}
+    for number in (1, 2):
+        task = {"round": number, "phase": "train"}
+        parts = [trained(state, name, task)["context"].double() for name in ("a", "b")]
+        state = {"context": ((parts[0] * 0.5) + (parts[1] * 0.5)).float()}
+        report = coordinator.get(f"{federation}/rounds/{number}")
+        assert report["state_hash"] == state_hash(state)
+    assert found["state_hash"] == state_hash(state)
+
+    response = coordinator.http.get(f"/v1/federations/{federation}/prompts", headers=coordinator.operator)
+    assert torch.equal(decode(response.content)[0]["context"], state["context"])
+    assert response.headers["etag"] == f'"{state_hash(state)}"'
+
+
+@pytest.mark.both_databases
+def test_weights_come_from_the_enrolled_numbers_of_samples(coordinator: InThread) -> None:
+    federation = coordinator.create(rounds=1, aggregation={"max_weight_share": 0.6})
+    clients = [coordinator.enrol(federation, name, num_samples=n)[0] for name, n in (("a", 97), ("b", 1), ("c", 2))]
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
+    weights = {one["client"]: one["weight"] for one in phase["counted"]}
+    assert weights == pytest.approx({"a": 0.6, "b": 0.4 / 3, "c": 0.8 / 3})
+
+
+def test_a_method_without_phases_runs_to_its_end(coordinator: InThread) -> None:
+    raw = spec(rounds=2)
+    raw["method"] = {"name": "zero_shot"}
+    federation = coordinator.post("/v1/federations", raw, status=201)["id"]
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    rounds = coordinator.get(f"{federation}/rounds")["rounds"]
+    assert [(one["round"], one["phases"]) for one in rounds] == [(0, []), (1, []), (2, [])]
+    assert rounds[2]["state_hash"] == state_hash({})
+    assert rounds[2]["evaluation"]["mean"]["trainer"] == {"accuracy": 0.5, "zero_shot": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"rounds": 0}, "rounds"),
+        ({"round": 3}, "round"),
+        ({"privacy": {}}, "privacy"),
+        ({"method": {"name": "promptfl", "n": 3}}, "method.n"),
+        ({"method": {"name": "nonsense"}}, "method.name"),
+        ({"training": {"epochs": "2"}}, "training.epochs"),
+        ({"participation": {"quorum": 1.5}}, "participation.quorum"),
+        ({"backbone": {"shape": {"d_e": 8}}}, "backbone.shape"),
+    ],
+)
+def test_a_spec_that_cannot_be_run_is_refused_with_its_path(
+    coordinator: InThread, change: dict[str, Any], path: str
+) -> None:
+    raw = {**spec(), **change}
+    for query in ("", "?dry_run=true"):
+        problem = coordinator.post(f"/v1/federations{query}", raw, status=422)
+        assert problem["type"].endswith("/invalid-spec")
+        assert [error["path"] for error in problem["errors"]] == [path]
+    assert coordinator.get("/v1/federations")["federations"] == []
+
+
+def test_a_dry_run_creates_nothing(coordinator: InThread) -> None:
+    assert coordinator.post("/v1/federations?dry_run=true", spec())["spec"]["template"] == "a photo of a {}."
+    assert coordinator.get("/v1/federations")["federations"] == []
+
+
+@pytest.mark.both_databases
+def test_the_same_idempotency_key_answers_the_same_federation(coordinator: InThread) -> None:
+    key = {"Idempotency-Key": "k1"}
+    first = coordinator.post("/v1/federations", spec(), status=201, headers=key)
+    again = coordinator.post("/v1/federations", spec(), status=201, headers=key)
+    assert first["id"] == again["id"]
+    problem = coordinator.post("/v1/federations", spec(rounds=3), status=422, headers=key)
+    assert problem["type"].endswith("/idempotency-key-reused")
+    assert coordinator.post("/v1/federations", spec(), status=409)["type"].endswith("/name-taken")
+
+
+@pytest.mark.both_databases
+def test_federations_are_found_by_id_or_name_and_listed_in_pages(coordinator: InThread) -> None:
+    ids = [coordinator.create(name=f"f{number}") for number in range(5)]
+    assert coordinator.get("f3")["id"] == ids[3]
+    seen, after = [], None
+    while True:
+        page = coordinator.get("/v1/federations", params={"limit": 2} | ({"after": after} if after else {}))
+        seen += [one["id"] for one in page["federations"]]
+        after = page["next"]
+        if after is None:
+            break
+    assert seen == ids
+    coordinator.get("nothing", status=404)
+
+
+@pytest.mark.both_databases
+def test_a_deleted_federation_leaves_nothing_behind(coordinator: InThread) -> None:
+    federation = coordinator.create(rounds=1)
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    assert coordinator.engine.blobs.all() != []
+    coordinator.delete(federation)
+    coordinator.get(federation, status=404)
+    assert coordinator.engine.blobs.all() == []
+    assert clients[0].task().status_code == 401
+
+
+def test_a_start_without_enough_clients_names_both_numbers(coordinator: InThread) -> None:
+    federation = coordinator.create(participation={"min_clients": 3})
+    problem = coordinator.post(f"{federation}/start", status=409)
+    assert (problem["type"].rsplit("/")[-1], problem["enrolled"], problem["needed"]) == ("not-enough-clients", 0, 3)
+    coordinator.enrol(federation, "a", "b")
+    problem = coordinator.post(f"{federation}/start", status=409)
+    assert (problem["enrolled"], problem["needed"]) == (2, 3)
+
+
+def test_steering_at_a_wrong_moment_is_refused_with_the_state(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    for verb in ("pause", "resume"):
+        problem = coordinator.post(f"{federation}/{verb}", status=409)
+        assert (problem["type"].rsplit("/")[-1], problem["state"]) == ("wrong-state", "enrolling")
+    assert coordinator.post(f"{federation}/cancel")["state"] == "cancelled"
+    for verb in ("start", "pause", "resume", "cancel"):
+        assert coordinator.post(f"{federation}/{verb}", status=409)["state"] == "cancelled"
+
+
+def test_a_federation_starts_by_itself_when_ready(coordinator: InThread) -> None:
+    federation = coordinator.create(start="when_ready")
+    coordinator.enrol(federation, "z", role="evaluator", num_samples=0)
+    coordinator.enrol(federation, "a")
+    assert coordinator.get(federation)["state"] == "enrolling"
+    coordinator.enrol(federation, "b")
+    coordinator.until(federation, state="running")
+
+
+def test_a_start_from_words_needs_a_supplied_state(coordinator: InThread) -> None:
+    federation = coordinator.create(method={"context_init": "a photo of a"}, start="when_ready", rounds=1)
+    clients = coordinator.enrol(federation, "a", "b")
+    problem = coordinator.post(f"{federation}/start", status=409)
+    assert problem["type"].endswith("/initial-state-missing")
+    assert "a photo of a" in problem["detail"]
+    end = coordinator.until(federation, state="enrolling")
+    while end["reason"] is None:
+        end = coordinator.get(federation)
+    assert end["reason"].startswith("initial-state-missing")
+
+    state = {"context": torch.ones(4, 8)}
+    put = coordinator.http.put(
+        f"/v1/federations/{federation}/initial-state", content=encode(state), headers=coordinator.operator
+    )
+    assert put.json()["state_hash"] == state_hash(state)
+    coordinator.until(federation, state="running")
+    assert torch.equal(clients[0].payload(coordinator.task(clients[0]))["context"], state["context"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        (b"garbage", 415, "not-safetensors"),
+        (encode({"contxt": torch.ones(4, 8)}), 422, "unknown-tensor"),
+        (encode({}), 422, "missing-tensor"),
+        (encode({"context": torch.ones(4, 9)}), 422, "wrong-shape"),
+        (encode({"context": torch.ones(4, 8, dtype=torch.float64)}), 422, "wrong-dtype"),
+        (encode({"context": torch.full((4, 8), torch.nan)}), 422, "not-finite"),
+        (encode({"context": torch.ones(100, 100)}), 413, "too-large"),
+    ],
+)
+def test_an_initial_state_that_does_not_fit_is_refused(
+    coordinator: InThread, body: bytes, status: int, kind: str
+) -> None:
+    federation = coordinator.create(backbone={"shape": SHAPE}, admission={"max_bytes": 20_000})
+    put = coordinator.http.put(
+        f"/v1/federations/{federation}/initial-state", content=body, headers=coordinator.operator
+    )
+    assert (put.status_code, put.json()["type"].rsplit("/")[-1]) == (status, kind), put.text
+
+
+def test_an_initial_state_made_for_another_backbone_stops_the_start(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    body = encode({"context": torch.ones(4, 9)})
+    path = f"/v1/federations/{federation}/initial-state"
+    assert coordinator.http.put(path, content=body, headers=coordinator.operator).status_code == 200
+    coordinator.enrol(federation, "a", "b")
+    assert coordinator.post(f"{federation}/start", status=409)["type"].endswith("/initial-state-mismatch")
+
+
+def test_the_first_enrolment_s_backbone_is_shown_and_confirmed_by_start(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    assert coordinator.get(federation)["backbone"] == {"fingerprint": None, "shape": None, "confirmed": False}
+    coordinator.enrol(federation, "a", "b")
+    backbone = coordinator.get(federation)["backbone"]
+    assert (backbone["fingerprint"], backbone["shape"]["d_t"], backbone["confirmed"]) == (FINGERPRINT, 8, False)
+    assert coordinator.post(f"{federation}/start")["backbone"]["confirmed"] is True
+
+
+def test_a_pause_asks_nobody_and_still_takes_updates(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    tasks = coordinator.training(clients)
+    coordinator.post(f"{federation}/pause")
+    assert clients[0].task().status_code == 204
+    for client, task in zip(clients, tasks, strict=True):
+        assert client.answer(task).status_code == 201
+    assert coordinator.get(federation)["round"] == 1
+    coordinator.post(f"{federation}/resume")
+    assert coordinator.task(clients[0])["kind"] == "evaluate"
+
+
+def test_what_is_awaited_until_when_is_shown(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    tasks = coordinator.training(clients)
+    clients[0].answer(tasks[0])
+    found = coordinator.get(federation)
+    assert (found["phase"], found["asked"], found["answered"]) == ("train", ["a", "b"], ["a"])
+    assert [(one["name"], one["until"]) for one in found["awaited"]] == [("b", found["stage"]["deadline"])]
+    assert 50 < found["stage"]["seconds_left"] <= 60
+
+
+def test_prompts_come_as_safetensors_or_json_with_an_etag(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    path = f"/v1/federations/{federation}/prompts"
+    assert coordinator.get(path, status=404)["type"].endswith("/no-state")
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    coordinator.training(clients)
+    as_json = coordinator.get(path, headers={"Accept": "application/json"})
+    raw = coordinator.http.get(path, headers=coordinator.operator)
+    assert decode(raw.content)[0]["context"].tolist() == as_json["tensors"]["context"]["data"]
+    assert (as_json["round"], as_json["tensors"]["context"]["shape"]) == (0, [4, 8])
+    again = coordinator.http.get(path, headers=coordinator.operator | {"If-None-Match": raw.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert coordinator.get(path, status=406, headers={"Accept": "text/html"})["type"].endswith("/not-acceptable")
+    assert coordinator.get(path, status=404, params={"round": 1})["type"].endswith("/no-state")
+    assert coordinator.get(path, headers={"Accept": "application/json"}, params={"round": "0"}) == as_json
+
+
+def test_prompts_of_more_than_a_million_numbers_are_not_given_as_json(coordinator: InThread) -> None:
+    federation = coordinator.create(method={"m": 64})
+    clients = coordinator.enrol(federation, "a", "b", backbone_shape={"d_t": 20_000, "d_e": 8})
+    coordinator.post(f"{federation}/start")
+    path = f"/v1/federations/{federation}/prompts"
+    problem = coordinator.get(path, status=406, headers={"Accept": "application/json"})
+    assert "1280000" in problem["detail"]
+    assert len(clients[0].payload(coordinator.task(clients[0]))["context"]) == 64
+
+
+@pytest.mark.both_databases
+def test_metrics_come_as_json_and_csv(coordinator: InThread) -> None:
+    federation = coordinator.create(rounds=1)
+    clients = coordinator.enrol(federation, "a", "b")
+    clients[1].accuracy = 0.75
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    rows = coordinator.get(f"{federation}/metrics")["metrics"]
+    found = {(row["round"], row["client"], row["split"], row["name"]): row["value"] for row in rows}
+    assert found[(1, "b", "test", "accuracy")] == 0.75
+    assert found[(1, None, None, "trainer_accuracy")] == 0.625
+    assert found[(1, None, None, "loss")] == 0.5
+    response = coordinator.http.get(
+        f"/v1/federations/{federation}/metrics", params={"format": "csv"}, headers=coordinator.operator
+    )
+    assert response.headers["content-type"].startswith("text/csv")
+    lines = response.text.splitlines()
+    assert lines[0] == "round,phase,client,split,name,value"
+    assert "1,evaluation,b,test,accuracy,0.75" in lines
+
+
+def test_generating_prompts_takes_a_generator(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    body = {"class_names": ["a"], "text_features": [[0.0] * 8]}
+    assert coordinator.post(f"{federation}/prompts/generate", body, status=409)["type"].endswith("/not-a-generator")
+
+
+@pytest.mark.both_databases
+def test_the_last_round_s_tensors_are_kept_where_no_more_is_asked(coordinator: InThread) -> None:
+    federation = coordinator.create(rounds=3, retention="last_round")
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    path = f"/v1/federations/{federation}/prompts"
+    for _ in range(200):
+        if coordinator.http.get(path, params={"round": 2}, headers=coordinator.operator).status_code != 200:
+            break
+        time.sleep(0.02)
+    assert coordinator.get(path, params={"round": 2}, status=404)["type"].endswith("/no-state")
+    latest = coordinator.http.get(path, headers=coordinator.operator)
+    assert latest.status_code == 200
+    for _ in range(200):  # rows go first, what they named a moment later
+        kept = coordinator.engine.blobs.all()
+        if len(kept) <= 4:
+            break
+        time.sleep(0.02)
+    assert len(kept) == 4, "of round 3: what clients started from, their two updates, and the state"
+    assert len(coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"]) == 2, "reports stay"
+
+
+def test_methods_are_described_to_anyone(coordinator: InThread) -> None:
+    listed = coordinator.http.get("/v1/methods").json()["methods"]
+    assert {"promptfl", "zero_shot", "coop"} <= {one["name"] for one in listed}
+    one = coordinator.http.get("/v1/methods/promptfl").json()
+    assert one["phases"][0]["up"] == [
+        {"name": "context", "shape": ["m", "d_t"], "dtype": "float32", "shared_with_clients": True}
+    ]
+    assert one["hyperparameters"]["properties"]["m"]["default"] == 16
+    assert coordinator.http.get("/v1/methods/nonsense").json()["type"].endswith("/not-found")
+
+
+def test_a_canonical_body_of_any_key_order_is_the_same_request(coordinator: InThread) -> None:
+    key = {"Idempotency-Key": "k", "Content-Type": "application/json"}
+    first = coordinator.post("/v1/federations", spec(), status=201, headers=key)
+    turned = json.dumps(dict(reversed(spec().items())))
+    response = coordinator.http.post("/v1/federations", content=turned, headers=coordinator.operator | key)
+    assert response.json()["id"] == first["id"]
+
+
+def test_an_unknown_client_s_name_is_not_found(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    coordinator.delete(f"{federation}/clients/nobody", status=404)
+    coordinator.post(f"{federation}/clients/nobody/reset", status=404)
+    assert coordinator.http.get(f"/v1/federations/{federation}/task", headers=bearer("x")).status_code == 401

@@ -1,0 +1,373 @@
+"""Admission of updates through the public door: each refusal, their order, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from promptfed.shared.tensors import canonical_json, encode
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import bearer, content_digest, secret_of, trained, update_body
+from tests.support.open_phases import everything, kind, opened
+
+GOOD = {"context": torch.ones(4, 8)}
+
+
+@pytest.mark.both_databases
+def test_an_update_is_stored_once_and_answered_alike_for_ever(coordinator: InThread) -> None:
+    federation, (a, b), (task_a, task_b) = opened(coordinator, rounds=1)
+    body = update_body(trained(a.payload(task_a), "a", task_a), task_a)
+    first = a.send(task_a, body)
+    assert (first.status_code, first.json()["status"]) == (201, "accepted")
+    assert a.send(task_a, body).status_code == 200
+    other = a.send(task_a, update_body(GOOD, task_a))
+    assert (other.status_code, kind(other)) == (409, "already-answered")
+    assert b.answer(task_b).status_code == 201
+    coordinator.task(a)
+    again = a.send(task_a, body)
+    assert (again.status_code, again.json()) == (200, first.json()), "also after the phase was closed"
+    assert kind(a.send(task_a, update_body(GOOD, task_a))) == "already-answered"
+    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
+    assert phase["counted"][0]["sha256"] == first.json()["sha256"]
+
+
+def test_an_update_for_a_closed_phase_is_refused_with_where_the_federation_is(
+    coordinator: InThread, leap: Callable[[InThread, float], None]
+) -> None:
+    federation, (a, b), (task_a, task_b) = opened(coordinator, participation={"quorum": 0.5}, rounds=1)
+    a.answer(task_a)
+    leap(coordinator, 60)
+    coordinator.until(federation, phase="evaluation")
+    late = b.answer(task_b)
+    assert (late.status_code, kind(late)) == (409, "phase-closed")
+    assert (late.json()["round"], late.json()["phase"]) == (1, "evaluation")
+    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
+    assert ([one["client"] for one in phase["counted"]], phase["expired"]) == (["a"], ["b"])
+
+
+def header(body: bytes) -> dict[str, Any]:
+    (length,) = struct.unpack("<Q", body[:8])
+    found: dict[str, Any] = json.loads(body[8 : 8 + length])
+    return found
+
+
+def rebuilt(body: bytes, header_: dict[str, Any]) -> bytes:
+    (length,) = struct.unpack("<Q", body[:8])
+    text = json.dumps(header_).encode()
+    return struct.pack("<Q", len(text)) + text + body[8 + length :]
+
+
+def bad_updates(task: dict[str, Any]) -> dict[str, tuple[bytes, int, str]]:
+    """Bodies that must be refused, each with its status and kind."""
+    good = update_body(GOOD, task)
+    huge = rebuilt(good, header(good) | {"__metadata__": {"promptfed": "x" * 1_000_001}})
+    about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
+    infinite = torch.ones(4, 8)
+    infinite[1, 2] = torch.inf
+    return {
+        "empty": (b"", 415, "not-safetensors"),
+        "garbage": (b"\x80\x04garbage" * 20, 415, "not-safetensors"),
+        "truncated": (good[:-1], 415, "not-safetensors"),
+        "longer": (good + b"\0", 415, "not-safetensors"),
+        "header over 1 MB": (huge, 422, "header-too-large"),
+        "no metadata": (encode(GOOD), 422, "bad-metadata"),
+        "metadata is no JSON": (
+            rebuilt(good, header(good) | {"__metadata__": {"promptfed": "{"}}),
+            422,
+            "bad-metadata",
+        ),
+        "another metadata key": (
+            rebuilt(good, header(good) | {"__metadata__": {"promptfed": "{}", "x": "y"}}),
+            422,
+            "bad-metadata",
+        ),
+        "unknown metadata": (encode(GOOD, about | {"weight": 5}), 422, "bad-metadata"),
+        "no payload digest": (encode(GOOD, {"task_id": task["task_id"], "metrics": {}}), 422, "bad-metadata"),
+        "metrics of text": (encode(GOOD, about | {"metrics": {"loss": "low"}}), 422, "bad-metadata"),
+        "extra tensor": (update_body(GOOD | {"more": torch.ones(1)}, task), 422, "unknown-tensor"),
+        "missing tensor": (update_body({}, task), 422, "missing-tensor"),
+        "shape": (update_body({"context": torch.ones(8, 4)}, task), 422, "wrong-shape"),
+        "dtype": (update_body({"context": torch.ones(4, 8, dtype=torch.float16)}, task), 422, "wrong-dtype"),
+        "shape before dtype": (update_body({"context": torch.ones(8, 4).half()}, task), 422, "wrong-shape"),
+        "NaN": (update_body({"context": torch.full((4, 8), torch.nan)}, task), 422, "not-finite"),
+        "infinity": (update_body({"context": infinite}, task), 422, "not-finite"),
+        "norm": (update_body({"context": torch.full((4, 8), 3.0)}, task), 422, "norm-too-large"),
+        "another task": (update_body(GOOD, task, task_id="0" * 32), 422, "wrong-task"),
+        "another payload": (update_body(GOOD, task, payload_sha256="sha256:" + "0" * 64), 422, "wrong-payload"),
+        "norm before payload": (
+            update_body({"context": torch.full((4, 8), 3.0)}, task, payload_sha256="sha256:" + "0" * 64),
+            422,
+            "norm-too-large",
+        ),
+        "too large": (b"\0" * 2_000_001, 413, "too-large"),
+    }
+
+
+@pytest.mark.both_databases
+def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coordinator: InThread) -> None:
+    limits = {"max_update_norm": 10.0, "max_bytes": 2_000_000}
+    federation, (a, _), (task, _) = opened(coordinator, admission=limits)
+    before = everything(coordinator.engine, federation)
+    bad = bad_updates(task)
+    for name, (body, status, expected) in bad.items():
+        response = a.send(task, body)
+        assert (response.status_code, kind(response)) == (status, expected), (name, response.text)
+        assert response.headers["content-type"] == "application/problem+json"
+        assert response.json()["status"] == status
+    assert everything(coordinator.engine, federation) == before
+    assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+    view = coordinator.get(f"{federation}/clients")["clients"][0]
+    assert (view["name"], view["refusals"]) == ("a", len(bad))
+    assert (view["last_refusal"]["type"], view["last_refusal"]["status"]) == ("too-large", 413)
+    assert a.send(task, update_body(GOOD, task)).status_code == 201, "the task is still open"
+
+
+def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator: InThread) -> None:
+    federation, (a, _), (task, _) = opened(coordinator, admission={"max_bytes": 2_000_000})
+    before = everything(coordinator.engine, federation)
+    address = httpx.URL(f"{coordinator.url}{a.path}/tasks/{task['task_id']}/update")
+    lines = [f"PUT {address.path} HTTP/1.1", f"Host: {address.host}", "Content-Length: 900000000"]
+    lines += [f"{name}: {value}" for name, value in {**a.headers, "Content-Digest": content_digest(b"")}.items()]
+    with socket.create_connection((address.host, address.port), timeout=20) as caller:
+        caller.sendall("\r\n".join([*lines, "", "only this much"]).encode())
+        answer = caller.makefile("rb").readline()
+    assert answer.startswith(b"HTTP/1.1 413 "), answer
+    assert everything(coordinator.engine, federation) == before
+
+
+@pytest.mark.parametrize(
+    ("header_", "expected"),
+    [
+        (None, "digest-missing"),
+        ("md5=:AAAA:", "digest-missing"),
+        ("sha-256=:short:", "digest-missing"),
+        ("sha-256=:" + "A" * 43 + "=:", "digest-mismatch"),
+    ],
+)
+def test_the_content_digest_is_needed_and_checked(coordinator: InThread, header_: str | None, expected: str) -> None:
+    federation, (a, _), (task, _) = opened(coordinator)
+    headers = a.headers | ({"Content-Digest": header_} if header_ else {})
+    url = f"/v1/federations/{federation}/tasks/{task['task_id']}/update"
+    response = coordinator.http.put(url, content=update_body(GOOD, task), headers=headers)
+    assert (response.status_code, kind(response)) == (400, expected)
+    assert a.send(task, update_body(GOOD, task)).status_code == 201
+
+
+def test_a_digest_may_stand_among_others(coordinator: InThread) -> None:
+    _, (a, _), (task, _) = opened(coordinator)
+    body = update_body(GOOD, task)
+    response = a.send(task, body, **{"Content-Digest": f"sha-512=:AAAA:, {content_digest(body)}"})
+    assert response.status_code == 201
+
+
+def test_another_client_s_task_is_not_found(coordinator: InThread) -> None:
+    _, (a, b), (task_a, _) = opened(coordinator)
+    assert b.send(task_a, update_body(GOOD, task_a)).status_code == 404
+    assert b.http.get(task_a["payload"]["url"], headers=b.headers).status_code == 404
+    assert b.evaluate(task_a).status_code == 404
+    assert b.fail(task_a).status_code == 404
+    assert a.send({**task_a, "task_id": "nothing"}, b"").status_code == 404
+
+
+def test_an_answer_of_the_wrong_kind_is_refused(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    a, _ = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    task = coordinator.task(a)
+    assert kind(a.send(task, update_body(GOOD, task))) == "wrong-task-kind"
+    [_, _], [task, _] = (clients := [a, coordinator.client(federation, "b")]), coordinator.training(clients)
+    assert kind(a.evaluate(task)) == "wrong-task-kind"
+
+
+@pytest.mark.both_databases
+def test_an_evaluation_is_stored_once(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    a, _ = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    task = coordinator.task(a)
+    assert [a.evaluate(task).status_code, a.evaluate(task).status_code] == [201, 200]
+    assert kind(a.evaluate(task, accuracy=0.9)) == "already-answered"
+    url = f"/v1/federations/{federation}/tasks/{task['task_id']}/evaluation"
+    for accuracy in (1.5, -0.1, "NaN"):
+        body = {"splits": {"test": {"accuracy": accuracy, "num_samples": 3}}}
+        response = coordinator.http.put(url, json=body, headers=a.headers)
+        assert (response.status_code, kind(response)) == (422, "invalid-request")
+
+
+@pytest.mark.both_databases
+def test_a_reported_failure_is_not_waited_for(coordinator: InThread) -> None:
+    federation, (a, b), (task_a, task_b) = opened(coordinator, participation={"quorum": 0.5}, rounds=1)
+    assert [a.fail(task_a).status_code, a.fail(task_a).status_code] == [200, 200]
+    assert kind(a.send(task_a, update_body(GOOD, task_a))) == "phase-closed"
+    b.answer(task_b)
+    assert kind(b.fail(task_b)) == "already-answered"
+    coordinator.until(federation, phase="evaluation")
+    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
+    assert phase["failed"] == [{"client": "a", "type": "out-of-memory", "detail": "no room"}]
+
+
+def test_a_withdrawn_client_is_refused_and_its_task_cancelled(coordinator: InThread) -> None:
+    federation, (a, b, c), tasks = opened(coordinator, "a", "b", "c", rounds=1)
+    a.answer(tasks[0])
+    c.answer(tasks[2])
+    ids = {one["name"]: one["client_id"] for one in coordinator.get(f"{federation}/clients")["clients"]}
+    coordinator.delete(f"{federation}/clients/{ids['c']}?discard=true")
+    coordinator.delete(f"{federation}/clients/{ids['b']}")
+    for response in (b.task(), b.send(tasks[1], b""), b.evaluate(tasks[1]), c.task()):
+        assert (response.status_code, kind(response)) == (403, "withdrawn")
+    coordinator.until(federation, state="paused")  # a alone is under min_clients
+    coordinator.enrol(federation, "d")
+    coordinator.post(f"{federation}/resume")
+    d = coordinator.client(federation, "d")
+    assert d.answer(coordinator.task(d)).status_code == 201
+    coordinator.until(federation, phase="evaluation")
+    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
+    verdicts = {one["client"]: one["verdict"] for one in phase["updates"]}
+    assert verdicts == {"a": "counted", "c": "discarded", "d": "counted"}
+    assert phase["withdrawn"] == ["b", "c"]
+
+
+def test_only_so_many_uploads_at_once(coordinator_with: Callable[..., InThread]) -> None:
+    coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=0.2)
+    federation, (a, b), (task_a, task_b) = opened(coordinator)
+    go_on = threading.Event()
+
+    def slowly() -> Any:
+        yield body[:10]
+        go_on.wait(20)
+        yield body[10:]
+
+    body = update_body(GOOD, task_a)
+    url = f"/v1/federations/{federation}/tasks/{task_a['task_id']}/update"
+    results: list[int] = []
+    headers = a.headers | {"Content-Digest": content_digest(body)}
+    slow = threading.Thread(
+        target=lambda: results.append(coordinator.http.put(url, content=slowly(), headers=headers).status_code)
+    )
+    slow.start()
+    end = time.monotonic() + 20
+    while coordinator.app.state.uploads._running == 0:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    refused = b.send(task_b, update_body(GOOD, task_b))
+    assert (refused.status_code, kind(refused), refused.headers["retry-after"]) == (503, "too-many-uploads", "2")
+    go_on.set()
+    slow.join()
+    assert results == [201]
+    assert b.send(task_b, update_body(GOOD, task_b)).status_code == 201
+
+
+def test_more_uploads_wait_their_turn_within_a_bound(
+    coordinator_with: Callable[..., InThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=30)
+    federation, clients, tasks = opened(coordinator, "a", "b", "c")
+    bodies = [update_body(GOOD, task) for task in tasks]
+    monkeypatch.setattr("promptfed.coordinator.http.uploads.WAITING_BYTES", len(bodies[0]))
+    uploads = coordinator.app.state.uploads
+    go_on = threading.Event()
+    found: dict[str, int] = {}
+
+    def slowly() -> Any:
+        go_on.wait(20)
+        yield bodies[0]
+
+    def first() -> None:
+        url = f"/v1/federations/{federation}/tasks/{tasks[0]['task_id']}/update"
+        headers = clients[0].headers | {
+            "Content-Digest": content_digest(bodies[0]),
+            "Content-Length": str(len(bodies[0])),
+        }
+        found["a"] = coordinator.http.put(url, content=slowly(), headers=headers).status_code
+
+    def second() -> None:
+        found["b"] = clients[1].send(tasks[1], bodies[1]).status_code
+
+    def until(true: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not true():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    until(lambda: uploads._running == 1)
+    threads[1].start()
+    until(lambda: uploads._waiting_bytes > 0)
+    refused = clients[2].send(tasks[2], bodies[2])
+    assert (refused.status_code, kind(refused)) == (503, "too-many-uploads"), "nobody else may wait"
+    assert found == {}
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert found == {"a": 201, "b": 201}
+    assert (uploads._running, uploads._waiting_bytes) == (0, 0)
+    assert clients[2].send(tasks[2], bodies[2]).status_code == 201
+
+
+def test_an_upload_that_takes_too_long_or_is_cut_off_leaves_nothing(coordinator_with: Callable[..., InThread]) -> None:
+    coordinator = coordinator_with(upload_timeout_seconds=0.3)
+    federation, (a, _), (task, _) = opened(coordinator)
+    body = update_body(GOOD, task)
+
+    def stalling() -> Any:
+        yield body[:10]
+        time.sleep(1.0)
+        yield body[10:]
+
+    url = f"/v1/federations/{federation}/tasks/{task['task_id']}/update"
+    headers = a.headers | {"Content-Digest": content_digest(body)}
+    response = coordinator.http.put(url, content=stalling(), headers=headers)
+    assert (response.status_code, kind(response)) == (408, "upload-timeout")
+    assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+    assert a.send(task, body).status_code == 201
+
+
+@pytest.mark.both_databases
+def test_two_senders_of_one_task_are_answered_one_after_the_other(coordinator: InThread) -> None:
+    _, (a, _), (task, _) = opened(coordinator)
+    bodies = [update_body({"context": torch.full((4, 8), float(number))}, task) for number in range(2)] * 3
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda body=body: found.append(a.send(task, body).status_code)) for body in bodies
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [200, 200, 201, 409, 409, 409]
+
+
+def test_a_full_disk_is_said_and_costs_nothing(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    from promptfed.coordinator.store.blobs import Held
+
+    federation, (a, _), (task, _) = opened(coordinator)
+    before = everything(coordinator.engine, federation)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Held, "adopt", full)
+        response = a.send(task, update_body(GOOD, task))
+        assert (response.status_code, kind(response)) == (507, "storage-full")
+    assert everything(coordinator.engine, federation) == before
+    assert a.send(task, update_body(GOOD, task)).status_code == 201
+
+
+def test_a_secret_is_not_told_in_any_answer(coordinator: InThread) -> None:
+    federation, (a, _), _ = opened(coordinator)
+    for path in ("", "/clients", "/rounds", "/metrics"):
+        text = coordinator.http.get(f"/v1/federations/{federation}{path}", headers=coordinator.operator).text
+        assert secret_of("a") not in text
+    assert canonical_json(coordinator.http.get("/metrics").text).find('"a"') == -1
+    assert coordinator.http.get(a.path, headers=bearer(secret_of("a"))).status_code == 403

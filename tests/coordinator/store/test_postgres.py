@@ -1,0 +1,296 @@
+"""The coordinator on PostgreSQL: one at a time, with its own data folder, and said in one line where that cannot be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+
+from promptfed.coordinator.__main__ import main
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, InUse
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.opening import Store, open_store
+from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.tables import EventRow, FederationRow, TokenRow
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_clients import drive
+from tests.support.postgres import PASSWORD, PostgresServer
+
+
+def opened(folder: Path, url: str, wait: float = 5.0) -> Store:
+    return open_store(Settings(data_dir=folder, database_url=SecretStr(url), database_wait_seconds=wait))
+
+
+def test_one_coordinator_at_a_time(postgres: PostgresServer, tmp_path: Path) -> None:
+    url = postgres.database()
+    first = opened(tmp_path / "one", url)
+    with pytest.raises(InUse, match=r"another coordinator works on the database at 127.0.0.1:\d+/db\d+"):
+        opened(tmp_path / "two", url, wait=0)
+    with pytest.raises(InUse, match="another coordinator works on"):
+        opened(tmp_path / "one", postgres.database(), wait=0)
+    first.close()
+    opened(tmp_path / "one", url).close()
+
+
+def test_another_schema_is_another_database(postgres: PostgresServer, tmp_path: Path) -> None:
+    url = postgres.database()
+    name = url.rsplit("/", 1)[1]
+    postgres.execute("CREATE SCHEMA other", name)
+    first = opened(tmp_path / "one", url)
+    second = opened(tmp_path / "two", f"{url}?options=-csearch_path%3Dother")
+    tables = "SELECT schemaname FROM pg_tables WHERE tablename = 'federations' ORDER BY 1"
+    assert postgres.execute(tables, name) == [("other",), ("public",)]
+    first.close()
+    second.close()
+
+
+def test_the_lock_of_one_that_ends_is_waited_for(postgres: PostgresServer) -> None:
+    url = postgres.schema()
+    first, second = Database(PostgreSQL(url)), Database(PostgreSQL(url))
+    first.connect(wait_seconds=0)
+    with pytest.raises(InUse):
+        second.connect(wait_seconds=0)
+    ending = threading.Timer(0.3, first.close)
+    ending.start()
+    second.connect(wait_seconds=20)
+    assert not ending.is_alive()
+    second.close()
+
+
+def test_a_folder_and_a_database_that_do_not_belong_together_are_refused(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    with in_thread(tmp_path / "one") as server:
+        federation = server.create(rounds=1)
+        clients = server.enrol(federation, "a", "b")
+        server.post(f"{federation}/start")
+        drive(clients)
+        blobs = sorted(server.engine.blobs.all())
+    used, unused = postgres.schema(), postgres.schema()
+    with in_thread(tmp_path / "two", database_url=used) as server:
+        server.create()
+    for folder, url in (("one", unused), ("one", used), ("two", unused), ("three", used)):
+        with pytest.raises(CannotOpen, match="do not belong together"):
+            opened(tmp_path / folder, url)
+    with in_thread(tmp_path / "one") as server:
+        assert sorted(server.engine.blobs.all()) == blobs != [], "no sweep has taken them away"
+        assert server.get(federation)["state"] == "finished"
+    with in_thread(tmp_path / "two", database_url=used) as server:
+        assert server.get("eyes")["state"] == "enrolling"
+
+
+def test_a_folder_from_before_it_had_a_name_is_taken_over(tmp_path: Path) -> None:
+    with in_thread(tmp_path) as server:
+        server.create()
+        with server.engine.database.write() as session:
+            session.execute(text("DELETE FROM store"))
+    (tmp_path / "store.id").unlink()
+    with in_thread(tmp_path) as server:
+        assert server.get("eyes")["state"] == "enrolling"
+
+
+def test_durability_is_asked_for_where_the_database_would_not_give_it(postgres: PostgresServer, tmp_path: Path) -> None:
+    url = postgres.database()
+    name = url.rsplit("/", 1)[1]
+    for setting, expected in (("off", "on"), ("remote_apply", "remote_apply")):
+        postgres.execute(f"ALTER DATABASE {name} SET synchronous_commit = {setting}")
+        store = opened(tmp_path / "data", url)
+        with store.database.write() as session:
+            assert session.execute(text("SHOW synchronous_commit")).scalar() == expected
+        store.close()
+
+
+def test_readers_see_one_commit_and_cannot_write(postgres: PostgresServer, tmp_path: Path) -> None:
+    store = opened(tmp_path / "data", postgres.schema())
+    count = text("SELECT count(*) FROM store")
+    with store.database.read() as reader:
+        assert reader.execute(count).scalar() == 1
+        with store.database.write() as writer:
+            writer.execute(text("INSERT INTO store VALUES ('another')"))
+        assert reader.execute(count).scalar() == 1
+    with store.database.read() as reader:
+        assert reader.execute(count).scalar() == 2
+    with pytest.raises(DatabaseAway, match="read-only transaction"), store.database.read() as reader:
+        reader.execute(text("DELETE FROM store"))
+    store.close()
+
+
+def test_event_numbers_grow_with_the_commits_and_large_numbers_fit(postgres: PostgresServer, tmp_path: Path) -> None:
+    """The stream goes on after the last number seen: a smaller one that commits later would be lost."""
+    with in_thread(tmp_path, database_url=postgres.schema()) as server:
+        federation = server.create()
+        server.enrol(federation, "a", num_samples=1 << 40)
+        with pytest.raises(IntegrityError), server.engine.change(federation) as change:
+            change.tell("never-committed")
+            change.session.add(TokenRow(digest="x", federation_id="nobody", created_at="", expires_at=""))
+        threads = [threading.Thread(target=server.token, args=(federation,)) for _ in range(4)]
+        threads += [threading.Thread(target=server.enrol, args=(federation, name)) for name in "bcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with server.engine.database.read() as session:
+            rows = list(session.query(EventRow).order_by(EventRow.id))
+            row = session.get_one(FederationRow, federation)
+            assert row.name == "eyes"
+        assert [row.kind for row in rows] == ["federation-created", *["client-enrolled"] * 4]
+        assert sorted(row.data["client"] for row in rows[1:]) == list("abcd")
+
+
+REFUSED = {
+    "an encoding that cannot hold every name": ("SQL_ASCII", "has encoding SQL_ASCII: create it with ENCODING 'UTF8'"),
+    "tables of a later version": ("later", "was made by another version"),
+    "an account that may not make tables": ("rights", "permission denied"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_database_that_will_not_do_is_refused_in_one_line(
+    case: str, postgres: PostgresServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, told = REFUSED[case]
+    url = postgres.database()
+    name = url.rsplit("/", 1)[1]
+    if kind == "SQL_ASCII":
+        postgres.execute(f"DROP DATABASE {name}")
+        postgres.execute(f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' LOCALE_PROVIDER libc TEMPLATE template0")
+    elif kind == "later":
+        postgres.execute("CREATE TABLE alembic_version (version_num varchar(32) NOT NULL)", name)
+        postgres.execute("INSERT INTO alembic_version VALUES ('9999')", name)
+    else:
+        postgres.execute("REVOKE CREATE ON SCHEMA public FROM public", name)
+        postgres.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'p'")
+        url = url.replace(url.split("//")[1].split("@")[0], f"{name}:p")
+    file = tmp_path / "url"
+    file.write_text(url + "\n")
+    assert main(["--data-dir", str(tmp_path / "data"), "--port", "0", "--database-url-file", str(file)]) == 2
+    assert told in last_line(capsys)
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line for people; all others are the log's."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
+    assert len(lines) == 1, lines
+    assert PASSWORD not in lines[0]
+    assert lines[0].startswith("coordinator: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("@127.0.0.1:", "@127.0.0.2:"), "Connection refused"),
+        (("s3cret", "wrong"), "password authentication failed"),
+        (("/postgres?", "/nobody?"), "does not exist"),
+    ],
+)
+def test_a_database_that_is_away_at_the_start_is_waited_for_and_given_up(
+    change: tuple[str, str],
+    told: str,
+    postgres: PostgresServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = postgres.schema().replace(*change)
+    start = time.monotonic()
+    options = ["--port", "0", "--database-url", url, "--database-wait-seconds", "0.2"]
+    assert main(["--data-dir", str(tmp_path), "--log-level", "debug", *options]) == 3
+    assert time.monotonic() - start < 5
+    line = last_line(capsys)
+    assert told in line
+    assert line.endswith("given up after 0.2 s")
+
+
+def test_a_database_that_comes_in_time_is_taken(postgres: PostgresServer, tmp_path: Path) -> None:
+    url = postgres.schema()
+    postgres.stop()
+    coming = threading.Timer(0.5, postgres.start)
+    coming.start()
+    try:
+        with in_thread(tmp_path, database_url=url, database_wait_seconds=30) as server:
+            assert server.http.get("/readyz").status_code == 200
+    finally:
+        coming.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--database-url", "mysql://u:hidden@h/n"], "must be postgresql+psycopg://"),
+        (["--database-url", "postgresql+psycopg://u:hidden@h:port/n"], "cannot be read"),
+        (["--database-url", "postgresql://u:hidden@h/n", "--database-url-file", "x"], "give one of them"),
+        (["--database-url-file", "/nowhere/url"], "/nowhere/url cannot be read: No such file"),
+        (["--database-url-file", "/dev/null"], "/dev/null is empty"),
+        (["--database-wait-seconds", "-1"], "--database-wait-seconds"),
+    ],
+)
+def test_a_database_that_is_not_named_well_is_said_without_the_password(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--data-dir", str(tmp_path), "--port", "0", *options]) == 2
+    output = capsys.readouterr().err
+    assert told in output
+    assert "hidden" not in output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_the_url_comes_from_a_variable_or_a_file_and_is_never_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = "postgresql+psycopg://u:hidden@h/n"
+    monkeypatch.setenv("PROMPTFED_COORDINATOR_DATABASE_URL", url)
+    assert Settings().url() == url
+    assert "hidden" not in repr(Settings())
+    monkeypatch.delenv("PROMPTFED_COORDINATOR_DATABASE_URL")
+    (tmp_path / "url").write_text(f"{url}\n")
+    monkeypatch.setenv("PROMPTFED_COORDINATOR_DATABASE_URL_FILE", str(tmp_path / "url"))
+    assert Settings().url() == url
+
+
+@pytest.mark.parametrize("variable", ["URL", "URL_FILE"])
+def test_an_option_is_the_answer_whatever_the_environment_says(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served: list[str | None] = []
+    monkeypatch.setattr("promptfed.coordinator.http.server.serve", lambda settings: served.append(settings.url()) or 0)
+    (tmp_path / "url").write_text("postgresql://a@h/n")
+    monkeypatch.setenv(f"PROMPTFED_COORDINATOR_DATABASE_{variable}", {"URL": "postgresql://b@h/n"}.get(variable, "/no"))
+    assert main(["--database-url="]) == main(["--database-url-file", str(tmp_path / "url")]) == 0
+    monkeypatch.setenv(f"PROMPTFED_COORDINATOR_DATABASE_{variable}", "")
+    assert main([]) == 0
+    assert served == [None, "postgresql://a@h/n", None]
+
+
+@pytest.mark.both_databases
+def test_names_are_ordered_by_code_point(coordinator: InThread) -> None:
+    federation = coordinator.create(participation={"min_clients": 4})
+    clients = coordinator.enrol(federation, "b", "A", "a-1", "B", "a1")
+    names = [one["name"] for one in coordinator.get(f"{federation}/clients?limit=2&after=A")["clients"]]
+    assert names == ["B", "a-1"]
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    phase = coordinator.get(f"{federation}/rounds/1")["phases"][0]
+    assert [one["client"] for one in phase["updates"]] == sorted(client.name for client in clients)
+
+
+@pytest.mark.both_databases
+def test_text_that_a_database_cannot_hold_is_refused_or_kept(coordinator: InThread) -> None:
+    federation = coordinator.create(participation={"min_clients": 1})
+    token: dict[str, Any] = {"token": coordinator.token(federation)}
+    refused = coordinator.client(federation, "a").enrol(token["token"], device="gpu\0")
+    assert (refused.status_code, refused.json()["errors"][0]["path"]) == (422, "body.device")
+    [client] = coordinator.enrol(federation, "a", class_names=["nul \0", "snow ☃", "𝛼"])
+    coordinator.post(f"{federation}/start")
+    task = coordinator.task(client)
+    body = {"type": "broken\0", "detail": "𝛼 \0 ☃"}
+    path = f"{client.path}/tasks/{task['task_id']}/failure"
+    assert client.http.post(path, json=body, headers=client.headers).status_code == 200
+    report = coordinator.get(f"{federation}/rounds/0")["evaluation"]["failed"]
+    assert report == [{"client": "a", **body}]

@@ -1,0 +1,151 @@
+"""`promptfed demo` with its real processes: the result's form, death and restart, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from promptfed.cli.demo import demo_sites, demo_spec
+from promptfed.cli.main import app
+from promptfed.sdk.exit_codes import Exit
+from promptfed.shared.data.demo import DEMOS
+
+DEMO = [sys.executable, "-m", "promptfed", "demo"]
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*DEMO, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def services(parent: int) -> dict[str, psutil.Process]:
+    """The demo's own processes by name: coordinator and clients."""
+    found = {}
+    for child in psutil.Process(parent).children(recursive=True):
+        try:
+            command = child.cmdline()
+        except psutil.Error:
+            continue
+        names = [part.removeprefix("--name=") for part in command if part.startswith("--name=")]
+        if "promptfed.coordinator" in command or names:
+            found[names[0] if names else "coordinator"] = child
+    return found
+
+
+def wait_for(what: str, condition: Callable[[], Any], seconds: float = 90.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:.0f} s"
+        time.sleep(0.1)
+    return found
+
+
+def log_says(folder: Path, log: str, text: str) -> bool:
+    path = folder / log
+    return path.exists() and text in path.read_text()
+
+
+def check_result(result: dict[str, Any], data: str, method: str, rounds: int) -> None:
+    assert list(result) == ["method", "rounds", "seconds", "zero_shot", "federated", "bytes_up", "bytes_down"]
+    assert (result["method"], result["rounds"]) == (method, rounds)
+    clients = {f"client:{name}" for name, _ in DEMOS[data].clients}
+    splits = set(result["federated"])
+    assert splits == set(result["zero_shot"])
+    assert clients < splits
+    assert [name.split(":")[0] for name in splits - clients] == ["unseen"]
+    assert all(0 < accuracy <= 1 for accuracy in [*result["zero_shot"].values(), *result["federated"].values()])
+
+
+def test_symbols_survive_kills_on_the_way(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    demo = start("--rounds", "3", "--json", "--keep", str(folder))
+    try:
+        victim = DEMOS["symbols"].clients[0][0]
+        found = wait_for(
+            "a first round",
+            lambda: services(demo.pid) if log_says(folder, f"client-{victim}.log", "train: loss") else None,
+        )
+        found[victim].kill()
+        found["coordinator"].kill()
+        out, errors = demo.communicate(timeout=120)
+    finally:
+        demo.kill()
+    assert demo.returncode == Exit.OK, errors
+    assert log_says(folder, f"client-{victim}.log", "nrolled")
+    result = json.loads(out.splitlines()[-1])
+    check_result(result, "symbols", "promptfl", 3)
+    # Three rounds of a context (16, d_t) from three clients, and what stands around the tensors.
+    assert 3 * 3 * 16 * 64 * 4 < result["bytes_up"] < 300_000
+    assert not any(process.is_running() for process in found.values())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    demo = start("--rounds", "50", "--keep", str(folder))
+    try:
+        found = wait_for("the start of all five", lambda: all_started(services(demo.pid)))
+        os.kill(demo.pid, sent)
+        _, errors = demo.communicate(timeout=30)
+    finally:
+        demo.kill()
+    assert demo.returncode == Exit.INTERRUPTED, errors
+    assert not any(process.is_running() for process in found.values())
+
+
+def all_started(found: dict[str, psutil.Process]) -> dict[str, psutil.Process] | None:
+    return found if len(found) == 5 else None
+
+
+@pytest.mark.parametrize("method", [pytest.param("zero_shot", marks=pytest.mark.slow), "coop"])
+def test_digits_with_methods_that_send_nothing(method: str) -> None:
+    done = subprocess.run(
+        [*DEMO, "--data", "digits", "--method", method, "--rounds", "1", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == Exit.OK, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    check_result(result, "digits", method, 1)
+    assert "unseen:inverted" in result["federated"]
+    if method == "zero_shot":
+        assert result["federated"] == result["zero_shot"]
+        assert result["bytes_up"] == 0
+    else:
+        assert result["bytes_up"] < 3000, "a context left its client"
+
+
+def test_the_unseen_domain_is_left_out_where_nobody_has_a_classifier_for_it() -> None:
+    demo = DEMOS["symbols"]
+    roles = {
+        method: [site.role for site in demo_sites(demo, demo_spec(demo, method, None, 0))]
+        for method in ("pfedpg", "fedpgp", "singleset_vpt")
+    }
+    assert roles["pfedpg"] == ["trainer"] * 3
+    assert roles["fedpgp"] == roles["singleset_vpt"] == ["trainer"] * 3 + ["evaluator"]
+
+
+def test_what_the_demo_refuses(tmp_path: Path) -> None:
+    runner = CliRunner()
+    unknown = runner.invoke(app, ["demo", "--data", "letters"])
+    assert unknown.exit_code == Exit.BAD_INPUT
+    assert "symbols" in unknown.stderr
+    (tmp_path / "file").write_text("")
+    full = runner.invoke(app, ["demo", "--keep", str(tmp_path)])
+    assert full.exit_code == Exit.BAD_INPUT
+    assert "not empty" in full.stderr
+    method = runner.invoke(app, ["demo", "--method", "promptfk"])
+    assert method.exit_code == Exit.REFUSED
+    assert "did you mean 'promptfl'" in method.stderr
+    assert runner.invoke(app, ["demo", "--rounds", "0"]).exit_code == Exit.USAGE

@@ -1,0 +1,170 @@
+"""`promptfed doctor`, and `--check` of a client: a line for everything, what to do, and nothing joined."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from promptfed.cli.main import app
+from promptfed.client_service.__main__ import main as client
+from promptfed.client_service.joining import doctor as doctor_module
+from promptfed.sdk.exit_codes import Exit
+from promptfed.shared.clip import shape_of
+from tests.support import exports
+from tests.support.coordinators import InThread, in_thread
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
+    """It has a federation of the embedded backbone in which two classes are to be told apart."""
+    with in_thread(tmp_path_factory.mktemp("coordinator") / "data") as server:
+        backbone = exports.backbone()
+        about = {"fingerprint": backbone.fingerprint, "shape": shape_of(backbone).model_dump()}
+        spec = {"name": "pets", "method": {"name": "promptfl", "m": 4}, "class_names": ["cat", "dog"]}
+        server.post("/v1/federations", spec | {"backbone": about}, status=201)
+        yield server
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backbone is at hand, and a coordinator that does not answer is not waited for long."""
+    backbone = exports.backbone()
+    monkeypatch.setattr(doctor_module, "open_backbone", lambda spec, device, allowed: backbone)
+    monkeypatch.setattr(doctor_module, "ANSWER_SECONDS", 0.3)
+
+
+@pytest.fixture
+def token(coordinator: InThread, tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(coordinator.token("pets"))
+    return path
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """A folder of a data owner's: a folder for each class."""
+    for place, name in enumerate(("cat", "dog")):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(6):
+            noise = Image.effect_noise((32, 32), 20 + 10 * number).rotate(90 * place)
+            noise.save(tmp_path / "pets" / name / f"{number}.png")
+    return tmp_path / "pets"
+
+
+def doctor(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def verdicts(done: Result) -> dict[str, str]:
+    return {check["name"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
+
+
+def joining(server: InThread, token: Path, pets: Path, **changes: Any) -> list[str]:
+    options = {
+        "coordinator": server.url,
+        "federation": "pets",
+        "enrolment-token-file": token,
+        "data": f"folder:{pets}",
+        "state-dir": token.parent / "state",
+    } | changes
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+def test_everything_is_right(coordinator: InThread, token: Path, pets: Path) -> None:
+    done = doctor(*joining(coordinator, token, pets), "--json")
+    assert done.exit_code == Exit.OK, done.output
+    found = verdicts(done)
+    assert set(found.values()) <= {"pass", "warn"}
+    assert {found[name] for name in ("data", "images", "coordinator", "clock", "backbone", "method")} == {"pass"}
+    leaves = json.loads(done.stdout)["leaves"]
+    assert leaves["declared"]["class_names"] == ["cat", "dog"]
+    assert [one["name"] for one in leaves["exchanges"][0]["tensors"]] == ["context"]
+    assert str(pets) not in done.stdout.replace(json.dumps(str(token.parent / "state"))[1:-1], "")
+    assert coordinator.get("pets/clients")["clients"] == []  # nobody has joined
+    assert not (token.parent / "state").exists()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_without_a_coordinator_the_machine_is_looked_at(pets: Path) -> None:
+    done = doctor("--data", f"folder:{pets}")
+    assert done.exit_code == Exit.OK, done.output
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.split()[1:2] == ["data"]] == ["pass"]
+    assert any(line.startswith("warn  coordinator") and "--enrolment-token-file" in line for line in lines)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InThread, token: Path, pets: Path) -> None:
+    (pets / "cat").rename(pets / "axolotl")
+    done = doctor(*joining(coordinator, token, pets), "--json")
+    assert done.exit_code == Exit.BAD_INPUT
+    found = verdicts(done)
+    assert {name for name, verdict in found.items() if verdict == "fail"} == {"method"}
+    assert found["backbone"] == found["coordinator"] == found["data"] == "pass"
+    assert "'axolotl'" in done.stdout
+    assert done.stderr.splitlines()[-1] == "promptfed: not ready: method"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "why"),
+    [
+        ({"coordinator": "http://127.0.0.1:1"}, "coordinator", "no answer"),
+        ({"coordinator": "http://192.0.2.1"}, "coordinator", "--allow-plain-http"),
+        ({"federation": "absent"}, "coordinator", "no federation 'absent': ask the operator for the"),
+        ({"data": "folder:/absent"}, "data", "/absent"),
+        ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
+    ],
+)
+@pytest.mark.usefixtures("loaded")
+def test_what_fails_says_why(
+    coordinator: InThread, token: Path, pets: Path, changes: dict[str, str], name: str, why: str
+) -> None:
+    done = doctor(*joining(coordinator, token, pets, **changes), "--json")
+    assert done.exit_code == Exit.BAD_INPUT, done.output
+    (check,) = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]
+    assert check["verdict"] == "fail"
+    assert why in check["text"]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_what_fails_says_what_to_do(coordinator: InThread, token: Path, pets: Path, tmp_path: Path) -> None:
+    token.write_text("0" * 64)
+    lines = doctor(*joining(coordinator, token, pets, data=str(pets))).stdout.splitlines()
+    (asked,) = [line for line in lines if line.startswith("fail  coordinator")]
+    assert asked.endswith("ask the operator for a new enrolment token")
+    (looked,) = [line for line in lines if line.startswith("fail  data")]
+    assert f"write folder:{pets} for folders of images" in looked
+    looked = doctor("--data", f"folder:{pets / 'cat'}").stdout
+    assert "put the images of each class into a folder of the class's name" in looked
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_method_of_domains_wants_words_for_the_images(coordinator: InThread, pets: Path, tmp_path: Path) -> None:
+    spec = {"name": "domains", "method": {"name": "fast_pt"}, "class_names": ["cat", "dog"]}
+    coordinator.post("/v1/federations", spec, status=201)
+    token = tmp_path / "token"
+    token.write_text(coordinator.token("domains"))
+    given = joining(coordinator, token, pets, federation="domains")
+    without = doctor(*given, "--json")
+    assert without.exit_code == Exit.BAD_INPUT
+    assert "give --domain" in without.stdout
+    with_words = doctor(*given, "--json", "--domain", "a photo of a {} indoors")
+    assert with_words.exit_code == Exit.OK, with_words.output
+    assert json.loads(with_words.stdout)["leaves"]["declared"]["domain"]["description"] == "a photo of a {} indoors"
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_client_checks_the_same_and_joins_nothing(
+    coordinator: InThread, token: Path, pets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert client([*joining(coordinator, token, pets), "--check"]) == 0
+    said = capsys.readouterr().err
+    assert "pass  coordinator" in said
+    assert "Never leaves it: images" in said
+    assert coordinator.get("pets/clients")["clients"] == []

@@ -1,0 +1,240 @@
+"""The command against a real coordinator: what it prints, its exit codes, its errors in one line."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from promptfed.cli.main import app
+from promptfed.runtime.processes import Processes
+from promptfed.sdk.exit_codes import Exit
+from promptfed.shared.clip import load_backbone
+
+FINGERPRINT = "sha256:" + "1" * 64
+SPEC: dict[str, Any] = {"method": {"name": "promptfl", "m": 4}, "rounds": 2, "backbone": {"fingerprint": FINGERPRINT}}
+
+
+class Command:
+    """Runs `promptfed ...` against one coordinator."""
+
+    def __init__(self, folder: Path, url: str, token: Path):
+        self.folder, self.url, self.token = folder, url, token
+
+    def __call__(self, *arguments: str, url: str | None = None, token: Path | None = None) -> Result:
+        options = ["--coordinator", url or self.url, "--token-file", str(token or self.token)]
+        return CliRunner().invoke(app, ["federation", *arguments, *options])
+
+    def spec(self, name: str, **changes: Any) -> str:
+        path = self.folder / f"{name}.yaml"
+        path.write_text(json.dumps(SPEC | {"name": name} | changes))
+        return str(path)
+
+    def create(self, name: str, **changes: Any) -> dict[str, Any]:
+        done = self("create", self.spec(name, **changes), "--no-backbone", "--json")
+        assert done.exit_code == Exit.OK, done.output
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def enrol(self, federation: str, name: str, **changes: Any) -> httpx.Response:
+        token = json.loads(self("token", federation, "--json").stdout)["token"]
+        body = {
+            "name": name,
+            "secret": secrets.token_hex(32),
+            "num_samples": 5,
+            "class_names": ["cat", "dog"],
+            "backbone_fingerprint": FINGERPRINT,
+            "backbone_shape": {"d_t": 8, "d_e": 8},
+        } | changes
+        url = f"{self.url}/v1/federations/{federation}/clients"
+        return httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"})
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    folder = tmp_path_factory.mktemp("cli")
+    data, port_file = folder / "data", folder / "url"
+    with Processes(folder) as processes:
+        managed = processes.start(
+            "coordinator", ["-m", "promptfed.coordinator", f"--data-dir={data}", "--port=0", f"--port-file={port_file}"]
+        )
+        deadline = time.monotonic() + 60
+        while not port_file.exists():
+            assert managed.process.poll() is None, managed.tail(20)
+            assert time.monotonic() < deadline, managed.tail(20)
+            time.sleep(0.05)
+        yield Command(folder, port_file.read_text().strip(), data / "operator.token")
+
+
+def test_create_list_and_status(command: Command) -> None:
+    created = command.create("listed")
+    listed = json.loads(command("list", "--json").stdout)
+    assert created["id"] in {one["id"] for one in listed}
+    status = command("status", "listed")
+    assert "listed" in status.stdout
+    assert "promptfl, enrolling" in status.stdout
+    assert FINGERPRINT in status.stdout
+    assert json.loads(command("status", created["id"], "--json").stdout)["name"] == "listed"
+    assert "listed" in command("list").stdout
+
+
+def test_dry_run_creates_nothing(command: Command) -> None:
+    done = command("create", command.spec("imagined"), "--no-backbone", "--dry-run")
+    assert done.exit_code == Exit.OK
+    assert "nothing was created" in done.stdout
+    assert command("status", "imagined").exit_code == Exit.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rounds": 0}, "rounds"),
+        ({"colour": 1}, "colour: unknown key"),
+        ({"method": {"name": "promptfk"}}, "did you mean 'promptfl'"),
+        ({"training": {"epochs": "2"}}, "training.epochs"),
+    ],
+)
+def test_a_bad_spec_is_refused_in_one_line_with_its_path(command: Command, changes: dict[str, Any], says: str) -> None:
+    done = command("create", command.spec("bad", **changes), "--no-backbone")
+    assert done.exit_code == Exit.REFUSED
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert command("status", "bad").exit_code == Exit.REFUSED
+
+
+def test_a_spec_that_is_no_spec(command: Command, tmp_path: Path) -> None:
+    for text, says in [("a: [", "not YAML"), ("- 1", "must hold a mapping"), (None, "cannot read")]:
+        path = tmp_path / "spec.yaml"
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        done = command("create", str(path), "--no-backbone")
+        assert done.exit_code == Exit.BAD_INPUT
+        assert says in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_name_is_taken_once(command: Command) -> None:
+    command.create("twice")
+    done = command("create", command.spec("twice"), "--no-backbone")
+    assert done.exit_code == Exit.REFUSED
+    assert "twice" in done.stderr
+
+
+def test_wrong_moments_say_where_the_federation_stands(command: Command) -> None:
+    command.create("early", participation={"min_clients": 2})
+    nobody = command("start", "early")
+    assert nobody.exit_code == Exit.REFUSED
+    assert "2" in nobody.stderr
+    assert "0" in nobody.stderr
+    for verb in ("pause", "resume"):
+        done = command(verb, "early")
+        assert done.exit_code == Exit.REFUSED
+        assert "enrolling" in done.stderr
+    assert "cancelled" in command("cancel", "early").stdout
+    assert command("watch", "early").exit_code == Exit.FEDERATION_ENDED_BADLY
+
+
+def test_tokens_and_addresses(command: Command, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("not the token\n")
+    assert command("list", token=wrong).exit_code == Exit.NOT_ALLOWED
+    missing = command("list", token=tmp_path / "missing")
+    assert missing.exit_code == Exit.BAD_INPUT
+    assert "missing" in missing.stderr
+    away = command("list", url="http://127.0.0.1:9")
+    assert away.exit_code == Exit.UNREACHABLE
+    assert "http://127.0.0.1:9" in away.stderr
+    assert len(away.stderr.strip().splitlines()) == 1
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.handle_request).start()
+        elsewhere = command("list", url=f"http://127.0.0.1:{other.server_port}")
+    assert elsewhere.exit_code == Exit.FAILED
+    assert "is that a coordinator's address?" in elsewhere.stderr
+    none = CliRunner(env={"PROMPTFED_OPERATOR_TOKEN": ""}).invoke(app, ["federation", "list"])
+    assert none.exit_code == Exit.NOT_ALLOWED
+    assert "--token-file" in none.stderr
+
+
+def test_an_enrolment_token_is_written_for_its_owner_alone(command: Command, tmp_path: Path) -> None:
+    command.create("minted")
+    out = tmp_path / "enrolment.token"
+    done = command("token", "minted", "--out", str(out))
+    assert done.exit_code == Exit.OK
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    assert out.read_text().strip() not in done.output
+
+
+def test_start_pause_resume_and_prompts(command: Command, tmp_path: Path) -> None:
+    command.create("running")
+    assert command.enrol("running", "hospital-a").status_code == 201
+    assert "running" in command("start", "running").stdout
+    assert "paused" in command("pause", "running").stdout
+    assert "running" in command("resume", "running").stdout
+    out = tmp_path / "prompts.safetensors"
+    written = json.loads(command("prompts", "running", "--out", str(out), "--json").stdout)
+    assert load_file(out)["context"].shape == (4, 8)
+    as_json = json.loads(command("prompts", "running").stdout)
+    assert as_json["state_hash"] == written["state_hash"]
+    assert torch.allclose(torch.tensor(as_json["tensors"]["context"]["data"]), load_file(out)["context"])
+    assert command("prompts", "running", "--round", "7").exit_code == Exit.REFUSED
+
+
+def test_words_become_a_context_where_the_command_has_the_backbone(command: Command, tmp_path: Path) -> None:
+    words = {"name": "promptfl", "m": 4, "context_init": "a photo of a"}
+    bare = command("create", command.spec("bare-words", method=words), "--no-backbone")
+    assert bare.exit_code == Exit.OK
+    assert command.enrol("bare-words", "hospital-a").status_code == 201
+    refused = command("start", "bare-words")
+    assert refused.exit_code == Exit.REFUSED
+    assert "initial-state" in refused.stderr
+
+    random = {"model": "promptfed-tiny", "pretrained": "random"}
+    made = command("create", command.spec("words", method=words, backbone=random), "--json")
+    assert made.exit_code == Exit.OK, made.output
+    backbone = load_backbone("promptfed-tiny", "random")
+    found = json.loads(made.stdout)
+    assert found["backbone"]["fingerprint"] == backbone.fingerprint
+    shape = {"d_t": backbone.d_t, "d_e": backbone.d_e}
+    other = command.enrol("words", "hospital-a", backbone_shape=shape)
+    assert other.status_code == 409, other.text
+    full = found["spec"]["backbone"]["shape"]
+    enrolled = command.enrol("words", "hospital-a", backbone_fingerprint=backbone.fingerprint, backbone_shape=full)
+    assert enrolled.status_code == 201, enrolled.text
+    assert command("start", "words").exit_code == Exit.OK
+    out = tmp_path / "words.safetensors"
+    assert command("prompts", "words", "--out", str(out)).exit_code == Exit.OK
+    assert torch.equal(load_file(out)["context"], backbone.embed_words("a photo of a"))
+
+
+def test_a_backbone_that_is_not_there(command: Command) -> None:
+    done = command("create", command.spec("lost", backbone={"model": "ViT-B-61"}))
+    assert done.exit_code == Exit.BAD_INPUT
+    assert "ViT-B-16" in done.stderr
+    other = {"model": "promptfed-tiny", "pretrained": "random", "fingerprint": FINGERPRINT}
+    wrong = command("create", command.spec("lost", backbone=other))
+    assert wrong.exit_code == Exit.BAD_INPUT
+    assert "fingerprint" in wrong.stderr
+
+
+def test_methods_are_listed_and_described() -> None:
+    listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
+    assert {"zero_shot", "coop", "promptfl", "promptfl_prox"} <= {one["name"] for one in listed}
+    one = CliRunner().invoke(app, ["methods", "promptfl_prox"])
+    assert "mu" in one.stdout
+    assert "context (m, d_t) float32" in one.stdout
+    unknown = CliRunner().invoke(app, ["methods", "promptfk"])
+    assert unknown.exit_code == Exit.BAD_INPUT
+    assert "did you mean 'promptfl'" in unknown.stderr

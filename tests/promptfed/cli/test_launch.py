@@ -1,0 +1,263 @@
+"""`promptfed launch`: GPUs dealt out, what is refused before anything starts, and a real federation of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from promptfed.cli.launch import check_port
+from promptfed.cli.main import app
+from promptfed.runtime.gpus import choose_gpus, gpus_of_engine
+from promptfed.runtime.processes import ProcessFailed
+from promptfed.runtime.run_file import read_run
+from promptfed.runtime.services import Services, Site
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.shared.spec import parse_spec
+from tests import ROOT
+
+SPEC = """
+name: tiny
+method: {name: promptfl}
+rounds: 2
+participation: {min_clients: 2}
+clients:
+  - {name: a, data: "symbols:neon?per_class=2&test_per_class=2"}
+  - {name: b, data: "symbols:quickdraw?per_class=2&test_per_class=2"}
+  - {name: referee, data: "symbols:sketch?test_per_class=2", role: evaluator}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+class Api:
+    """A coordinator that answers what `Services` asks of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.enrolled = 0
+
+    def post(self, path: str, body: Any = None) -> dict[str, str]:
+        self.calls.append(("POST", path, body))
+        return {"id": "fed-1", "token": "enrol-me"}
+
+    def call(self, verb: str, path: str, **request: Any) -> None:
+        self.calls.append((verb, path, request["content"]))
+
+    def get(self, path: str, **_: Any) -> dict[str, Any]:
+        assert path == "/v1/federations/fed-1/clients"
+        return {"clients": [{}] * self.enrolled, "next": None}
+
+
+class Fake(Services):
+    """Services that only remember what they were told to start; each client enrols at the next look."""
+
+    def __init__(self) -> None:
+        self.api = Api()  # type: ignore[assignment]
+        self.started: list[tuple[str, str | None]] = []
+        self.token = ""
+        self.dies: str | None = None
+
+    def hand_out(self, token: str) -> None:
+        assert not self.started, "a client would look for a token that is not there yet"
+        self.token = token
+
+    def start_client(self, federation: str, site: Site, gpu: str | None) -> None:
+        assert federation == "fed-1"
+        self.started.append((site.name, gpu))
+
+    def watch(self) -> list[str]:
+        if self.dies:
+            raise ProcessFailed(self.dies)
+        self.api.enrolled += 1  # type: ignore[attr-defined]
+        return []
+
+
+def sites(count: int) -> list[Site]:
+    return [Site(f"site-{number}", "symbols:neon") for number in range(count)]
+
+
+def test_gpus_are_dealt_out_in_turn() -> None:
+    services, heard = Fake(), []
+    services.enrol("fed-1", sites(5), heard.append, ["cuda:0", "cuda:1"])
+    assert [gpu for _, gpu in services.started] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"]
+    assert services.token == "enrol-me"
+    assert heard == [0, 1, 2, 3, 4, 5]
+    without = Fake()
+    without.enrol("fed-1", sites(2), heard.append)
+    assert without.started == [("site-0", None), ("site-1", None)]
+
+
+def test_a_client_that_ends_instead_of_enrolling() -> None:
+    services = Fake()
+    services.dies = "client-site-0 ended with 3: no such folder"
+    with pytest.raises(ProcessFailed, match="no such folder"):
+        services.enrol("fed-1", sites(1), lambda count: None)
+
+
+def test_an_initial_state_is_sent_where_there_is_one() -> None:
+    services = Fake()
+    assert services.create({"name": "x"}) == "fed-1"
+    assert services.create({"name": "y"}, b"tensors") == "fed-1"
+    assert [call[2] for call in services.api.calls] == [{"name": "x"}, {"name": "y"}, b"tensors"]  # type: ignore[attr-defined]
+    assert services.api.calls[-1][:2] == ("PUT", "/v1/federations/fed-1/initial-state")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"), [("auto", ["g0", "g1"]), ("none", []), ("1", ["g0"]), ("2", ["g0", "g1"])]
+)
+def test_gpus_that_there_are(asked: str, chosen: list[str]) -> None:
+    assert choose_gpus(asked, lambda: ["g0", "g1"]) == chosen
+
+
+def test_gpus_that_there_are_not() -> None:
+    with pytest.raises(CommandError, match=r"--gpus 3 asks for more GPUs than there are \(2\)"):
+        choose_gpus("3", lambda: ["g0", "g1"])
+    assert choose_gpus("auto", list) == []
+    for asked in ("all", "0", "-1", "1.5", ""):
+        with pytest.raises(CommandError, match="use auto, none or a number"):
+            choose_gpus(asked, lambda: ["g0"])
+
+
+def test_gpus_of_the_engine_are_those_of_nvidias_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus_of_engine() == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$*" = "--query-gpu=uuid --format=csv,noheader" ] && printf "GPU-a\\nGPU-b\\n"\n')
+    tool.chmod(0o755)
+    assert gpus_of_engine() == ["GPU-a", "GPU-b"]
+    tool.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert gpus_of_engine() == []
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield int(listening.getsockname()[1])
+
+
+def refusal(*arguments: str) -> tuple[int, str]:
+    """Exit code and the one line on stderr of ``promptfed launch``."""
+    done = CliRunner().invoke(app, ["launch", *arguments])
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.exit_code, done.stderr
+
+
+def test_a_port_in_use(spec: Path, taken: int) -> None:
+    code, said = refusal(str(spec), "--port", str(taken))
+    assert code == Exit.BAD_INPUT
+    assert f"port {taken} cannot be used (Address already in use): give --port another" in said
+    check_port(0)
+
+
+def test_more_clients_than_there_are(spec: Path) -> None:
+    code, said = refusal(str(spec), "--clients", "3")
+    assert code == Exit.BAD_INPUT
+    assert "lists 2 trainers, not 3" in said
+
+
+def test_fewer_clients_than_the_spec_wants(spec: Path) -> None:
+    code, said = refusal(str(spec), "--clients", "1")
+    assert code == Exit.BAD_INPUT
+    assert "1 clients train; participation.min_clients wants 2: give more clients, or lower it" in said
+
+
+@pytest.mark.parametrize("runtime", ["process", "docker"])
+def test_more_gpus_than_there_are(spec: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        f"promptfed.cli.launch.gpus_of_{'torch' if runtime == 'process' else 'engine'}", lambda: ["one"]
+    )
+    code, said = refusal(str(spec), "--runtime", runtime, "--gpus", "2")
+    assert code == Exit.BAD_INPUT
+    assert "--gpus 2 asks for more GPUs than there are (1)" in said
+
+
+def test_no_engine_answers(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    code, said = refusal(str(spec), "--runtime", "docker", "--json")
+    assert code == Exit.UNREACHABLE
+    assert "no Docker engine answers" in said
+
+
+def test_a_spec_that_cannot_run(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(SPEC.replace("promptfl", "promptfk"))
+    code, said = refusal(str(path))
+    assert code == Exit.BAD_INPUT
+    assert "did you mean 'promptfl'" in said
+    path.write_text(SPEC.replace("rounds: 2", "rounds: none"))
+    assert "rounds" in refusal(str(path))[1]
+
+
+def test_the_documented_run_file(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(name: .*?)```", (ROOT / "docs" / "containers.md").read_text(), re.DOTALL)
+    path = tmp_path / "styles.yaml"
+    path.write_text(block)
+    run = read_run(path)
+    assert [site.role for site in run.sites] == ["trainer", "trainer", "evaluator"]
+    assert parse_spec(run.spec).participation.min_clients == 2
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "promptfed", "launch", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_a_federation_of_processes(spec: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    launched = start(str(spec), "--json", "--keep", str(folder), "--gpus", "none")
+    out, errors = launched.communicate(timeout=150)
+    assert launched.returncode == Exit.OK, errors
+    result = json.loads(out)
+    assert (result["method"], result["runtime"], result["rounds"]) == ("promptfl", "process", 2)
+    assert set(result["federated"]) == {"client:a", "client:b", "unseen:sketch"} == set(result["zero_shot"])
+    assert result["state_hash"].startswith("sha256:")
+    assert {"coordinator.log", "client-a.log", "client-b.log", "client-referee.log"} <= set(os.listdir(folder))
+
+
+@pytest.mark.slow
+def test_data_that_is_not_there_ends_it_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(SPEC.replace("symbols:quickdraw", "symbols:slowdraw"))
+    launched = start(str(path))
+    _, errors = launched.communicate(timeout=120)
+    assert launched.returncode == Exit.FAILED
+    assert "client-b ended with 3" in errors.splitlines()[-1]
+    assert "slowdraw" in errors.splitlines()[-1]
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_everything(spec: Path, sent: int) -> None:
+    launched = start(str(spec))
+    assert launched.stderr is not None
+    for line in launched.stderr:
+        if "have enrolled" in line:
+            break
+    services = psutil.Process(launched.pid).children(recursive=True)
+    assert len(services) == 4
+    launched.send_signal(sent)
+    launched.communicate(timeout=30)
+    assert launched.returncode == Exit.INTERRUPTED
+    assert not any(one.is_running() for one in services)

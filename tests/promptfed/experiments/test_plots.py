@@ -1,0 +1,77 @@
+"""Plots: which there are for which bench, and that they show the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from PIL import Image
+
+from promptfed.experiments import plots
+from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.plots import draw
+from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.runner import Bench
+from promptfed.experiments.tables import TableRow, rows_of
+from tests.promptfed.experiments.test_runner import accuracy, result
+
+
+def bench(protocol: str, **setting: Any) -> Bench:
+    return Bench(PROTOCOLS[protocol], parse_entries("promptfl,coop"), Setting(("digits",), **setting), (0,))
+
+
+def results(rounds: tuple[int, ...] = (0, 1, 2)) -> list[dict[str, Any]]:
+    return [
+        result(*(accuracy("test", base + 0.1 * round, 0.2, round) for round in rounds), label=label)
+        for label, base in (("promptfl", 0.3), ("coop", 0.5))
+    ]
+
+
+def filled(path: Path) -> bool:
+    """Whether the picture holds something besides its background."""
+    return len(np.unique(np.asarray(Image.open(path).convert("L")))) > 10
+
+
+def test_personalisation_gets_its_clients_and_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[float]] = []
+    plot = Axes.plot
+
+    def watched(self: Axes, x: Any, y: Any, **options: Any) -> Any:
+        drawn.append(list(y))
+        return plot(self, x, y, **options)
+
+    monkeypatch.setattr(Axes, "plot", watched)
+    described = bench("personalisation")
+    found = results()
+    paths = draw(described, rows_of(described, found), found, tmp_path)
+    assert {path.name for path in paths} == {"clients.png", "rounds-trainers.png"}
+    assert all(filled(path) and path.with_suffix(".pdf").stat().st_size > 1000 for path in paths)
+    assert drawn == [pytest.approx([30, 40, 50]), pytest.approx([50, 60, 70])]
+
+
+def test_two_evaluations_are_no_curve(tmp_path: Path) -> None:
+    described = bench("personalisation")
+    found = results(rounds=(0, 2))
+    assert [path.name for path in draw(described, rows_of(described, found), found, tmp_path)] == ["clients.png"]
+
+
+def test_few_shot_curves(tmp_path: Path) -> None:
+    described = bench("few-shot:leave-one-domain-out", domains=("a", "b"), curve=(1, 4))
+    rows = [
+        TableRow("zero-shot", ({"1 shot": 0.2, "4 shots": 0.2},)),
+        TableRow("promptfl", ({"1 shot": 0.3, "4 shots": 0.4}, {"1 shot": 0.2, "4 shots": 0.6})),
+    ]
+    [path] = draw(described, rows, [], tmp_path)
+    assert path.name == "few-shot.png"
+    assert filled(path)
+
+
+def test_more_methods_than_colours_differ_in_style() -> None:
+    pairs = {
+        (plots.COLOURS[k % len(plots.COLOURS)], plots.STYLES[k // len(plots.COLOURS) % len(plots.STYLES)])
+        for k in range(20)
+    }
+    assert len(pairs) == 20

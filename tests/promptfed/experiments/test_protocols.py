@@ -1,0 +1,179 @@
+"""Protocols: who gets which images, and what their accuracies come to, computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from promptfed.experiments.protocols import PROTOCOLS, Setting, with_options
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.simulated import Accuracy
+from promptfed.shared.data import open_source
+
+SYMBOLS = "symbols:{domain}?topic=weather&per_class=2&test_per_class=2"
+THREE = Setting((SYMBOLS,), domains=("sketch", "neon", "chalk"))
+
+
+def one(client: str, split: str, accuracy: float, zero_shot: float = 0.5, role: str = "trainer") -> Accuracy:
+    return Accuracy(1, client, role, None, split, accuracy, zero_shot, 10)
+
+
+def learned(found: Accuracy) -> float:
+    return found.accuracy
+
+
+def template(found: Accuracy) -> float | None:
+    return found.zero_shot
+
+
+def test_base_to_novel_divides_the_base_classes_and_shows_novel_ones_to_nobody() -> None:
+    data = "symbols:sketch?topic=games&per_class=2&test_per_class=2"
+    [trial] = PROTOCOLS["base-to-novel"].trials(Setting((data,), clients=3), seed=1, personal=True)
+    base, novel = open_source(f"{data}&classes=base"), open_source(f"{data}&classes=novel")
+    assert trial.spec["class_names"] == list(base.class_names)
+    own = [set(open_source(site.data).class_names) for site in trial.sites]
+    assert len(own) == 3
+    assert set.union(*own) == set(base.class_names)
+    assert sum(map(len, own)) == len(base.class_names)
+    for site in trial.sites:
+        assert open_source(site.tests["base"]).class_names == base.class_names
+        assert open_source(site.tests["novel"]).class_names == novel.class_names
+    again = PROTOCOLS["base-to-novel"].trials(Setting((data,), clients=3), seed=1, personal=True)
+    other = PROTOCOLS["base-to-novel"].trials(Setting((data,), clients=3), seed=2, personal=True)
+    assert again == [trial]
+    assert [set(open_source(site.data).class_names) for site in other[0].sites] != own
+
+
+def test_several_data_sets_are_one_federation_without_common_class_names() -> None:
+    data = tuple(f"symbols:sketch?topic={topic}&per_class=2&test_per_class=2" for topic in ("games", "tools"))
+    [trial] = PROTOCOLS["base-to-novel"].trials(Setting(data, classes_per_client=2), seed=0, personal=False)
+    assert trial.spec["class_names"] is None
+    for number, uri in enumerate(data):
+        base = open_source(f"{uri}&classes=base").class_names
+        mine = [site for site in trial.sites if site.name.startswith(f"data{number}-")]
+        assert len(mine) == -(-len(base) // 2)
+        assert all(open_source(site.tests["base"]).class_names == base for site in mine)
+
+
+def test_base_to_novel_takes_the_harmonic_mean_of_the_means() -> None:
+    rows = [
+        one("a", "test", 0.8), one("b", "test", 0.6), one("a", "base", 0.5), one("b", "base", 0.3),
+        one("a", "novel", 0.2), one("b", "novel", 0.2),
+    ]  # fmt: skip
+    found = PROTOCOLS["base-to-novel"].scores({"all": rows}, learned)
+    assert found["local"] == pytest.approx(0.7)
+    assert found["base"] == pytest.approx(0.4)
+    assert found["novel"] == pytest.approx(0.2)
+    assert found["harmonic mean"] == pytest.approx(3 / (1 / 0.7 + 1 / 0.4 + 1 / 0.2))
+
+
+def test_leave_one_domain_out_never_trains_on_the_target() -> None:
+    trials = PROTOCOLS["leave-one-domain-out"].trials(THREE, seed=0, personal=False)
+    assert [trial.name for trial in trials] == ["sketch", "neon", "chalk"]
+    for trial in trials:
+        trainers = [site for site in trial.sites if site.role == "trainer"]
+        [referee] = [site for site in trial.sites if site.role == "evaluator"]
+        assert [site.name for site in trainers] == [name for name in THREE.domains if name != trial.name]
+        assert all(trial.name not in site.data for site in trainers)
+        assert all(not site.tests for site in trainers)
+        assert trial.name in referee.data
+
+
+def test_a_personal_method_is_tested_on_the_target_by_every_client() -> None:
+    [trial, *_] = PROTOCOLS["leave-one-domain-out"].trials(THREE, seed=0, personal=True)
+    assert all("symbols:sketch" in site.tests["target"] and site.role == "trainer" for site in trial.sites)
+    rows = {
+        "sketch": [
+            one("a", "test", 0.9), one("a", "target", 0.4), one("b", "target", 0.2), one("b", "test", 0.7),
+            one("t", "test", 0.1, role="evaluator"),
+        ],
+        "neon": [one("a", "test", 0.5), one("t", "test", 0.6, role="evaluator")],
+    }  # fmt: skip
+    found = PROTOCOLS["leave-one-domain-out"].scores(rows, learned)
+    assert found == pytest.approx({"sketch": 0.3, "neon": 0.6, "mean": 0.45, "clients": 0.7})
+
+
+def test_personalisation_shows_the_worst_client() -> None:
+    rows = [one("a", "test", 0.9, 0.1), one("b", "test", 0.5, 0.3), one("b", "target", 0.0)]
+    protocol = PROTOCOLS["personalisation"]
+    assert protocol.scores({"all": rows}, learned) == pytest.approx(
+        {"mean": 0.7, "sd of clients": 0.2, "worst client": 0.5}
+    )
+    assert protocol.scores({"all": rows}, template)["worst client"] == pytest.approx(0.1)
+
+
+def test_personalisation_by_partition_and_by_domain() -> None:
+    protocol = PROTOCOLS["personalisation"]
+    data = "symbols:sketch?topic=games&per_class=6&test_per_class=6"
+    setting = Setting((data,), clients=3, partition="dirichlet", alpha=0.5)
+    [trial] = protocol.trials(setting, seed=4, personal=True)
+    whole = open_source(data)
+    assert sum(len(open_source(site.data).train) for site in trial.sites) == len(whole.train)
+    assert trial.spec["class_names"] == list(whole.class_names)
+    [by_domain] = protocol.trials(THREE, seed=0, personal=True)
+    assert [open_source(site.data).domain.name for site in by_domain.sites] == list(THREE.domains)  # type: ignore[union-attr]
+
+
+def test_cross_dataset_tests_on_every_other_data_set() -> None:
+    data = tuple(f"symbols:sketch?topic={topic}&per_class=4&test_per_class=2" for topic in ("games", "tools", "faces"))
+    protocol = PROTOCOLS["cross-dataset"]
+    setting = Setting(data, clients=2, partition="iid")
+    [shared] = protocol.trials(setting, seed=0, personal=False)
+    [personal] = protocol.trials(setting, seed=0, personal=True)
+    assert [set(site.tests) for site in shared.sites] == [{"source", "data1", "data2"}, set()]
+    assert [set(site.tests) for site in personal.sites] == [{"source", "data1", "data2"}] * 2
+    assert open_source(shared.sites[0].tests["data2"]).class_names == open_source(data[2]).class_names
+    rows = [one("a", "source", 0.9), one("a", "data1", 0.6), one("b", "data1", 0.2), one("a", "data2", 0.1)]
+    found = protocol.scores({"all": [*rows, one("a", "test", 0.0)]}, learned)
+    assert found == pytest.approx({"source": 0.9, "data1": 0.4, "data2": 0.1, "mean": 0.25})
+    assert set(protocol.columns(setting)) == set(found)
+
+
+def test_few_shots_are_a_curve_of_the_other_protocol() -> None:
+    protocol = PROTOCOLS["few-shot:leave-one-domain-out"]
+    setting = Setting((SYMBOLS,), THREE.domains, ("neon",), curve=(1, 2))
+    trials = protocol.trials(setting, seed=0, personal=False)
+    assert [trial.name for trial in trials] == ["1 shot/neon", "2 shots/neon"]
+    assert [len(open_source(trial.sites[0].data).train) for trial in trials] == [10, 20]
+    rows = {
+        "1 shot/neon": [one("t", "test", 0.3, role="evaluator"), one("a", "test", 0.1)],
+        "2 shots/neon": [one("t", "test", 0.5, role="evaluator"), one("a", "test", 0.1)],
+    }
+    assert protocol.scores(rows, learned) == pytest.approx({"1 shot": 0.3, "2 shots": 0.5})
+    assert protocol.columns(setting) == ("1 shot", "2 shots")
+
+
+def test_validation_and_shots_reach_every_uri() -> None:
+    setting = Setting((SYMBOLS.replace("per_class=2&", "per_class=8&"),), THREE.domains, shots=1, validation=0.25)
+    [trial, *_] = PROTOCOLS["leave-one-domain-out"].trials(setting, seed=0, personal=False)
+    for site in trial.sites:
+        assert "validation=0.25" in site.data
+        assert ("shots=1" in site.data) == (site.role == "trainer")
+
+
+def test_what_a_uri_says_itself_stays() -> None:
+    assert (
+        with_options("digits?shots=2", {"shots": 4, "classes": "base", "client": None}) == "digits?shots=2&classes=base"
+    )
+    assert with_options("digits", {"client": 0}) == "digits?client=0"
+    assert with_options("digits", {}) == "digits"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "setting", "complaint"),
+    [
+        ("leave-one-domain-out", Setting(("symbols:sketch",), ("a", "b")), "needs one --data with {domain}"),
+        ("leave-one-domain-out", Setting((SYMBOLS,), ("sketch",)), "at least two --domains"),
+        (
+            "leave-one-domain-out",
+            Setting((SYMBOLS,), ("sketch", "neon"), ("chalk",)),
+            "chalk is not one of the domains",
+        ),
+        ("personalisation", Setting(("digits", "digits")), "takes one --data"),
+        ("personalisation", Setting((SYMBOLS,)), "needs --domains"),
+        ("cross-dataset", Setting(("digits",)), "at least two --data"),
+        ("base-to-novel", Setting(("nothing:",)), "unknown data source"),
+    ],
+)
+def test_a_setting_that_a_protocol_cannot_use_is_refused(protocol: str, setting: Setting, complaint: str) -> None:
+    with pytest.raises(CommandError, match=complaint):
+        PROTOCOLS[protocol].trials(setting, seed=0, personal=False)

@@ -1,0 +1,346 @@
+"""A bench from the command line to its table: what it runs, what it keeps, and how its numbers come about."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from promptfed.cli.bench import make_bench
+from promptfed.cli.main import app
+from promptfed.experiments import runner as bench_module
+from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.provenance import data_hash
+from promptfed.experiments.runner import Bench, Runner, costs, measured, run_all, scores_of
+from promptfed.experiments.tables import TableRow, cell, markdown, rows_of
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.shared.data import open_source
+
+DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=3"
+ARGUMENTS = [
+    "bench", "personalisation", "--methods", "promptfl,coop:m=2", "--data", DATA, "--partition", "iid",
+    "--clients", "2", "--rounds", "1", "--m", "4", "--json",
+]  # fmt: skip
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    found = CliRunner().invoke(app, list(arguments))
+    return found.exit_code, found.stdout, found.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("bench")
+    code, stdout, stderr = invoke(*ARGUMENTS, "--seeds", "0", "--out", str(out))
+    assert code == 0, stderr
+    return out, json.loads(stdout.splitlines()[-1])
+
+
+def test_it_writes_results_with_their_provenance(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, shown = finished
+    whole = json.loads((out / "results.json").read_text())
+    assert {key: value for key, value in whole.items() if key != "runs"} == shown
+    assert [(run["label"], run["seed"]) for run in whole["runs"]] == [("promptfl", 0), ("coop:m=2", 0)]
+    for run in whole["runs"]:
+        assert run["spec"]["method"]["m"] == (4 if run["label"] == "promptfl" else 2)
+        assert run["spec"]["participation"]["min_clients"] == 2
+        assert {one["round"] for one in run["accuracies"]} == {0, 1}
+        assert run["provenance"]["packages"]["torch"]
+        assert run["backbone"].startswith("sha256:")
+    first, second = whole["runs"]
+    assert first["data"] == second["data"]
+    assert first["data"].startswith("sha256:")
+    assert first["state_hash"] != second["state_hash"]
+
+
+def test_the_table_is_what_the_clients_measured(finished: tuple[Path, dict[str, Any]]) -> None:
+    out, shown = finished
+    run = json.loads((out / "results.json").read_text())["runs"][0]
+    last = [one for one in run["accuracies"] if one["round"] == 1]
+    rows = {row["label"]: row for row in shown["table"]}
+    assert list(rows) == ["zero-shot", "promptfl", "coop:m=2"]
+    mean = sum(one["accuracy"] for one in last) / 2
+    assert rows["promptfl"]["scores"][0]["mean"] == pytest.approx(mean)
+    assert rows["promptfl"]["scores"][0]["worst client"] == min(one["accuracy"] for one in last)
+    assert rows["zero-shot"]["scores"][0]["mean"] == pytest.approx(sum(one["zero_shot"] for one in last) / 2)
+    assert rows["promptfl"]["costs"]["bytes_up"] > 4 * 4 * 112  # m x d_t float32
+    assert f"| promptfl | {100 * mean:.1f}" in (out / "table.md").read_text()
+
+
+def test_it_goes_on_where_it_stopped(finished: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    out, shown = finished
+    asked: list[str] = []
+    simulate = bench_module.simulate
+
+    def counted(spec: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        asked.append(spec["method"]["name"])
+        return simulate(spec, *rest, **options)
+
+    monkeypatch.setattr(bench_module, "simulate", counted)
+    code, stdout, _ = invoke(*ARGUMENTS, "--seeds", "0", "--out", str(out))
+    assert (code, asked) == (0, [])
+    assert json.loads(stdout.splitlines()[-1])["table"] == shown["table"]
+    victim = next(path for path in (out / "runs").glob("*.json") if '"label": "promptfl"' in path.read_text())
+    victim.unlink()
+    code, stdout, _ = invoke(*ARGUMENTS, "--seeds", "0", "--out", str(out))
+    assert (code, asked) == (0, ["promptfl"])
+    again, before = (found["table"] for found in (json.loads(stdout.splitlines()[-1]), shown))
+    assert [row["scores"] for row in again] == [row["scores"] for row in before]
+
+
+def report(asked: int, up: int, down: int, seconds: list[float]) -> dict[str, Any]:
+    phase = {
+        "asked": [f"c{k}" for k in range(asked)],
+        "bytes_up": up,
+        "bytes_down": down,
+        "updates": [{"metrics": {"train_seconds": one, "trained_parameters": asked + 1.0}} for one in seconds],
+    }
+    return {"round": 1, "phases": [phase]}
+
+
+def test_costs_are_per_client_and_round() -> None:
+    empty = {"round": 0, "phases": []}
+    found = costs([empty, report(2, 200, 100, [1.0, 3.0]), report(4, 800, 400, [1.0, 1.0, 1.0, 1.0])])
+    assert found == {"bytes_up": 150.0, "bytes_down": 75.0, "seconds": 1.5, "trained": 4.0}
+    assert costs([empty]) == {"bytes_up": 0.0, "bytes_down": 0.0, "seconds": 0.0, "trained": 0.0}
+
+
+def accuracy(split: str, value: float, zero_shot: float | None, round: int = 2) -> dict[str, Any]:
+    return {
+        "round": round, "client": "a", "role": "trainer", "domain": None, "split": split, "accuracy": value,
+        "zero_shot": zero_shot, "num_samples": 5,
+    }  # fmt: skip
+
+
+def result(*rows: dict[str, Any], label: str = "promptfl", seed: int = 0) -> dict[str, Any]:
+    cost = {"bytes_up": 2000.0, "bytes_down": 10.0, "seconds": 0.5, "trained": 7.0}
+    return {"label": label, "seed": seed, "trial": "all", "rounds": 2, "accuracies": list(rows), "costs": cost}
+
+
+def test_variants_have_rows_of_their_own_and_only_the_last_round_counts() -> None:
+    protocol = PROTOCOLS["personalisation"]
+    found = result(accuracy("test", 0.9, 0.1, round=1), accuracy("test", 0.5, 0.3), accuracy("test@adapted", 0.7, 0.3))
+    scores, zero_shot = scores_of(protocol, [found])
+    assert {variant: one["mean"] for variant, one in scores.items()} == {"": 0.5, "adapted": 0.7}
+    assert zero_shot is not None
+    assert zero_shot["mean"] == 0.3
+    assert scores_of(protocol, [result(accuracy("test", 0.5, None))])[1] is None
+
+
+def test_seeds_become_mean_and_deviation_and_what_is_below_zero_shot_is_flagged() -> None:
+    described = Bench(PROTOCOLS["personalisation"], parse_entries("promptfl"), Setting((DATA,)), (0, 1))
+    results = [
+        result(accuracy("test", 0.5, 0.55), seed=0),
+        result(accuracy("test", 0.3, 0.45), seed=1),
+    ]
+    rows = rows_of(described, results)
+    assert [row.label for row in rows] == ["zero-shot", "promptfl"]
+    text = markdown(described, rows)
+    assert "| zero-shot | 50.0 ± 7.1 |" in text
+    assert "| promptfl | 40.0 ± 14.1 ▼ | 0.0 ± 0.0 | 40.0 ± 14.1 ▼ | 7 | 2.0 kB | 10 B | 0.50 |" in text
+    alone = TableRow("x", ({"mean": 0.5},))
+    assert cell(alone, "mean", None) == "50.0"
+
+
+def test_a_method_is_compared_with_zero_shot_over_its_own_class_names() -> None:
+    described = Bench(PROTOCOLS["personalisation"], parse_entries("promptfl,fedtpg,coop"), Setting((DATA,)), (0,))
+    results = [
+        result(accuracy("test", 0.6, 0.55)),
+        result(accuracy("test", 0.8, 0.9), label="fedtpg"),
+        result(accuracy("test", 0.5, 0.55), label="coop"),
+    ]
+    rows = rows_of(described, results)
+    labels = ["zero-shot", "promptfl", "zero-shot, as for fedtpg", "fedtpg", "coop"]
+    assert [row.label for row in rows] == labels
+    text = markdown(described, rows)
+    for line in ("| zero-shot | 55.0 |", "| zero-shot, as for fedtpg | 90.0 |", "| promptfl | 60.0 |"):
+        assert line in text
+    assert "| fedtpg | 80.0 ▼ |" in text
+    assert "| coop | 50.0 ▼ |" in text
+
+
+def test_a_run_of_another_protocol_is_used_again_under_this_ones_name(tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    tables = []
+    for name, setting in (
+        ("few-shot:personalisation", Setting((DATA,), clients=2, partition="iid", curve=(1,))),
+        ("personalisation", Setting((DATA,), clients=2, partition="iid", shots=1)),
+    ):
+        described = Bench(PROTOCOLS[name], parse_entries("zero_shot"), setting, (0,), {"rounds": 1})
+        rows = rows_of(described, run_all(described, runner, lambda done, total, job: None))
+        tables.append(rows[-1].scores[0])
+    assert len(list((tmp_path / "runs").glob("*.json"))) == 1
+    assert tables[0] == {"1 shot": tables[1]["mean"]}
+    assert set(tables[1]) == {"mean", "sd of clients", "worst client"}, "no column for the domain that all share"
+
+
+def test_a_job_that_cannot_run_is_named_and_finished_ones_stay(tmp_path: Path) -> None:
+    setting = Setting((DATA,), clients=2, partition="iid")
+    described = Bench(
+        PROTOCOLS["personalisation"], parse_entries("zero_shot,promptfl:m=40"), setting, (0,), {"rounds": 1}
+    )
+    with pytest.raises(CommandError, match="promptfl:m=40, seed 0: "):
+        run_all(described, Runner(tmp_path), lambda done, total, job: None)
+    assert len(list((tmp_path / "runs").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"--seeds": "0,0"}, "must be different"),
+        ({"--seeds": "a"}, "write whole numbers"),
+        ({"--methods": "promptfl:m=[1"}, "the value of 'm=[1' cannot be read"),
+        ({"--methods": "promptfl:seed=3"}, "seeds are given by --seeds"),
+        ({"--data": DATA + "&client=0"}, "sets client itself"),
+        ({"--data": DATA + "&shots=1", "--shots": "2"}, "sets shots itself"),
+        ({"--methods": "nothing"}, "there is no method"),
+        ({"--data": "symbols:nowhere"}, "unknown domain"),
+        ({"--methods": "promptfl:training.epochs=0"}, "training.epochs"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path: Path, change: dict[str, str], complaint: str) -> None:
+    arguments = dict(zip(ARGUMENTS[2:-1:2], ARGUMENTS[3:-1:2], strict=True)) | {"--seeds": "0"} | change
+    code, _, stderr = invoke(
+        "bench", "personalisation", *(part for pair in arguments.items() for part in pair), "--out", str(tmp_path)
+    )
+    assert code == Exit.BAD_INPUT
+    assert complaint in " ".join(stderr.split())
+
+
+def test_an_unknown_protocol_and_a_method_in_the_spec_are_refused(tmp_path: Path) -> None:
+    code, _, stderr = invoke("bench", "guessing", *ARGUMENTS[2:], "--out", str(tmp_path))
+    assert code == Exit.BAD_INPUT
+    assert "there is no protocol 'guessing'" in stderr
+    spec = tmp_path / "base.yaml"
+    spec.write_text("method: {name: promptfl}\n")
+    code, _, stderr = invoke(*ARGUMENTS, "--spec", str(spec), "--out", str(tmp_path))
+    assert code == Exit.BAD_INPUT
+    assert "names a method" in " ".join(stderr.split())
+    spec.write_text("seed: 1\n")
+    code, _, stderr = invoke(*ARGUMENTS, "--spec", str(spec), "--out", str(tmp_path))
+    assert (code, "names a seed" in " ".join(stderr.split())) == (Exit.BAD_INPUT, True)
+
+
+def test_novel_classes_are_never_those_that_the_uri_trains_on(tmp_path: Path) -> None:
+    """With classes=base in the URI, both halves would be its base classes."""
+    with pytest.raises(CommandError, match="sets classes itself"):
+        make_bench("base-to-novel", "coop", Setting((DATA + "&classes=base",)), "0", None, None, None)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{"])
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.raises(CommandError, match=r"run\.json cannot be read: remove it"):
+        bench_module.read_result(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["embedded", "--methods", "promptfl", "--rounds", "2"], "--methods, --rounds"),
+        (["paper:plan-pacs", "--data", "symbols:neon"], "--data"),
+        (["personalisation", "--data", "symbols:neon", "--reduced"], "--reduced"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(tmp_path: Path, arguments: list[str], named: str) -> None:
+    code, _, stderr = invoke("bench", *arguments, "--out", str(tmp_path / "out"))
+    assert code == Exit.BAD_INPUT
+    assert f"bench {arguments[0]} takes no {named}:" in " ".join(stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["base-to-novel", "--partition", "iid", "--alpha", "1", "--curve", "2"], "--alpha, --curve, --partition"),
+        (["base-to-novel", "--classes-per-client", "2", "--clients", "3"], "--clients"),
+        (["leave-one-domain-out", "--domains", "a,b", "--clients", "3"], "--clients"),
+        (["personalisation", "--partition", "iid", "--alpha", "1"], "--alpha"),
+        (
+            ["personalisation", "--domains", "neon,sketch", "--classes-per-client", "2"],
+            "--classes-per-client, --domains",
+        ),
+        (["cross-dataset", "--targets", "neon"], "--targets"),
+        (["few-shot:personalisation", "--shots", "3"], "--shots"),
+    ],
+)
+def test_options_that_a_protocol_does_not_look_at_are_refused(tmp_path: Path, arguments: list[str], named: str) -> None:
+    code, _, stderr = invoke(
+        "bench", *arguments, "--data", DATA, "--methods", "zero_shot", "--out", str(tmp_path / "out")
+    )
+    assert code == Exit.BAD_INPUT
+    assert f"bench {arguments[0]} takes no {named}: it looks at none with" in " ".join(stderr.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
+    """Every field of a setting, changed: the federations differ if and only if the protocol says that it is used."""
+    plain = "symbols:sketch?topic=games&per_class=8&test_per_class=2"
+    by_domain = plain.replace("sketch", "{domain}")
+    changed = {
+        "domains": ("neon", "chalk"), "targets": ("neon",), "clients": 3, "classes_per_client": 2, "partition": "iid",
+        "alpha": 50.0, "shots": 2, "validation": 0.5, "curve": (2,),
+    }  # fmt: skip
+    settings = {
+        "base-to-novel": Setting((plain,), clients=2),
+        "leave-one-domain-out": Setting((by_domain,), ("neon", "sketch")),
+        "personalisation": Setting((plain,), clients=2, partition="dirichlet", alpha=30.0),
+        "cross-dataset": Setting((plain, "digits"), clients=2, partition="dirichlet", alpha=30.0),
+    }
+    settings |= {f"few-shot:{name}": one for name, one in settings.items()}
+    settings["few-shot:personalisation"] = Setting((by_domain,), ("neon", "sketch"))
+    for name, setting in settings.items():
+        protocol = PROTOCOLS[name]
+        before = protocol.trials(setting, 0, False)
+        for field, value in changed.items():
+            other = replace(setting, **{field: value})
+            differs = protocol.trials(other, 0, False) != before
+            assert differs == (field in protocol.used(other) | protocol.used(setting)), (name, field)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["leave-one-domain-out", "--domains", "neon,neon"], "--domains: neon is given twice"),
+        (
+            ["leave-one-domain-out", "--domains", "neon,sketch", "--targets", "neon,neon"],
+            "--targets: neon is given twice",
+        ),
+        (["few-shot:leave-one-domain-out", "--domains", "neon,sketch", "--curve", "0,1"], "at least 1"),
+    ],
+)
+def test_names_given_twice_and_no_shots_are_refused(tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    data = DATA.replace("neon", "{domain}")
+    code, _, stderr = invoke(
+        "bench", *arguments, "--data", data, "--methods", "zero_shot", "--out", str(tmp_path / "out")
+    )
+    assert code == Exit.BAD_INPUT
+    assert complaint in " ".join(stderr.split())
+
+
+def test_the_hash_of_the_data_is_of_names_labels_and_pixels_of_both_splits() -> None:
+    whole = open_source(DATA)
+    fewer = {
+        "train": replace(whole, train=whole.train.select(torch.arange(1, len(whole.train)))),
+        "test": replace(whole, test=whole.test.select(torch.arange(1, len(whole.test)))),
+        "names": replace(whole, class_names=tuple(reversed(whole.class_names))),
+        "pixels": open_source(DATA.replace("neon", "sketch")),
+    }
+    hashes = {name: data_hash({"a": one}) for name, one in fewer.items()}
+    assert len({data_hash({"a": whole}), data_hash({"b": whole}), *hashes.values()}) == 6
+    assert data_hash({"a": open_source(DATA)}) == data_hash({"a": whole})
+
+
+def test_what_methods_measure_is_kept_by_round_and_phase() -> None:
+    nothing, shares = {"phase": {}, "clients": {}}, {"phase": {"spread": 0.1}, "clients": {"a": {"gamma": 0.6}}}
+    phases = [{"phase": "prompts", "measured": nothing}, {"phase": "aggregators", "measured": shares}]
+    reports = [{"round": 0, "phases": []}, {"round": 1, "phases": phases}]
+    assert measured(reports) == [{"round": 1, "phase": "aggregators", **shares}]

@@ -1,0 +1,216 @@
+"""A federation in one process: it runs to its end, comes to one state however it is run, or ends in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from promptfed.experiments.simulation import simulate
+from promptfed.runtime.services import Site
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.progress import Snapshot
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.methods.core.base import Classifier, ClientContext, MethodError, TrainResult
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors, state_hash
+from tests.support.client_processes import wait_for
+
+DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"
+SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(3)]
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    torch.set_num_threads(1)
+    return load_backbone(tiny.MODEL, tiny.PRETRAINED)
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
+    return FeatureCache(tmp_path_factory.mktemp("features"))
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "simulated",
+        "method": {"name": "promptfl", "m": 4},
+        "rounds": 2,
+        "training": {"learning_rate": 0.02, "batch_size": 4},
+        "participation": {"min_clients": 2},
+        "seed": 3,
+    } | changes
+
+
+def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path: Path) -> None:
+    seen: list[Snapshot] = []
+    referee = Site("referee", "symbols:sketch?topic=weather&test_per_class=2", role="evaluator")
+    found = simulate(
+        spec(), [*SITES, referee], folder=tmp_path, backbone=backbone, features=features, progress=seen.append
+    )
+    assert found.federation["state"] == "finished"
+    assert seen[-1].state == "finished"
+    rounds = [one.round for one in seen]
+    assert rounds == sorted(rounds)
+    assert rounds[-1] == 2
+    assert all(one != other for one, other in pairwise(seen)), "only changes are told"
+    assert found.state_hash == found.reports[-1]["state_hash"] == state_hash(found.state)
+    assert [report["round"] for report in found.reports] == [0, 1, 2]
+    assert {one.client for one in found.final()} == {"site-0", "site-1", "site-2", "referee"}
+    assert all(one.zero_shot is not None and one.split == "test" for one in found.accuracies())
+    assert found.bytes_up > 0
+    assert found.bytes_down > found.bytes_up
+    assert found.client_seconds > 0
+    assert found.spec["method"] == {"name": "promptfl", "m": 4} | found.spec["method"]
+
+
+def test_two_at_once_come_to_the_same_state(backbone: Backbone, features: FeatureCache) -> None:
+    one, two = (simulate(spec(), SITES, pool=pool, backbone=backbone, features=features).state_hash for pool in (1, 2))
+    assert one == two
+
+
+@pytest.fixture
+def site_1_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = PromptFL.train
+
+    def failing(self: PromptFL, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        if context.client == "site-1":
+            raise MethodError("the loss is not finite")
+        return train(self, context, payload, private)
+
+    monkeypatch.setattr(PromptFL, "train", failing)
+
+
+@pytest.mark.usefixtures("site_1_fails")
+def test_a_client_that_fails_is_named_where_all_are_needed(backbone: Backbone, features: FeatureCache) -> None:
+    with pytest.raises(CommandError) as caught:
+        simulate(spec(), SITES, backbone=backbone, features=features)
+    wanted = "the federation is paused (quorum_missed): client site-1: MethodError: the loss is not finite"
+    assert str(caught.value) == wanted
+    assert caught.value.exit == Exit.FEDERATION_ENDED_BADLY
+
+
+@pytest.mark.usefixtures("site_1_fails")
+def test_a_client_that_fails_is_done_without_where_the_quorum_allows(
+    backbone: Backbone, features: FeatureCache
+) -> None:
+    found = simulate(spec(participation={"min_clients": 2, "quorum": 0.6}), SITES, backbone=backbone, features=features)
+    counted = [[one["client"] for one in report["phases"][0]["counted"]] for report in found.reports[1:]]
+    assert counted == [["site-0", "site-2"]] * 2
+
+
+def test_a_client_that_cannot_evaluate_is_an_error(
+    backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier = PromptFL.classifier
+
+    def failing(self: PromptFL, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        if context.client == "site-1" and context.round == 1:
+            raise MethodError("no classifier")
+        return classifier(self, context, payload, private)
+
+    monkeypatch.setattr(PromptFL, "classifier", failing)
+    with pytest.raises(CommandError, match="client site-1 could not evaluate round 1: MethodError: no classifier"):
+        simulate(spec(), SITES, backbone=backbone, features=features)
+
+
+def test_it_runs_where_an_event_loop_runs(backbone: Backbone, features: FeatureCache) -> None:
+    async def notebook() -> str:
+        return simulate(spec(), SITES, backbone=backbone, features=features).state_hash
+
+    assert asyncio.run(notebook()) == simulate(spec(), SITES, backbone=backbone, features=features).state_hash
+
+
+def test_an_interrupt_ends_it_at_once_and_leaves_nothing(
+    backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(threading.enumerate())
+
+    sent: list[int] = []
+
+    def progress(snapshot: Snapshot) -> None:
+        if snapshot.round >= 3 and not sent:
+            sent.append(snapshot.round)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        simulate(spec(rounds=10_000), SITES, backbone=backbone, features=features, progress=progress)
+    assert time.monotonic() - started < 60
+    assert list(tmp_path.iterdir()) == []
+    wait_for(lambda: set(threading.enumerate()) == before, 10)
+
+
+def test_features_are_computed_in_whole_batches_before_anybody_enrols(backbone: Backbone, tmp_path: Path) -> None:
+    sizes: list[int] = []
+    encode = backbone.encode_images
+    cache = FeatureCache(tmp_path)
+
+    def counted(images: Tensor, **options: Any) -> Tensor:
+        sizes.append(int((images != 0).flatten(1).any(dim=1).sum()))
+        return encode(images, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(backbone, "encode_images", counted)
+        simulate(spec(rounds=1), SITES, backbone=backbone, features=cache)
+    assert cache.images_computed == 40 + 20  # ten classes, each image once
+    assert sorted(sizes[1:]) == [28, 32]  # the first measures which places of a batch agree
+
+
+def test_another_backbone_than_the_specs_is_refused(backbone: Backbone, features: FeatureCache) -> None:
+    named = {"model": tiny.MODEL, "pretrained": None}
+    with pytest.raises(CommandError, match="names the backbone promptfed-tiny None fp32, but promptfed-tiny embedded"):
+        simulate(spec(backbone=named), SITES, backbone=backbone, features=features)
+
+
+def test_nothing_is_left_running_or_changed(backbone: Backbone, features: FeatureCache) -> None:
+    torch.set_num_threads(1)
+    before = set(threading.enumerate())
+    simulate(spec(training={"threads": 2}, rounds=1), SITES[:2], backbone=backbone, features=features)
+    assert set(threading.enumerate()) == before
+    assert torch.get_num_threads() == 1
+
+
+def test_a_data_set_can_be_handed_in_opened(backbone: Backbone, features: FeatureCache) -> None:
+    sources = SharedSources()
+    for k, site in enumerate(SITES):
+        sources.add(f"part {k}", sources.open(site.data))
+    handed = [Site(site.name, f"part {k}") for k, site in enumerate(SITES)]
+    given = simulate(spec(), handed, sources=sources, backbone=backbone, features=features)
+    assert given.state_hash == simulate(spec(), SITES, backbone=backbone, features=features).state_hash
+
+
+@pytest.mark.parametrize(
+    ("changes", "sites", "says", "exit"),
+    [
+        ({}, [*SITES, Site("site-0", DATA.format(0))], "two clients are called 'site-0'", Exit.BAD_INPUT),
+        ({}, SITES[:1], "1 clients train; participation.min_clients wants 2", Exit.BAD_INPUT),
+        ({"rounds": 0}, SITES, "rounds: Input should be greater than or equal to 1", Exit.BAD_INPUT),
+        ({}, [*SITES, Site("lost", "symbols:nowhere")], "client lost: symbols:nowhere: unknown domain", Exit.BAD_INPUT),
+        ({"class_names": ["sun", "moon"]}, SITES, "the federation does not know the classes", Exit.BAD_INPUT),
+        ({"backbone": {"model": "no-model"}}, SITES, "open_clip has no model 'no-model'", Exit.BAD_INPUT),
+    ],
+)
+def test_what_goes_wrong_is_one_line(
+    changes: dict[str, Any], sites: list[Site], says: str, exit: Exit, backbone: Backbone, features: FeatureCache
+) -> None:
+    before = set(threading.enumerate())
+    given = None if "backbone" in changes else backbone
+    with pytest.raises(CommandError) as caught:
+        simulate(spec(**changes), sites, backbone=given, features=features)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit == exit
+    assert set(threading.enumerate()) == before

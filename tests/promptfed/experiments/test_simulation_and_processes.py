@@ -1,0 +1,103 @@
+"""One process or many: the same spec comes to the same state, bit for bit, and to the same accuracies (promise 4).
+
+The processes are the real ones: a coordinator and a client for each site, over HTTP on loopback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from promptfed.experiments.simulation import simulate
+from promptfed.runtime.processes import Processes
+from promptfed.runtime.services import LocalFederation, Site
+from promptfed.sdk.progress import follow, pages
+from promptfed.sdk.simulated import Simulated
+from promptfed.shared.clip import Backbone, load_backbone, tiny
+
+DATA = "symbols:{}?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=2&client={}"
+SITES = [
+    Site("north", DATA.format("painting", 0), tests={"sketches": "symbols:sketch?topic=office&test_per_class=1"}),
+    Site("south", DATA.format("painting", 1)),
+    Site("east", DATA.format("neon", 0)),
+    Site("referee", DATA.format("cartoon", 0), role="evaluator"),
+]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    torch.set_num_threads(1)
+    return load_backbone(tiny.MODEL, tiny.PRETRAINED)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[LocalFederation]:
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with Processes(tmp_path, environment=threads) as processes, LocalFederation(processes, tmp_path) as made:
+        yield made
+
+
+def spec(method: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": method.replace("_", "-"),
+        "method": {"name": method} | changes,
+        "rounds": 2,
+        "training": {"learning_rate": 0.02, "batch_size": 4},
+        "participation": {"min_clients": 2, "fraction": 0.5},
+        "seed": 5,
+    }
+
+
+def in_processes(
+    local: LocalFederation, spec: dict[str, Any], sites: list[Site]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run the spec with a process for each site: the federation and its reports."""
+    federation = local.create(spec)
+    local.enrol(federation, sites, lambda count: None)
+    local.api.post(f"/v1/federations/{federation}/start")
+    for last in follow(local.api, federation, between=local.watch):
+        assert last.state in ("enrolling", "running", "finished"), last.describe()
+    found = local.api.get(f"/v1/federations/{federation}")
+    return found, list(pages(local.api, f"/v1/federations/{federation}/rounds", "rounds"))
+
+
+def measured(reports: list[dict[str, Any]]) -> list[Any]:
+    """What must agree besides the states: who was asked, losses, accuracies, bytes."""
+    found: list[Any] = []
+    for report in reports:
+        for phase in report["phases"]:
+            losses = {one["client"]: one["metrics"].get("loss") for one in phase["updates"]}
+            found.append((report["round"], phase["phase"], phase["asked"], losses, phase["state_hash"]))
+        clients = report["evaluation"]["clients"]
+        found.append({name: (one["splits"], one["zero_shot"]) for name, one in clients.items()})
+    return found
+
+
+def assert_same(simulated: Simulated, federation: dict[str, Any], reports: list[dict[str, Any]]) -> None:
+    assert simulated.federation["state"] == federation["state"] == "finished"
+    assert measured(simulated.reports) == measured(reports)
+    assert simulated.state_hash == federation["state_hash"]
+    assert simulated.bytes_down == sum(report["bytes_down"] for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "sites"),
+    [
+        ("plan", {}, SITES[:2]),  # two phases, deep prompts
+        pytest.param("promptfl", {"m": 4}, SITES, marks=pytest.mark.slow),
+        pytest.param("fedpgp", {}, SITES, marks=pytest.mark.slow),  # private state
+        pytest.param("fast_pt", {"merge_domains": True}, SITES, marks=pytest.mark.slow),  # is told its peers' domains
+    ],
+)
+def test_the_states_are_the_same(
+    method: str, changes: dict[str, Any], sites: list[Site], backbone: Backbone, local: LocalFederation
+) -> None:
+    wanted = spec(method, **changes)
+    simulated = simulate(wanted, sites, backbone=backbone, pool=2)
+    assert_same(simulated, *in_processes(local, wanted, sites))

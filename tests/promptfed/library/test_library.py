@@ -1,0 +1,153 @@
+"""The library: a federation in ten lines, in this process and at a coordinator; what it came to in one object."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import promptfed
+from promptfed.shared.clip import Backbone, shape_of
+from promptfed.shared.data import open_source
+from tests.support import exports
+from tests.support.coordinators import in_thread
+
+SMALL = "?topic=weather&per_class=2&test_per_class=2"
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return exports.backbone()
+
+
+@pytest.fixture(scope="module")
+def result(backbone: Backbone) -> promptfed.Result:
+    source = open_source(f"symbols:sketch{SMALL}")
+    return promptfed.run(
+        {"name": "fedpgp", "m": 4},
+        {"neon": f"symbols:neon{SMALL}", "quickdraw": f"symbols:quickdraw{SMALL}"},
+        unseen=[replace(source, uri="anything")],
+        rounds=2,
+        training={"epochs": 1, "learning_rate": 0.01},
+        class_names=list(source.class_names),
+        backbone=backbone,
+        seed=3,
+    )
+
+
+def test_accuracies_by_client_round_and_role(result: promptfed.Result) -> None:
+    final = result.accuracies()
+    assert [(one.client, one.role, one.round) for one in final] == [
+        ("neon", "trainer", 2),
+        ("quickdraw", "trainer", 2),
+        ("unseen-0", "evaluator", 2),
+    ]
+    trainers = [one.accuracy for one in final if one.role == "trainer"]
+    assert result.mean() == pytest.approx(sum(trainers) / 2)
+    assert result.mean("evaluator", "zero_shot") == final[2].zero_shot
+    assert list(result.curve()) == [0, 1, 2]
+    assert result.curve()[2] == result.mean()
+    assert [one.round for one in result.accuracies(0)] == [0, 0, 0]
+    for wrong in (
+        lambda: result.mean(column="zeroshot"),
+        lambda: result.mean("client"),
+        lambda: result.curve("client"),
+    ):
+        with pytest.raises(promptfed.CommandError, match=r"give '.*' or '"):
+            wrong()  # type: ignore[no-untyped-call]
+
+
+def test_it_is_what_the_coordinator_told(result: promptfed.Result) -> None:
+    assert result.round == 2
+    assert result.state["global_context"].shape == (4, 112)
+    assert result.reports[-1]["state_hash"] == result.state_hash
+    assert result.spec["training"]["momentum"] == 0.9  # the method's default
+
+
+def test_predictions_and_weights_agree(result: promptfed.Result, backbone: Backbone, tmp_path: Path) -> None:
+    image = open_source(f"symbols:sketch{SMALL}").test.image(0)
+    image.save(tmp_path / "image.png")
+    found = result.predict(image)
+    assert result.predict(tmp_path / "image.png") == found
+    weights = result.class_weights()
+    assert weights is not None
+    feature = backbone.encode_images(backbone.preprocess(image).unsqueeze(0))
+    expected = (backbone.logit_scale * feature @ weights["class_weights"].T).softmax(-1)[0]
+    names = result.spec["class_names"]
+    assert found.probabilities == pytest.approx(dict(zip(names, expected.tolist(), strict=True)), abs=1e-5)
+    assert found.class_name == names[int(expected.argmax())]
+    assert set(result.predict(image, ["sun", "anchor"]).probabilities) == {"sun", "anchor"}
+    with pytest.raises(promptfed.CommandError, match="cannot be read as an image"):
+        result.predict(b"no image")
+    with pytest.raises(promptfed.CommandError, match=r"cannot read absent\.png: No such file"):
+        result.predict("absent.png")
+
+
+def test_export_from_a_notebook(result: promptfed.Result, tmp_path: Path) -> None:
+    folder = result.export(tmp_path / "out", ["sun", "anchor"], anonymous=True)
+    assert load_file(folder / "class_weights.safetensors")["class_weights"].shape == (2, 96)
+    assert "neon:" not in (folder / "card.md").read_text()
+
+
+def test_a_notebook_shows_a_table_of_text(result: promptfed.Result) -> None:
+    hostile = replace(result.taken, federation=result.taken.federation | {"spec": result.spec | {"name": "<b>"}})
+    shown = promptfed.Result(hostile)._repr_html_()
+    assert shown.count("<tr>") == 4
+    assert "<b>" not in shown
+    assert "quickdraw" in str(result)
+    assert repr(result) == "<Result fedpgp: fedpgp after round 2 of 2>"
+
+
+def test_the_same_at_a_coordinator(backbone: Backbone, tmp_path: Path) -> None:
+    with in_thread(tmp_path / "data") as server:
+        token = server.settings.data_dir / "operator.token"
+        with promptfed.connect(server.url, token_file=token) as coordinator:
+            made = coordinator.create({"name": "promptfl", "m": 4}, "styles", rounds=1, class_names=["sun", "anchor"])
+            assert made.state == "enrolling"
+            assert made.status()["backbone"]["fingerprint"] == backbone.fingerprint
+            assert len(made.enrolment_token()) > 20
+            assert [one.id for one in coordinator.federations()] == [made.id]
+            assert "styles: enrolling" in repr(coordinator.federation("styles"))
+            with pytest.raises(promptfed.CommandError, match="trainer"):
+                made.start()
+            known = {"backbone_fingerprint": backbone.fingerprint, "backbone_shape": shape_of(backbone).model_dump()}
+            server.enrol(made.id, "a", class_names=["sun"], **known)
+            assert [one["name"] for one in made.start().clients()] == ["a"]
+            assert made.result().predict(exports.picture()).class_name in ("sun", "anchor")
+            with pytest.raises(promptfed.CommandError, match=r"has not finished in 0\.1 s"):
+                made.wait(0.1)
+            made.cancel()
+            with pytest.raises(promptfed.CommandError, match="cancelled"):
+                made.wait(5)
+        with pytest.raises(promptfed.CommandError, match="operator token"):
+            promptfed.connect(server.url)
+
+
+def test_what_is_wrong_is_said_in_one_line(backbone: Backbone) -> None:
+    for settings, why in (
+        ({"method": "promptfi"}, "did you mean 'promptfl'"),
+        ({"round": 3}, "round: unknown key"),
+        ({"data": ["symbols:nowhere"]}, "nowhere"),
+        ({"data": []}, "train"),
+    ):
+        given = {"method": "promptfl", "data": [f"symbols:neon{SMALL}"]} | settings
+        with pytest.raises(promptfed.CommandError, match=why) as refusal:
+            promptfed.run(backbone=backbone, **given)  # type: ignore[arg-type]
+        assert "\n" not in str(refusal.value)
+
+
+def test_importing_the_library_imports_no_torch() -> None:
+    code = "import sys, promptfed; dir(promptfed); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    with pytest.raises(AttributeError):
+        promptfed.nothing  # noqa: B018
+    assert all(hasattr(promptfed, name) for name in promptfed.__all__)
+
+
+def test_torch_is_left_as_it_was(result: promptfed.Result) -> None:
+    assert torch.get_num_threads() == 1

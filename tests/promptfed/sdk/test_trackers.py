@@ -1,0 +1,156 @@
+"""Experiment trackers, read back: TensorBoard's event file and MLflow's database hold what the reports say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from promptfed.cli.main import app
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.snapshot import Taken
+from promptfed.sdk.trackers import metrics_of, open_tracker, record, settings_of
+from promptfed.shared.spec import FederationSpec
+from tests.support.coordinators import in_thread
+
+FEDERATION = {
+    "name": "styles",
+    "id": "fed-1",
+    "state": "finished",
+    "spec": FederationSpec(name="styles", method={"name": "promptfl", "m": 4}).model_dump(),
+}
+
+
+def report(round: int) -> dict[str, Any]:
+    """As the coordinator makes one; the numbers are the round's own."""
+    phase = {
+        "phase": "train",
+        "metrics": {"loss": 1.0 / (round + 1)},
+        "measured": {"phase": {"spread": 0.25}},
+        "asked": ["a", "b"],
+        "counted": ["a"],
+        "updates": [{"client": "a", "norm": 2.0}],
+    }
+    evaluation = {
+        "by_split": {"trainer": {"test@adapted": {"accuracy": 0.5 + round / 10}, "test": {"zero_shot": 0.25}}},
+        "clients": {"a": {"splits": {"test": {"accuracy": 0.75}}}},
+    }
+    return {
+        "round": round,
+        "bytes_up": 10 * round,
+        "bytes_down": 20,
+        "seconds": 1.5,
+        "phases": [phase] if round else [],
+        "evaluation": evaluation,
+    }
+
+
+TAKEN = Taken(FEDERATION, [], [report(0), report(1), report(2)], 2, b"", "sha256:0")
+
+
+def test_a_reports_numbers_have_names_of_their_own() -> None:
+    found = metrics_of(report(1))
+    assert found["loss/train"] == 0.5
+    assert found["spread/train"] == 0.25
+    assert found["norm/train/a"] == 2.0
+    assert (found["asked/train"], found["counted/train"]) == (2.0, 1.0)
+    assert found["accuracy/trainer/test@adapted"] == pytest.approx(0.6)
+    assert found["zero_shot/trainer/test"] == 0.25
+    assert found["accuracy/client a/test"] == 0.75
+    assert (found["bytes/up"], found["seconds/round"]) == (10.0, 1.5)
+    assert settings_of(FEDERATION["spec"])["training.batch_size"] == "32"
+
+
+@pytest.mark.parametrize("where", ["tensorboard", "tensorboard:", "wandb:x", ""])
+def test_an_unknown_tracker(where: str) -> None:
+    with pytest.raises(CommandError, match="tensorboard:FOLDER or mlflow:URI"):
+        open_tracker(where)
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module, where in (("torch.utils.tensorboard", f"tensorboard:{tmp_path}"), ("mlflow", "mlflow:sqlite://")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(CommandError, match=r"pip install 'promptfed\["):
+            open_tracker(where)
+
+
+def events(folder: Path) -> dict[str, dict[int, float]]:
+    """Scalars by name and step, of an event file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {name: {one.step: one.value for one in found.Scalars(name)} for name in found.Tags()["scalars"]}
+
+
+def test_tensorboards_event_file(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    for _ in range(2):  # a second time replaces the first
+        with open_tracker(f"tensorboard:{tmp_path}") as tracker:
+            record(tracker, TAKEN)
+    found = events(tmp_path / "styles-fed-1")
+    assert found["loss/train"] == pytest.approx({1: 0.5, 2: 1 / 3})
+    assert found["accuracy/trainer/test@adapted"] == pytest.approx({0: 0.5, 1: 0.6, 2: 0.7})
+    assert found["bytes/up"] == {0: 0.0, 1: 10.0, 2: 20.0}
+
+
+@pytest.mark.slow
+def test_mlflows_database(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the extra 'mlflow' is not installed")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    with open_tracker(f"mlflow:{uri}") as tracker:
+        tracker.begin(FEDERATION)
+        tracker.log(report(0))  # then it was killed
+    with open_tracker(f"mlflow:{uri}") as tracker:
+        record(tracker, TAKEN)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("promptfed")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "styles"
+    assert run.data.params["training.learning_rate"] == "0.002"
+    history = client.get_metric_history(run.info.run_id, "accuracy/trainer/test:adapted")
+    assert [(one.step, one.value) for one in history] == [(0, 0.5), (1, 0.6), (2, pytest.approx(0.7))]
+    losses = client.get_metric_history(run.info.run_id, "loss/train")
+    assert {one.step: one.value for one in losses} == pytest.approx({1: 0.5, 2: 1 / 3})
+    with pytest.raises(CommandError, match="MLflow refuses"), open_tracker("mlflow:nowhere://x"):
+        pass
+
+
+def test_the_command_follows_a_federation(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    with in_thread(tmp_path / "data") as server:
+        federation = server.create(name="styles")
+        server.enrol(federation, "a", "b")
+        server.post(f"{federation}/start")
+        server.post(f"{federation}/cancel")
+        token = server.settings.data_dir / "operator.token"
+        arguments = ["track", "styles", "--to", f"tensorboard:{tmp_path / 'events'}"]
+        options = ["--coordinator", server.url, "--token-file", str(token), "--json"]
+        done = CliRunner().invoke(app, [*arguments, *options])
+        assert done.exit_code == Exit.FEDERATION_ENDED_BADLY, done.output
+        assert json.loads(done.stdout)["state"] == "cancelled"
+        assert json.loads(done.stdout)["last_round"] == 0
+        found = events(tmp_path / "events" / f"styles-{federation}")
+        assert set(found["bytes/up"]) == {0}
+        missing = CliRunner().invoke(app, ["track", "nothing", "--to", f"tensorboard:{tmp_path}", *options])
+        assert missing.exit_code == Exit.REFUSED
+
+
+def test_a_simulation_is_tracked_too(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    run = tmp_path / "run.yaml"
+    site = "{name: site-%s, data: 'symbols:neon?topic=music&per_class=2&test_per_class=1'}"
+    run.write_text(f"name: small\nmethod: {{name: promptfl, m: 4}}\nrounds: 1\nclients: [{site % 'a'}, {site % 'b'}]\n")
+    done = CliRunner().invoke(app, ["simulate", str(run), "--track", f"tensorboard:{tmp_path / 'events'}", "--json"])
+    assert done.exit_code == Exit.OK, done.output
+    (folder,) = (tmp_path / "events").iterdir()
+    found = events(folder)
+    assert set(found["accuracy/trainer/test"]) == {0, 1}
+    assert set(found["loss/train"]) == {1}
+    assert sum(found["bytes/up"].values()) == json.loads(done.stdout)["bytes_up"]

@@ -1,0 +1,196 @@
+"""The feature cache: each image once, the same bits in any order, in any process, after any accident."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from promptfed.shared.clip import FeatureCache
+from promptfed.shared.clip.features import BATCH, agreeing_slots
+from tests.shared.clip.conftest import assert_equal_values
+
+
+class Noise:
+    """A split of images that are all different."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self._pixels = np.random.default_rng(seed).integers(0, 255, (count, 40, 36, 3), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self._pixels[index])
+
+    def digest(self, index: int) -> str:
+        return hashlib.sha256(self._pixels[index].tobytes()).hexdigest()
+
+
+TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", "small-timm"]
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_features_are_those_of_the_tower(small, tmp_path, name):
+    backbone, split = small(name), Noise(5)
+    images = torch.stack([backbone.preprocess(split.image(index)) for index in range(5)])
+    features = FeatureCache(tmp_path).features(backbone, split)
+    assert features.dtype == torch.float32
+    assert_equal_values(features, backbone.encode_images(images))
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_the_same_bits_whatever_is_kept_already(small, tmp_path, name):
+    backbone, split = small(name), Noise(75)
+    whole = FeatureCache(tmp_path / "whole").features(backbone, split)
+    order = torch.randperm(75, generator=torch.Generator().manual_seed(3)).tolist()
+    cache = FeatureCache(tmp_path / "parts")
+    for first in (0, 1, 4, 40):
+        part = order[first : first * 2 + 7]
+        assert torch.equal(cache.features(backbone, split, indices=part), whole[part])
+    assert torch.equal(cache.features(backbone, split), whole)
+    assert cache.images_computed == 75
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_what_else_is_in_a_batch_changes_no_bit(small, name):
+    backbone = small(name)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(BATCH, 3, *backbone.image_size, generator=generator)
+    together = backbone.encode_images(images)
+    slots = agreeing_slots(backbone)
+    for slot in (slots[0], slots[-1]):
+        alone = torch.zeros_like(images)
+        alone[slot] = images[slot]
+        assert torch.equal(backbone.encode_images(alone)[slot], together[slot])
+
+
+def test_each_image_goes_through_the_tower_once(small, tmp_path):
+    backbone, split = small("small-vit"), Noise(40)
+    cache = FeatureCache(tmp_path)
+    cache.features(backbone, split, indices=[3, 3, 5])
+    assert cache.images_computed == 2
+    cache.features(backbone, split)
+    cache.features(backbone, split)
+    assert cache.images_computed == 40
+    again = FeatureCache(tmp_path)
+    again.features(backbone, split)
+    assert again.images_computed == 0
+    assert cache.features(backbone, split, indices=[]).shape == (0, backbone.d_e)
+
+
+def test_other_weights_and_other_transforms_have_their_own_features(small, tmp_path):
+    split, cache = Noise(3), FeatureCache(tmp_path)
+    first = cache.features(small("small-vit"), split)
+    second = cache.features(small("small-quick"), split)
+    assert cache.images_computed == 6
+    assert not torch.equal(first, second)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_places_that_disagree_are_not_used(small, tmp_path, monkeypatch):
+    backbone, split = small("small-vit"), Noise(70)
+    exact = backbone.encode_images
+
+    def uneven(images, **options):
+        features = exact(images, **options).clone()
+        features[-3:] = torch.nextafter(features[-3:], torch.full_like(features[-3:], torch.inf))
+        return features
+
+    wanted = FeatureCache(tmp_path / "even").features(backbone, split)
+    monkeypatch.setattr(backbone, "encode_images", uneven)
+    assert agreeing_slots(backbone) == list(range(BATCH - 3))
+    assert torch.equal(FeatureCache(tmp_path / "uneven").features(backbone, split), wanted)
+
+
+def damage(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "truncated":
+        del data[len(data) // 2 :]
+    elif kind == "flipped":
+        data[-3] ^= 1
+    else:
+        data.clear()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "empty"])
+def test_a_damaged_file_is_computed_again(small, tmp_path, kind):
+    backbone, split = small("small-vit"), Noise(40)
+    wanted = FeatureCache(tmp_path).features(backbone, split)
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == 2
+    damage(files[0], kind)
+    cache = FeatureCache(tmp_path)
+    assert torch.equal(cache.features(backbone, split), wanted)
+    assert cache.images_computed in (8, 32)
+    assert sorted(tmp_path.glob("*/*.safetensors")) == files
+
+
+def test_an_interrupted_write_leaves_nothing_behind(small, tmp_path, monkeypatch):
+    backbone, split = small("small-vit"), Noise(3)
+    cache = FeatureCache(tmp_path)
+    cache.features(backbone, split, indices=[0])
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(source, target):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        cache.features(backbone, split)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_size_bound_drops_what_was_unused_longest(small, tmp_path):
+    backbone = small("small-vit")
+    splits = [Noise(32, seed) for seed in range(3)]
+    FeatureCache(tmp_path).features(backbone, splits[0])
+    (first,) = tmp_path.glob("*/*.safetensors")
+    FeatureCache(tmp_path).features(backbone, splits[1])
+    second = next(path for path in tmp_path.glob("*/*.safetensors") if path != first)
+    for age, path in ((100, second), (200, first)):
+        os.utime(path, (path.stat().st_atime - age, path.stat().st_mtime - age))
+    bounded = FeatureCache(tmp_path, max_bytes=2 * first.stat().st_size + 100)
+    bounded.features(backbone, splits[0])  # used now: the second split's file is the oldest
+    bounded.features(backbone, splits[2])
+    assert first.exists()
+    assert not second.exists()
+    assert bounded.images_computed == 32
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+import open_clip
+from promptfed.shared.clip import FeatureCache, load_backbone
+from tests.shared.clip.test_features import Noise
+torch.set_num_threads(1)
+open_clip.add_model_config(Path(sys.argv[1]))
+cache = FeatureCache(Path(sys.argv[2]))
+split = Noise(150)
+order = list(range(150)) if sys.argv[3] == "up" else list(range(149, -1, -1))
+features = cache.features(load_backbone("small-vit", None), split, indices=order)
+torch.save(features, sys.argv[4])
+"""
+
+
+def test_several_processes_share_a_folder(small, tmp_path):
+    import json
+
+    from tests.shared.clip.conftest import CONFIGS
+
+    (tmp_path / "small-vit.json").write_text(json.dumps(CONFIGS["small-vit"]))
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "small-vit.json"), str(tmp_path / "cache")]
+    running = [subprocess.Popen([*command, way, str(tmp_path / way)]) for way in ("up", "down")]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    up, down = torch.load(tmp_path / "up"), torch.load(tmp_path / "down")
+    assert torch.equal(up, down.flip(0))
+    here = FeatureCache(tmp_path / "cache")
+    assert torch.equal(here.features(small("small-vit"), Noise(150)), up)
+    assert here.images_computed == 0

@@ -1,0 +1,217 @@
+"""What can be loaded, what is refused, and that the same name gives the same backbone."""
+
+import json
+import logging
+import subprocess
+import sys
+import warnings
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from promptfed.shared.clip import BackboneError, load_backbone
+from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
+from tests.shared.clip.conftest import CLASS_NAMES, CONFIGS, noise
+
+
+@pytest.mark.parametrize(
+    ("model", "pretrained", "message"),
+    [
+        ("ViT-B-16x", None, "open_clip has no model 'ViT-B-16x'; near: ViT-B-16,"),
+        ("promptfed-tinny", "embedded", "near: promptfed-tiny"),
+        ("promptfed-tiny", "openai", "use .embedded."),
+        ("ViT-B-16", "openia", "has no weights 'openia'; near: openai"),
+        ("ViT-B-16-SigLIP", "nothing-like-it", "it has: webli"),
+        ("hf-hub:owner/name", None, "--allow-backbone"),
+        ("local-dir:/tmp", None, "--allow-backbone"),
+    ],
+)
+def test_unknown_names_say_what_is_near(model, pretrained, message):
+    with pytest.raises(BackboneError, match=message):
+        load_backbone(model, pretrained)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"precision": "fp8"}, "Unknown precision 'fp8'"), ({"device": "nonsense"}, "device 'nonsense' cannot be used")],
+)
+def test_bad_options(small, options, message):
+    with pytest.raises(BackboneError, match=message):
+        load_backbone("small-vit", None, **options)
+
+
+def test_a_checkpoint_needs_consent_and_gives_its_weights(small, tmp_path):
+    source = small("small-vit")
+    weights = {name: tensor.contiguous() for name, tensor in source.model.state_dict().items()}
+    weights["logit_scale"] = torch.tensor(1.5)
+    save_file(weights, tmp_path / "weights.safetensors")
+    torch.save(weights, tmp_path / "weights.pt")
+    for name in ("weights.safetensors", "weights.pt"):
+        path = str(tmp_path / name)
+        with pytest.raises(BackboneError, match="--allow-backbone"):
+            load_backbone("small-vit", path)
+        loaded = load_backbone("small-vit", path, allow_unregistered=True)
+        assert loaded.logit_scale == pytest.approx(torch.tensor(1.5).exp().item())
+        assert loaded.fingerprint != source.fingerprint
+
+
+class _Payload:
+    def __reduce__(self):
+        return print, ("code from a checkpoint ran",)
+
+
+def test_a_checkpoint_with_code_is_refused_and_does_not_run(small, tmp_path, capsys):
+    torch.save({"state_dict": _Payload()}, tmp_path / "bad.pt")
+    with pytest.raises(BackboneError, match="cannot be loaded"):
+        load_backbone("small-vit", str(tmp_path / "bad.pt"), allow_unregistered=True)
+    assert "code from a checkpoint ran" not in capsys.readouterr().out
+
+
+def test_checkpoints_of_other_kinds_and_broken_ones(small, tmp_path):
+    (tmp_path / "weights.npz").write_bytes(b"PK")
+    with pytest.raises(BackboneError, match="of no known kind"):
+        load_backbone("small-vit", str(tmp_path / "weights.npz"), allow_unregistered=True)
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10")
+    with pytest.raises(BackboneError, match="cannot be loaded"):
+        load_backbone("small-vit", str(tmp_path / "cut.safetensors"), allow_unregistered=True)
+
+
+def test_a_tokenizer_with_code_is_refused(small, tmp_path):
+    text = CONFIGS["small-vit"]["text_cfg"] | {
+        "hf_tokenizer_name": "owner/name",
+        "tokenizer_kwargs": {"trust_remote_code": True},
+    }
+    config = {"model_cfg": CONFIGS["small-vit"] | {"text_cfg": text}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    with pytest.raises(BackboneError, match="code of its own"):
+        load_backbone(f"local-dir:{tmp_path}", None, allow_unregistered=True)
+
+
+def test_a_local_folder_brings_its_own_weights(small, tmp_path):
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": CONFIGS["small-vit"]}))
+    with pytest.raises(BackboneError, match="cannot be loaded"):  # no weights: never silently random ones
+        load_backbone(f"local-dir:{tmp_path}", None, allow_unregistered=True)
+    weights = {name: tensor.contiguous() for name, tensor in small("small-vit").model.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    backbone = load_backbone(f"local-dir:{tmp_path}", None, allow_unregistered=True)
+    assert backbone.fingerprint == small("small-vit").fingerprint
+    with pytest.raises(BackboneError, match="brings its own weights"):
+        load_backbone(f"local-dir:{tmp_path}", "openai", allow_unregistered=True)
+
+
+def test_weights_trained_with_quick_gelu_get_it(small, tmp_path, monkeypatch):
+    weights = {name: tensor.contiguous() for name, tensor in small("small-vit").model.state_dict().items()}
+    save_file(weights, tmp_path / "weights.safetensors")
+    tags = {"tagged": {"file": str(tmp_path / "weights.safetensors"), "quick_gelu": True}}
+    monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "small-vit", tags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load_backbone("small-vit", "tagged")
+    texts = ["a photo of a dog."]
+    assert torch.equal(loaded.encode_text(texts), small("small-quick").encode_text(texts))
+    assert not torch.equal(loaded.encode_text(texts), small("small-vit").encode_text(texts))
+    assert loaded.fingerprint == small("small-quick").fingerprint
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["small-vit", "small-custom", "small-resnet", "small-timm", "small-qknorm"])
+def test_half_precision(small, name, precision):
+    backbone, wide = load_backbone(name, None, precision=precision), small(name)
+    assert backbone.precision == precision
+    images = noise(2, 3, *backbone.image_size)
+    features = backbone.encode_images(images)
+    assert features.dtype == torch.float32
+    assert torch.cosine_similarity(features, wide.encode_images(images)).min() > 0.999
+    context = noise(4, backbone.d_t, scale=0.1).requires_grad_()
+    texts = backbone.encode_prompts(context, backbone.class_prompts(CLASS_NAMES, 4))
+    assert torch.cosine_similarity(texts, wide.encode_prompts(context, wide.class_prompts(CLASS_NAMES, 4))).min() > 0.99
+    (gradient,) = torch.autograd.grad(texts.sum(), context)
+    assert gradient.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["small-coca", "small-bidirectional"])
+def test_models_that_open_clip_cannot_halve_are_refused(small, name):
+    with pytest.raises(BackboneError, match="precision fp32"):
+        load_backbone(name, None, precision="bf16")
+
+
+def test_loading_leaves_logging_alone(capfd):
+    root = logging.getLogger()
+    before = (list(root.handlers), list(root.filters), root.level)
+    load_backbone("small-vit", None)
+    assert (root.handlers, root.filters, root.level) == before
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["small-vit", "small-coca", "small-timm", "small-resnet"])
+def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_alone(name):
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    first = load_backbone(name, None)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(8)
+    assert load_backbone(name, "random").fingerprint == first.fingerprint
+    assert first.pretrained is None
+
+
+def test_the_fingerprint_is_of_weights_architecture_and_precision(small):
+    backbone = small("small-vit")
+    assert backbone.fingerprint.startswith("sha256:")
+    assert len(backbone.fingerprint) == len("sha256:") + 64
+    others = {small("small-quick").fingerprint, load_backbone("small-vit", None, precision="bf16").fingerprint}
+    assert backbone.fingerprint not in others
+    assert len(others) == 2
+    changed = load_backbone("small-vit", None)
+    with torch.no_grad():
+        changed.model.ln_final.bias[3] += 1e-6
+    assert changed.fingerprint != backbone.fingerprint
+
+
+def test_the_fingerprint_reads_name_dtype_shape_and_bytes():
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1)}
+    base = weights_fingerprint(tensors, {})
+    assert weights_fingerprint(dict(reversed(tensors.items())), {}) == base
+    for other in (
+        {"a2": tensors["a"], "b": tensors["b"]},
+        {"a": tensors["a"].reshape(3, 2), "b": tensors["b"]},
+        {"a": tensors["a"].double(), "b": tensors["b"]},
+        {"a": tensors["a"] + 1, "b": tensors["b"]},
+    ):
+        assert weights_fingerprint(other, {}) != base
+    assert weights_fingerprint(tensors, {"size": 224}) != base
+    assert weights_fingerprint({"a": tensors["a"].T.contiguous().T, "b": tensors["b"]}, {}) == base
+    assert config_digest({"b": 1, "a": (2, 3)}) == config_digest({"a": [2, 3], "b": 1})
+
+
+def test_properties(small):
+    backbone = small("small-vit")
+    assert (backbone.d_t, backbone.d_v, backbone.d_e) == (48, 64, 40)
+    assert (backbone.text_layers, backbone.vision_layers, backbone.context_length) == (3, 3, 24)
+    assert backbone.logit_scale == pytest.approx(1 / 0.07, rel=1e-5)
+    assert backbone.device == torch.device("cpu")
+    assert backbone.to("cpu") is backbone
+    assert not backbone.model.training
+    pixels = backbone.preprocess(Image.new("L", (90, 50), 128))
+    assert pixels.shape == (3, 32, 32)
+    assert small("small-resnet").transform_id != backbone.transform_id
+    assert small("small-quick").transform_id == backbone.transform_id
+
+
+def test_widths_of_other_towers(small):
+    assert (small("small-resnet").d_v, small("small-resnet").d_e) == (256, 40)
+    assert (small("small-timm").d_v, small("small-timm").d_e) == (512, 40)
+    assert small("small-eos").d_e == 48
+    assert small("small-bidirectional").logit_scale == pytest.approx(1 / 0.07, rel=1e-5)
+
+
+def test_a_slash_in_a_name_is_a_dash(small):
+    with pytest.raises(BackboneError, match="ViT-B-16 has no weights"):
+        load_backbone("ViT-B/16", "no-such-tag")
+
+
+def test_importing_the_package_does_not_import_open_clip():
+    code = "import sys, promptfed.shared.clip; sys.exit('open_clip' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

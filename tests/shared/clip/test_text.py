@@ -1,0 +1,305 @@
+"""Every way of encoding prompted texts against open_clip's own forward pass."""
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from promptfed.shared.clip import BackboneError
+from promptfed.shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
+from tests.shared.clip.conftest import (
+    CLASS_NAMES,
+    PLAIN_ONLY_MODELS,
+    PREFIX_MODELS,
+    SHORT_MODELS,
+    assert_equal_gradients,
+    assert_equal_values,
+    noise,
+)
+
+M = 4
+PATHS = [
+    *((name, path) for name in PREFIX_MODELS for path in ("prefix", "short", "plain")),
+    *((name, path) for name in ("small-qknorm",) for path in ("short", "plain")),
+    *((name, "plain") for name in PLAIN_ONLY_MODELS),
+]
+DTYPES = [torch.float32, torch.float64]
+
+
+@contextmanager
+def prompts_hooked_in(model, start, context, deep):
+    """open_clip's own model, with the rows of the context overwritten where they enter and before later blocks."""
+    holder = getattr(model, "text", None) or model
+    stop = start + context.shape[-2]
+
+    def enter(module, inputs, output):
+        rows = context.expand(output.shape[0], *context.shape[-2:])
+        return torch.cat([output[:, :start], rows, output[:, stop:]], dim=1)
+
+    def replace(rows):
+        def hook(module, inputs):
+            fresh = rows.expand(inputs[0].shape[0], *rows.shape)
+            return torch.cat([inputs[0][:, :start], fresh, inputs[0][:, stop:]], dim=1), *inputs[1:]
+
+        return hook
+
+    with ExitStack() as stack:
+        stack.callback(holder.token_embedding.register_forward_hook(enter).remove)
+        for index in range(0 if deep is None else deep.shape[0]):
+            block = holder.transformer.resblocks[index + 1]
+            stack.callback(block.register_forward_pre_hook(replace(deep[index])).remove)
+        yield
+
+
+def literal(backbone, context, prompts, deep=None):
+    """`(C, d_e)` for one context `(m, d)` or one per class `(C, m, d)`."""
+    with prompts_hooked_in(backbone.model, prompts.start, context, deep):
+        return F.normalize(backbone.model.encode_text(prompts.ids, normalize=False), dim=-1)
+
+
+def value_and_gradients(encode, *leaves):
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    features = encode(*leaves)
+    loss = (features * noise(*features.shape, seed=9, dtype=features.dtype)).sum()
+    return features.detach(), torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "path"), PATHS)
+def test_shallow_context_equals_open_clip(small, name, path, dtype):
+    backbone = small(name, dtype)
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    context = noise(M, backbone.d_t, scale=0.5, dtype=dtype)
+    found, (gradient,) = value_and_gradients(lambda c: backbone.encode_prompts(c, prompts, path=path), context)
+    wanted, (wanted_gradient,) = value_and_gradients(lambda c: literal(backbone, c, prompts), context)
+    assert found.shape == (len(CLASS_NAMES), backbone.d_e)
+    assert_equal_values(found, wanted)
+    assert_equal_gradients(gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "path"), PATHS)
+def test_deep_context_equals_open_clip(small, name, path, dtype, depth):
+    backbone = small(name, dtype)
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    context = noise(M, backbone.d_t, scale=0.5, dtype=dtype)
+    deep = noise(depth, M, backbone.d_t, seed=1, scale=0.5, dtype=dtype)
+    found, gradients = value_and_gradients(
+        lambda c, d: backbone.encode_prompts(c, prompts, deep=d, path=path), context, deep
+    )
+    wanted, wanted_gradients = value_and_gradients(lambda c, d: literal(backbone, c, prompts, d), context, deep)
+    assert_equal_values(found, wanted)
+    for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
+        assert_equal_gradients(gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize("shared_deep", [True, False])
+@pytest.mark.parametrize(("name", "path"), PATHS)
+def test_a_batch_of_contexts_equals_one_by_one(small, name, path, shared_deep):
+    backbone = small(name)
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    contexts = noise(2, 3, M, backbone.d_t, scale=0.5)
+    deep = noise(*(() if shared_deep else (2, 3)), 1, M, backbone.d_t, seed=1, scale=0.5)
+
+    def one_by_one(c, d):
+        rows = [literal(backbone, c[i, j], prompts, d if shared_deep else d[i, j]) for i in range(2) for j in range(3)]
+        return torch.stack(rows).reshape(2, 3, len(prompts), -1)
+
+    found, gradients = value_and_gradients(
+        lambda c, d: backbone.encode_prompts(c, prompts, deep=d, path=path), contexts, deep
+    )
+    wanted, wanted_gradients = value_and_gradients(one_by_one, contexts, deep)
+    assert_equal_values(found, wanted)
+    for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
+        assert_equal_gradients(gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize(("name", "path"), [("small-vit", "short"), ("small-vit", "plain"), ("small-coca", "auto")])
+def test_a_context_per_class_equals_open_clip(small, name, path):
+    backbone = small(name)
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    contexts = noise(2, len(prompts), M, backbone.d_t, scale=0.5)
+    found, (gradient,) = value_and_gradients(
+        lambda c: backbone.encode_prompts(c, prompts, path=path, per_class=True), contexts
+    )
+    wanted, (wanted_gradient,) = value_and_gradients(
+        lambda c: torch.stack([literal(backbone, one, prompts) for one in c]), contexts
+    )
+    assert_equal_values(found, wanted)
+    assert_equal_gradients(gradient, wanted_gradient)
+
+
+@pytest.mark.parametrize(("name", "path"), PATHS)
+def test_a_context_of_words_is_that_text(small, name, path):
+    backbone = small(name)
+    prompts = backbone.class_prompts(CLASS_NAMES, 4)
+    found = backbone.encode_prompts(backbone.embed_words("a photo of a"), prompts, path=path)
+    wanted = backbone.encode_text([f"a photo of a {name.replace('_', ' ')}." for name in CLASS_NAMES])
+    assert_equal_values(found, wanted)
+
+
+@pytest.mark.parametrize("path", ["prefix", "short", "plain"])
+def test_a_tower_of_one_block(small, path):
+    backbone = small("small-one-block")
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    context = noise(M, backbone.d_t, scale=0.5)
+    found, (gradient,) = value_and_gradients(lambda c: backbone.encode_prompts(c, prompts, path=path), context)
+    wanted, (wanted_gradient,) = value_and_gradients(lambda c: literal(backbone, c, prompts), context)
+    assert_equal_values(found, wanted)
+    assert_equal_gradients(gradient, wanted_gradient)
+    with pytest.raises(BackboneError, match="Deep prompts"):
+        backbone.encode_prompts(context, prompts, deep=noise(1, M, backbone.d_t), path=path)
+
+
+@pytest.mark.parametrize("name", PREFIX_MODELS)
+def test_one_class_and_one_context_token(small, name):
+    backbone = small(name)
+    prompts = backbone.class_prompts(["dog"], 1)
+    context = noise(1, backbone.d_t)
+    assert_equal_values(backbone.encode_prompts(context, prompts, path="prefix"), literal(backbone, context, prompts))
+
+
+def test_auto_takes_the_fastest_possible_path(small):
+    for name in [*SHORT_MODELS, *PLAIN_ONLY_MODELS]:
+        backbone = small(name)
+        prompts = backbone.class_prompts(CLASS_NAMES, M)
+        context = noise(M, backbone.d_t)
+        kind = "prefix" if name in PREFIX_MODELS else "short" if name in SHORT_MODELS else "plain"
+        assert (backbone.supports.text_prefix, backbone.supports.text_short) == (
+            kind == "prefix",
+            kind in ("prefix", "short"),
+        )
+        assert torch.equal(
+            backbone.encode_prompts(context, prompts), backbone.encode_prompts(context, prompts, path=kind)
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("small-qknorm", "prefix"), ("small-coca", "short"), ("small-bidirectional", "prefix")]
+)
+def test_an_impossible_path_is_refused(small, name, path):
+    backbone = small(name)
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    with pytest.raises(BackboneError, match=f"'{path}' is not possible"):
+        backbone.encode_prompts(noise(M, backbone.d_t), prompts, path=path)
+
+
+def test_no_weight_gets_a_gradient(small):
+    backbone = small("small-vit")
+    context = noise(M, backbone.d_t).requires_grad_()
+    backbone.encode_prompts(context, backbone.class_prompts(CLASS_NAMES, M)).sum().backward()
+    assert context.grad is not None
+    assert not any(weight.requires_grad for weight in backbone.model.parameters())
+    assert all(weight.grad is None for weight in backbone.model.parameters())
+
+
+def test_training_after_prediction_in_inference_mode(small):
+    backbone = small("small-vit")
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    context = noise(M, backbone.d_t)
+    with torch.inference_mode():
+        predicted = backbone.encode_prompts(context, prompts)
+    trained = backbone.encode_prompts(context.requires_grad_(), prompts)
+    trained.sum().backward()
+    assert torch.equal(predicted, trained.detach())
+
+
+def test_unnormalised_features(small):
+    backbone = small("small-vit")
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    context = noise(M, backbone.d_t)
+    raw = backbone.encode_prompts(context, prompts, normalize=False)
+    assert_equal_values(F.normalize(raw, dim=-1), backbone.encode_prompts(context, prompts))
+
+
+def test_buckets_hold_every_class_once_by_length(small):
+    prompts = small("small-vit").class_prompts(CLASS_NAMES, M)
+    assert [end for end, _ in prompts.buckets] == sorted({int(end) for end in prompts.end})
+    assert sorted(index for _, members in prompts.buckets for index in members) == list(range(len(CLASS_NAMES)))
+    # [SOS] + 4 context tokens + 1 to 5 words + "." put the end token at 7 to 11.
+    assert [end for end, _ in prompts.buckets] == [7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "No class names"),
+        ("dog", "No class names"),
+        (["dog", "_"], "class name '_' is empty"),
+        (["dog", "word " * 30], "class name 'word .* needs 33 tokens and the context 4, but the backbone takes 24"),
+    ],
+)
+def test_bad_class_names_are_named(small, names, message):
+    with pytest.raises(BackboneError, match=message):
+        small("small-vit").class_prompts(names, M)
+
+
+def test_the_longest_name_that_fits(small):
+    backbone = small("small-vit")
+    name = " ".join(["dog"] * 17)  # 1 + 4 + 17 + "." + [EOT] = 24
+    prompts = backbone.class_prompts([name], M)
+    context = noise(M, backbone.d_t)
+    assert_equal_values(backbone.encode_prompts(context, prompts), literal(backbone, context, prompts))
+    with pytest.raises(BackboneError, match="shorten the name"):
+        backbone.class_prompts([name + " dog"], M)
+
+
+@pytest.mark.parametrize(
+    ("context", "deep", "message"),
+    [
+        ((3, 48), None, "context of shape"),
+        ((4, 40), None, "context of shape"),
+        ((4, 48), (3, 4, 48), "Deep prompts of shape"),
+        ((4, 48), (4, 48), "Deep prompts of shape"),
+        ((2, 4, 48), (3, 1, 4, 48), "Deep prompts of shape"),
+    ],
+)
+def test_prompts_that_do_not_fit(small, context, deep, message):
+    backbone = small("small-vit")
+    prompts = backbone.class_prompts(CLASS_NAMES, M)
+    with pytest.raises(BackboneError, match=message):
+        backbone.encode_prompts(noise(*context), prompts, deep=None if deep is None else noise(*deep))
+
+
+def test_long_and_empty_texts(small):
+    backbone = small("small-vit")
+    with pytest.raises(BackboneError, match="needs 32 tokens, the backbone takes 24"):
+        backbone.encode_text(["dog " * 30])
+    with pytest.raises(BackboneError, match="no token"):
+        backbone.embed_words("  ")
+    assert backbone.encode_text([]).shape == (0, backbone.d_e)
+    assert backbone.embed_words("a photo of a").shape == (4, backbone.d_t)
+
+
+@pytest.mark.parametrize("context_asks", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_written_out_gradient_of_attention(context_asks, ends):
+    buckets = (Bucket(0, 2, 1, 0), Bucket(2, 1, 3, 2))  # two classes of one token, one of three
+    layout = Layout(heads=2, m=2, buckets=buckets, context=context_asks, ends=ends)
+    asking = 2 * context_asks + (3 if ends else 5)
+    query = noise(2, asking, 4, dtype=torch.float64).requires_grad_()
+    key_value = noise(2, 7, 8, seed=1, dtype=torch.float64).requires_grad_()
+    lead = noise(1, 8, seed=2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda q, kv: PrefixAttention.apply(q, kv, lead, layout), (query, key_value))
+
+
+def test_prompts_encoded_again_without_gradient_are_the_same_tensor_until_they_change(small):
+    backbone = small("small-vit")
+    prompts = backbone.class_prompts(["sun", "cloud"], 3)
+    assert backbone.class_prompts(("sun", "cloud"), 3) is prompts
+    context = torch.randn(3, backbone.d_t)
+    with torch.no_grad():
+        first = backbone.encode_prompts(context, prompts)
+        assert backbone.encode_prompts(context.clone(), prompts) is first
+        assert not torch.equal(backbone.encode_prompts(context + 0.1, prompts), first)
+        assert not torch.equal(backbone.encode_prompts(context, prompts, normalize=False), first)
+        other = backbone.class_prompts(["sun", "moon"], 3)
+        assert not torch.equal(backbone.encode_prompts(context, other), first)
+    learned = context.requires_grad_()
+    assert backbone.encode_prompts(learned, prompts).requires_grad
+    with torch.no_grad():
+        first.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            backbone.encode_prompts(context, prompts)

@@ -1,0 +1,81 @@
+"""A small backbone with random weights and a client with made-up features."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.clip import Backbone, load_backbone
+from promptfed.shared.methods.core.base import ClientContext
+from promptfed.shared.spec import TrainingSpec
+
+NAMES = ("sun", "chess knight", "umbrella", "pair of scissors", "hot air balloon")
+
+
+@dataclass
+class MadeUpSplit:
+    """Random features on the sphere with labels."""
+
+    values: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def features(self) -> Tensor:
+        return self.values
+
+    def images(self, indices: Tensor) -> Tensor:
+        raise AssertionError("a method with cached features must not look at images")
+
+
+@pytest.fixture(scope="session")
+def backbone() -> Backbone:
+    torch.set_num_threads(1)
+    return load_backbone("promptfed-tiny", None)
+
+
+@pytest.fixture
+def make_context(backbone: Backbone) -> Callable[..., ClientContext]:
+    def make(count: int = 10, *, round: int = 1, rounds: int = 4, **training: Any) -> ClientContext:
+        draws = torch.Generator().manual_seed(5)
+        features = F.normalize(torch.randn(count, backbone.d_e, generator=draws), dim=-1)
+        labels = torch.randint(len(NAMES), (count,), generator=draws)
+        return ClientContext(
+            backbone=backbone,
+            class_names=NAMES,
+            template="a photo of a {}.",
+            training=TrainingSpec(**training),
+            client="hospital-a",
+            domain=None,
+            peers=(),
+            round=round,
+            rounds=rounds,
+            phase="train",
+            seed=3,
+            train=MadeUpSplit(features, labels),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wide_backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
+    """A backbone as narrow as can be, but with CLIP's 77 text positions."""
+    import open_clip
+
+    torch.set_num_threads(1)
+    vision = {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 24, "heads": 4, "layers": 2}
+    config = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+    folder = tmp_path_factory.mktemp("configs")
+    (folder / "wide-text.json").write_text(json.dumps(config))
+    open_clip.add_model_config(folder)
+    return load_backbone("wide-text", None)

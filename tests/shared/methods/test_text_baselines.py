@@ -1,0 +1,308 @@
+"""FedKgCoOp, PromptFL+FT and FedCoCoOp against their equations written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import fedcocoop, make_method, promptfl_ft, resolve_spec
+from promptfed.shared.methods.core.base import ClientContext, Method, ServerContext
+from promptfed.shared.methods.core.training import batches, learning_rate
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.tensors import Tensors
+from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from tests.support import literal
+
+Make = Callable[..., ClientContext]
+Loss = Callable[[Tensors, Tensor], Tensor]
+M = 4
+METHODS_HERE = ("fedpgp", "fedtpg", "promptfl_ft", "fedkgcoop", "fedcocoop")
+
+
+def start_context(backbone: Backbone) -> Tensor:
+    return torch.randn(M, backbone.d_t, generator=torch.Generator().manual_seed(1)) * 0.02
+
+
+def server_context(d_t: int = 112, d_e: int = 96) -> ServerContext:
+    return ServerContext(TrainingSpec(), BackboneShape(d_t=d_t, d_e=d_e), NAMES, (), seed=3, rounds=4)
+
+
+def literal_training(context: ClientContext, start: Tensors, loss: Loss, rate: float) -> Tensors:
+    """E epochs of SGD by hand over all tensors of ``start``; ``loss(tensors, rows of the batch)``."""
+    draws = generator(context.seed, context.round, context.phase, context.client, "batches")
+    training = context.training
+    orders = list(batches(len(context.train), training.batch_size, training.epochs, draws))
+    sizes = [value.numel() for value in start.values()]
+
+    def parts(row: Tensor) -> Tensors:
+        split = torch.split(row, sizes)
+        return {name: value.view_as(start[name]) for name, value in zip(start, split, strict=True)}
+
+    def gradient(row: Tensor, step: int) -> Tensor:
+        row = row.clone().requires_grad_()
+        return torch.autograd.grad(loss(parts(row), orders[step]), row)[0]
+
+    whole = torch.cat([value.flatten() for value in start.values()])
+    return parts(literal.sgd(whole, gradient, len(orders), rate, training.momentum, training.weight_decay))
+
+
+def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors) -> None:
+    """What training did is compared, tensor by tensor, on the scale of what it did."""
+    assert set(found) == set(wanted)
+    for name, value in found.items():
+        literally = wanted[name] - start[name]
+        scale = float(literally.abs().max())
+        assert scale > 1e-6, name
+        assert float((value - start[name] - literally).abs().max()) <= 1e-4 * scale, name
+
+
+def plain_loss(context: ClientContext) -> Loss:
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        features, labels = context.train.features()[rows], context.train.labels[rows]
+        names = list(context.class_names)
+        return literal.context_loss(context.backbone, tensors["context"], names, features, labels)
+
+    return loss
+
+
+@pytest.mark.parametrize("w", [8.0, 0.5])
+def test_fedkgcoop_training_equals_the_equations(w: float, backbone: Backbone, make_context: Make) -> None:
+    context = make_context(8, round=2, epochs=2, batch_size=4, learning_rate=0.02, schedule="cosine")
+    words, plain = backbone.embed_words("a photo of a"), plain_loss(context)
+
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        value = plain(tensors, rows)
+        cosines = [
+            torch.dot(
+                literal.text_feature(backbone, tensors["context"], name), literal.text_feature(backbone, words, name)
+            )
+            for name in NAMES
+        ]
+        return value + w * (1 - sum(cosines) / len(cosines))
+
+    start = {"context": start_context(backbone)}
+    found = make_method({"name": "fedkgcoop", "m": M, "w": w}).train(context, start, {})
+    rate = learning_rate(context.training, 2, 4)
+    assert_moved_equally(found.update, literal_training(context, start, loss, rate), start)
+    assert found.private == {}
+
+
+def test_fedkgcoop_stays_near_the_template(backbone: Backbone, make_context: Make) -> None:
+    context, start = make_context(20, epochs=5, batch_size=5, learning_rate=0.05), start_context(backbone)
+    with torch.no_grad():
+        words = backbone.embed_words("a photo of a")
+        known = torch.stack([literal.text_feature(backbone, words, name) for name in NAMES])
+
+    def nearness(w: float) -> float:
+        learned = make_method({"name": "fedkgcoop", "m": M, "w": w}).train(context, {"context": start}, {}).update
+        with torch.no_grad():
+            text = torch.stack([literal.text_feature(backbone, learned["context"], name) for name in NAMES])
+        return float((text * known).sum(dim=-1).mean())
+
+    assert nearness(50.0) > nearness(0.0) + 0.01
+
+
+def fine_tuner(**hyper: Any) -> Method:
+    return make_method({"name": "promptfl_ft", "m": M} | hyper)
+
+
+def test_promptfl_ft_trains_as_promptfl(backbone: Backbone, make_context: Make) -> None:
+    context, payload = make_context(batch_size=4, epochs=2), {"context": start_context(backbone)}
+    tuned = fine_tuner(finetune_epochs=7).train(context, payload, {})
+    plain = make_method({"name": "promptfl", "m": M}).train(context, payload, {})
+    assert torch.equal(tuned.update["context"], plain.update["context"])
+    assert tuned.private == {}
+
+
+def test_promptfl_ft_classifies_after_fine_tuning(backbone: Backbone, make_context: Make) -> None:
+    """E_ft epochs of SGD by hand from the global context, at a rate that no schedule lowers."""
+    context = make_context(8, round=3, epochs=1, batch_size=4, learning_rate=0.02, schedule="cosine")
+    start = {"context": start_context(backbone)}
+    longer = replace(context, training=context.training.model_copy(update={"epochs": 3}))
+    tuned = literal_training(longer, start, plain_loss(context), 0.02)["context"]
+    with torch.no_grad():
+        texts = torch.stack([literal.text_feature(backbone, tuned, name) for name in NAMES])
+        wanted = backbone.logit_scale * context.train.features() @ texts.T
+        found = fine_tuner(finetune_epochs=3).classifier(context, start, {}).logits(context.train, torch.arange(8))
+        untuned = make_method({"name": "promptfl", "m": M}).classifier(context, start, {})
+    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert float((untuned.logits(context.train, torch.arange(8)) - wanted).abs().max()) > 0.1
+    assert torch.equal(start["context"], start_context(backbone))
+
+
+def test_promptfl_ft_tunes_on_its_own_label_space_once_for_all_test_sets(
+    backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A further test set has other candidates; what was learned for it comes from the client's own classes."""
+    spaces: list[tuple[str, ...]] = []
+    train_context = promptfl_ft.train_context
+
+    def counted(context: ClientContext, start: Tensor) -> tuple[Tensor, float]:
+        spaces.append(context.class_names)
+        return train_context(context, start)
+
+    monkeypatch.setattr(promptfl_ft, "train_context", counted)
+    context, payload = replace(make_context(8), label_space=NAMES), {"context": start_context(backbone)}
+    other = replace(context, class_names=("paintbrush", "anvil", "comet"))
+    method = fine_tuner(finetune_epochs=1, finetune_learning_rate=0.5)
+    with torch.no_grad():
+        method.classifier(context, payload, {})
+        first = method.classifier(other, payload, {}).logits(context.train, torch.arange(3))
+        alone = fine_tuner(finetune_epochs=1, finetune_learning_rate=0.5).classifier(other, payload, {})
+    assert torch.equal(first, alone.logits(context.train, torch.arange(3)))
+    assert spaces == [NAMES, NAMES], "once by the first method, once by the second"
+    with torch.no_grad():
+        method.classifier(context, {"context": start_context(backbone)}, {})
+    assert len(spaces) == 3, "another payload is tuned anew"
+
+
+def test_promptfl_ft_without_training_images_has_the_global_context(backbone: Backbone, make_context: Make) -> None:
+    context, payload = make_context(8), {"context": start_context(backbone)}
+    empty = MadeUpSplit(torch.empty(0, backbone.d_e), torch.empty(0, dtype=torch.long))
+    found = fine_tuner().classifier(replace(context, train=empty), payload, {})
+    plain = make_method({"name": "promptfl", "m": M}).classifier(context, payload, {})
+    rows = torch.arange(8)
+    assert torch.equal(found.logits(context.train, rows), plain.logits(context.train, rows))
+
+
+# FedCoCoOp
+
+
+def some_state(backbone: Backbone) -> Tensors:
+    """The start with every number moved, so that the shift is not zero and no ReLU is on its edge."""
+    method = make_method({"name": "fedcocoop", "m": M})
+    start = method.initial_state(server_context(backbone.d_t, backbone.d_e), initial_draws(3))
+    draws = torch.Generator().manual_seed(2)
+    return {name: value + torch.randn(value.shape, generator=draws) * 0.05 for name, value in start.items()}
+
+
+def literal_shifted(state: Tensors, feature: Tensor) -> Tensor:
+    """v_i + h(x) for each i, of one image."""
+    hidden = state["meta_net.narrow.weight"] @ feature + state["meta_net.narrow.bias"]
+    hidden = torch.maximum(hidden, torch.zeros(()))
+    shift = state["meta_net.widen.weight"] @ hidden + state["meta_net.widen.bias"]
+    return torch.stack([row + shift for row in state["context"]])
+
+
+def conditional_loss(context: ClientContext) -> Loss:
+    def loss(state: Tensors, rows: Tensor) -> Tensor:
+        losses = []
+        for row in rows:
+            feature, label = context.train.features()[row], context.train.labels[row : row + 1]
+            shifted = literal_shifted(state, feature)
+            names = list(context.class_names)
+            losses.append(literal.context_loss(context.backbone, shifted, names, feature.unsqueeze(0), label))
+        return torch.stack(losses).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("texts_at_once", [512, 10, 1])
+def test_fedcocoop_training_equals_the_equations(
+    texts_at_once: int, backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of images passes the tower at once."""
+    monkeypatch.setattr(fedcocoop, "TEXTS_AT_ONCE", texts_at_once)
+    context = make_context(7, round=2, epochs=1, batch_size=5, learning_rate=0.05, schedule="cosine")
+    start = some_state(backbone)
+    found = make_method({"name": "fedcocoop", "m": M}).train(context, start, {})
+    wanted = literal_training(context, start, conditional_loss(context), learning_rate(context.training, 2, 4))
+    assert_moved_equally(found.update, wanted, start)
+    assert found.private == {}
+
+
+def test_fedcocoop_scores_each_image_under_its_own_context(backbone: Backbone, make_context: Make) -> None:
+    context, state = make_context(6), some_state(backbone)
+    found = make_method({"name": "fedcocoop", "m": M}).classifier(context, state, {})
+    rows = torch.tensor([5, 0, 3])
+    wanted = []
+    with torch.no_grad():
+        for row in rows:
+            feature = context.train.features()[row]
+            shifted = literal_shifted(state, feature)
+            texts = torch.stack([literal.text_feature(backbone, shifted, name) for name in NAMES])
+            wanted.append(backbone.logit_scale * texts @ feature)
+    logits = found.logits(context.train, rows)
+    assert logits.shape == (3, len(NAMES))
+    assert float((logits - torch.stack(wanted)).abs().max()) <= 1e-5 * float(torch.stack(wanted).abs().max())
+
+
+def test_fedcocoop_starts_where_promptfl_starts(backbone: Backbone, make_context: Make) -> None:
+    server = server_context(backbone.d_t, backbone.d_e)
+    method, plain = (make_method({"name": name, "m": M}) for name in ("fedcocoop", "promptfl"))
+    state, shared = (one.initial_state(server, initial_draws(3)) for one in (method, plain))
+    assert torch.equal(state["context"], shared["context"])
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        "context": (M, backbone.d_t),
+        "meta_net.narrow.weight": (6, 96),
+        "meta_net.narrow.bias": (6,),
+        "meta_net.widen.weight": (112, 6),
+        "meta_net.widen.bias": (112,),
+    }
+    context, rows = make_context(6), torch.arange(6)
+    one, other = (
+        tried.classifier(context, tensors, {}).logits(context.train, rows)
+        for tried, tensors in ((method, state), (plain, shared))
+    )
+    assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
+    result = method.train(make_context(6, learning_rate=0.1, batch_size=2), state, {})
+    assert all(float((value - state[name]).abs().max()) > 0 for name, value in result.update.items())
+
+
+def test_fedcocoop_memory_is_bounded_by_chunks() -> None:
+    rows = torch.arange(100)
+    assert [len(part) for part in fedcocoop.chunks(rows, 10)] == [51, 49]
+    assert [len(part) for part in fedcocoop.chunks(rows[:3], 10_000)] == [1, 1, 1]
+
+
+def test_fedcocoop_may_start_from_words(backbone: Backbone) -> None:
+    method = make_method({"name": "fedcocoop", "m": 6, "context_init": "a photo of a"})
+    state = method.initial_state_with(backbone, server_context(backbone.d_t, backbone.d_e), initial_draws(3))
+    assert torch.equal(state["context"][2:], backbone.embed_words("a photo of a"))
+    assert state["meta_net.narrow.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("fedkgcoop", {"w": -1.0}),
+        ("promptfl_ft", {"finetune_epochs": 0}),
+        ("promptfl_ft", {"finetune_learning_rate": 0.0}),
+        ("fedcocoop", {"reduction": 0}),
+    ],
+)
+def test_options_out_of_range_are_refused_at_creation(name: str, option: dict[str, Any]) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_spec({"name": "x", "method": {"name": name} | option})
+    assert caught.value.errors[0]["path"] == f"method.{next(iter(option))}"
+
+
+def test_whose_classifiers_are_the_clients_own() -> None:
+    personal = {name: make_method({"name": name}).personal for name in METHODS_HERE}
+    assert personal == dict.fromkeys(METHODS_HERE, False) | {"fedpgp": True, "promptfl_ft": True}
+
+
+@pytest.mark.parametrize("name", METHODS_HERE)
+def test_training_is_reproducible_and_changes_with_client_and_round(
+    name: str, backbone: Backbone, make_context: Make
+) -> None:
+    method = make_method({"name": name, "m": M})
+    payload = method.initial_state(server_context(backbone.d_t, backbone.d_e), initial_draws(3))
+    before = {key: value.clone() for key, value in payload.items()}
+    context = make_context(7, batch_size=3, learning_rate=0.05)
+    results = [
+        method.train(other, payload, {})
+        for other in (context, context, replace(context, round=2), replace(context, client="hospital-b"))
+    ]
+    first, again, *others = ({**result.update, **result.private} for result in results)
+    assert all(torch.equal(value, again[key]) for key, value in first.items())
+    for other in others:
+        assert any(not torch.equal(value, other[key]) for key, value in first.items())
+    assert all(torch.equal(value, before[key]) for key, value in payload.items()), "the payload is left alone"

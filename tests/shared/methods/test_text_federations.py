@@ -1,0 +1,231 @@
+"""FedPGP and FedTPG as services run them: a round by hand comes to the same state; what is private stays private."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from promptfed.shared.clip import Backbone
+from promptfed.shared.messages import EnrolRequest, EvaluationRequest
+from promptfed.shared.methods.core.base import ClientContext
+from promptfed.shared.seeds import generator, initial_draws
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors, decode, encode
+from tests.shared.methods import test_fedpgp, test_fedtpg
+from tests.shared.methods.conftest import MadeUpSplit
+from tests.support import literal
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_coordinator import made_up_source
+from tests.support.method_federations import Finished, run
+
+CLASSES = ["anchor", "chess knight", "sun", "umbrella"]
+TRAINING = {"epochs": 2, "batch_size": 5, "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
+SOURCES = {
+    "north": made_up_source(seed=1, count=8, names=CLASSES[:2]),
+    "south": made_up_source(seed=2, count=12, names=CLASSES[2:]),
+}
+SEED = 11
+
+
+def spec(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "name": method["name"],
+        "method": method,
+        "rounds": 1,
+        "training": TRAINING,
+        "participation": {"min_clients": 2},
+        "template": "a photo of a {}.",
+        "seed": SEED,
+    } | changes
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
+    with in_thread(tmp_path_factory.mktemp("coordinator") / "data") as running:
+        yield running
+
+
+def by_hand(backbone: Backbone, name: str, names: list[str], training: dict[str, Any]) -> ClientContext:
+    """What a client's task is made of: its images through the tower, its labels among ``names``."""
+    train = SOURCES[name].train
+    images = torch.stack([backbone.preprocess(train.image(row)) for row in range(len(train))])
+    labels = torch.tensor([names.index(SOURCES[name].class_names[int(label)]) for label in train.labels])
+    return ClientContext(
+        backbone=backbone,
+        class_names=tuple(names),
+        template="a photo of a {}.",
+        training=TrainingSpec(**training),
+        client=name,
+        domain=None,
+        peers=(),
+        round=1,
+        rounds=1,
+        phase="train",
+        seed=SEED,
+        train=MadeUpSplit(backbone.encode_images(images), labels),
+    )
+
+
+def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors) -> None:
+    assert set(found) == set(wanted)
+    largest = max(float((value - start[name]).abs().max()) for name, value in wanted.items())
+    for name, value in wanted.items():
+        scale = largest if name == "to_key.bias" else float((value - start[name]).abs().max())
+        assert float((found[name] - value).abs().max()) <= 1e-4 * scale, name
+
+
+# FedPGP
+
+
+@pytest.fixture(scope="module")
+def fedpgp(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    method = {"name": "fedpgp", "m": 4, "b": 2}
+    return run(server, spec(method, class_names=CLASSES), SOURCES, backbone, tmp_path_factory.mktemp("fedpgp"))
+
+
+def test_a_fedpgp_round_by_hand(fedpgp: Finished, backbone: Backbone) -> None:
+    tried = test_fedpgp.method(m=4, b=2)
+    start = torch.randn(4, backbone.d_t, generator=initial_draws(SEED)) * 0.02
+    trained: dict[str, Tensors] = {}
+    for name in SOURCES:
+        context = by_hand(backbone, name, CLASSES, TRAINING)
+        draws = generator(SEED, "fedpgp", name)
+        u, v = torch.randn(4, 2, generator=draws) * 0.02, torch.randn(2, backbone.d_t, generator=draws) * 0.02
+        begin = {"global_context": start, "U": u, "V": v}
+        trained[name] = test_fedpgp.literal_training(context, begin, tried.hyper)
+        private = fedpgp.private(name)
+        assert_moved_equally(private, {key: trained[name][key] for key in ("U", "V")}, begin)
+    # Eq. 4: 8 and 12 images.
+    mean = 8 / 20 * trained["north"]["global_context"] + 12 / 20 * trained["south"]["global_context"]
+    assert_moved_equally(fedpgp.state, {"global_context": mean}, {"global_context": start})
+    assert fedpgp.reports[1]["phases"][0]["counted"][0]["weight"] == 8 / 20
+    for name in SOURCES:
+        personal = test_fedpgp.literal_product(mean, trained[name]["U"], trained[name]["V"])
+        result = fedpgp.reports[1]["evaluation"]["clients"][name]["splits"]["test"]
+        assert result["accuracy"] == literal_accuracy(backbone, name, personal)
+
+
+def literal_accuracy(backbone: Backbone, name: str, prompt: Tensor) -> float:
+    """Share of the client's test images whose class has the highest cosine among all classes of the federation."""
+    test, right = SOURCES[name].test, 0
+    with torch.no_grad():
+        texts = torch.stack([literal.text_feature(backbone, prompt, other) for other in CLASSES])
+        for row in range(len(test)):
+            feature = backbone.encode_images(backbone.preprocess(test.image(row)).unsqueeze(0))[0]
+            guess = CLASSES[int((texts @ feature).argmax())]
+            right += guess == SOURCES[name].class_names[int(test.labels[row])]
+    return right / len(test)
+
+
+def windows(tensor: Tensor) -> set[bytes]:
+    """Any four numbers in a row, as they would stand in a file."""
+    raw = tensor.float().contiguous().numpy().astype("<f4").tobytes()
+    return {raw[place : place + 16] for place in range(0, len(raw) - 15, 4)}
+
+
+def test_every_byte_that_a_fedpgp_client_sends_is_accounted_for(fedpgp: Finished, backbone: Backbone) -> None:
+    """Each request is taken apart and put together again from nothing but what may leave the client."""
+    kinds: dict[str, int] = {}
+    for one in fedpgp.sent:
+        verb, place = one.method, one.url.split("?")[0].rsplit("/", 1)[-1]
+        kinds[f"{verb} {place}"] = kinds.get(f"{verb} {place}", 0) + 1
+        if verb == "GET":
+            assert one.body == b""
+            assert place in ("enrolment", "task", "payload")
+        elif place == "clients":
+            allowed = EnrolRequest.model_validate_json(one.body)
+            told = allowed.model_dump()
+            for key in ("name", "secret", "backbone_fingerprint", "backbone_shape", "device", "protocol_version"):
+                told.pop(key)
+            assert told == {
+                "role": "trainer",
+                "num_samples": len(SOURCES[one.client].train),
+                "class_names": list(SOURCES[one.client].class_names),
+                "domain": {"name": "noise", "description": "noise of a {}"},
+            }
+            assert json.loads(one.body) == allowed.model_dump(mode="json")
+        elif place == "update":
+            tensors, about = decode(one.body)
+            assert {name: tuple(value.shape) for name, value in tensors.items()} == {
+                "global_context": (4, backbone.d_t)
+            }
+            assert isinstance(about, dict)
+            assert set(about) == {"task_id", "payload_sha256", "metrics"}
+            assert set(about["metrics"]) == {"loss", "train_seconds", "trained_parameters"}
+            assert encode(tensors, about) == one.body
+        else:
+            assert (verb, place) == ("PUT", "evaluation")
+            result = EvaluationRequest.model_validate_json(one.body)
+            assert (set(result.splits), set(result.zero_shot)) == ({"test"}, {"test"})
+            assert set(result.metrics) == {"evaluate_seconds"}
+            assert json.loads(one.body) == result.model_dump(mode="json")
+    assert kinds["PUT update"] == 2
+    assert kinds["PUT evaluation"] == 4
+    assert kinds["POST clients"] == 2
+
+
+def test_no_private_number_is_among_them(fedpgp: Finished) -> None:
+    """Neither U nor V as they started or ended, nor what follows from them: Δp, the personal context, the images."""
+    names = {name: [] for name in SOURCES}
+    for one in fedpgp.sent:
+        names[one.client].append(one.everything)
+    for name, requests in names.items():
+        stream = b"\n".join(requests)
+        sent = {stream[place : place + 16] for place in range(len(stream) - 15)}
+        private, draws = fedpgp.private(name), generator(SEED, "fedpgp", name)
+        d_t = private["V"].shape[1]
+        secrets = [
+            *private.values(),
+            torch.randn(4, 2, generator=draws) * 0.02,
+            torch.randn(2, d_t, generator=draws) * 0.02,
+        ]
+        delta = private["U"] @ private["V"]
+        update = next(decode(one.body)[0] for one in fedpgp.sent if one.client == name and one.url.endswith("/update"))
+        secrets += [delta, fedpgp.state["global_context"] + delta, update["global_context"] + delta]
+        for secret in secrets:
+            assert windows(secret)
+            assert not windows(secret) & sent
+            digits = [f"{value:.5g}"[:7].encode() for value in secret.flatten()[:50].tolist()]
+            assert sum(number in stream for number in digits) == 0, "not as text either"
+        assert windows(update["global_context"]) <= sent, "what may be sent is found this way"
+        pixels = np.asarray(SOURCES[name].train.image(0)).tobytes()
+        assert pixels[:64] not in stream
+
+
+# FedTPG
+
+
+@pytest.fixture(scope="module")
+def fedtpg(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    training = TRAINING | {"epochs": 1, "weight_decay": 1e-5}
+    whole = spec({"name": "fedtpg", "m": 3}, training=training)
+    return run(server, whole, SOURCES, backbone, tmp_path_factory.mktemp("fedtpg"))
+
+
+def test_a_fedtpg_round_by_hand(fedtpg: Finished, backbone: Backbone) -> None:
+    """Two clients with other classes each; the mean is uniform though one has more images."""
+    tried = test_fedtpg.method(m=3)
+    shape = BackboneShape(d_t=backbone.d_t, d_e=backbone.d_e)
+    server = replace(test_fedtpg.server_context(), shape=shape)
+    start = tried.initial_state(server, initial_draws(SEED))
+    training = TRAINING | {"epochs": 1, "weight_decay": 1e-5, "schedule": "cosine"}
+    trained = []
+    for name, source in SOURCES.items():
+        context = by_hand(backbone, name, list(source.class_names), training)
+        trained.append(test_fedtpg.literal_training(context, start, "relu"))
+    mean = {name: (trained[0][name] + trained[1][name]) / 2 for name in start}
+    assert_moved_equally(fedtpg.state, mean, start)
+    assert [one["weight"] for one in fedtpg.reports[1]["phases"][0]["counted"]] == [0.5, 0.5]
+
+
+def test_fedtpg_clients_keep_nothing(fedtpg: Finished) -> None:
+    assert all(fedtpg.private(name) == {} for name in SOURCES)
+    updates = [decode(one.body)[0] for one in fedtpg.sent if one.url.endswith("/update")]
+    assert [set(update) for update in updates] == [set(fedtpg.state)] * 2

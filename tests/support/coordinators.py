@@ -1,0 +1,296 @@
+"""A coordinator for tests: a real server on a free port, in a thread of this process or as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from promptfed.coordinator.app import create_app
+from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.http.server import Server, _bind, _config
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.fault_points import VARIABLE
+from tests.support import forked_coordinator
+from tests.support.fake_clients import FakeClient, bearer, spec
+
+START_SECONDS = 60.0
+TIMEOUT = httpx.Timeout(70.0)
+
+
+class Api:
+    """The operator's calls, and clients of the same coordinator."""
+
+    http: httpx.Client
+    operator: dict[str, str]
+
+    def get(self, path: str, status: int = 200, **options: Any) -> Any:
+        """The JSON at ``path``."""
+        return self._call("GET", path, status, **options)
+
+    def post(self, path: str, json: Any = None, status: int = 200, **options: Any) -> Any:
+        """The JSON that ``path`` answers."""
+        return self._call("POST", path, status, json=json, **options)
+
+    def delete(self, path: str, status: int = 204) -> Any:
+        """Delete what lies at ``path``."""
+        return self._call("DELETE", path, status)
+
+    def _call(self, verb: str, path: str, status: int, **options: Any) -> Any:
+        options["headers"] = self.operator | options.get("headers", {})
+        response = self.http.request(verb, path if path.startswith("/") else f"/v1/federations/{path}", **options)
+        assert response.status_code == status, response.text
+        return response.json() if response.content else None
+
+    def create(self, **changes: Any) -> str:
+        """A federation; its id."""
+        return str(self.post("/v1/federations", spec(**changes), status=201)["id"])
+
+    def token(self, federation: str) -> str:
+        """A fresh enrolment token."""
+        return str(self.post(f"{federation}/enrolment-tokens", status=201)["token"])
+
+    def client(self, federation: str, name: str) -> FakeClient:
+        """A client that may have enrolled before."""
+        return FakeClient(self.http, federation, name)
+
+    def enrol(self, federation: str, *names: str, **changes: Any) -> list[FakeClient]:
+        """Freshly enrolled clients."""
+        token = self.token(federation)
+        clients = [self.client(federation, name) for name in names]
+        for client in clients:
+            response = client.enrol(token, **changes)
+            assert response.status_code == 201, response.text
+        return clients
+
+    def until(self, federation: str, seconds: float = 20.0, **wanted: Any) -> Any:
+        """The federation once its fields are as ``wanted``."""
+        end = time.monotonic() + seconds
+        while True:
+            found = self.get(federation)
+            if all(found[key] == value for key, value in wanted.items()):
+                return found
+            assert time.monotonic() < end, f"{wanted} does not come; it is {found}"
+            time.sleep(0.01)
+
+    def task(self, client: FakeClient, wait: float = 20.0) -> dict[str, Any]:
+        """The client's next task, waited for."""
+        response = client.task(wait)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def training(self, clients: list[FakeClient]) -> list[dict[str, Any]]:
+        """All evaluate; their training tasks."""
+        tasks = []
+        for client in clients:
+            task = self.task(client)
+            if task["kind"] == "evaluate":
+                assert client.evaluate(task).status_code == 201
+        for client in clients:
+            tasks.append(self.task(client))
+            assert tasks[-1]["kind"] == "train"
+        return tasks
+
+
+class Described:
+    """Checks each answer against the coordinator's own description: a status that it does not name is an error."""
+
+    def __init__(self, schema: dict[str, Any]):
+        self._paths = [
+            (re.compile(re.sub(r"\{[^}]+\}", "[^/]+", path) + "$"), verbs) for path, verbs in schema["paths"].items()
+        ]
+
+    def __call__(self, response: httpx.Response) -> None:
+        request = response.request
+        for pattern, verbs in self._paths:
+            operation = verbs.get(request.method.lower())
+            if operation is not None and pattern.match(request.url.path):
+                self._check(operation["responses"], response)
+                return
+        known = request.url.path == "/openapi.json" or response.status_code in (404, 405)
+        assert known, "an address or verb that is not described"
+
+    def _check(self, described: dict[str, Any], response: httpx.Response) -> None:
+        found = described.get(str(response.status_code))
+        assert found is not None, f"{response.request.url.path} does not describe {response.status_code}"
+        if response.status_code >= 400:
+            kind = str(json.loads(response.read())["type"]).rsplit("/", 1)[-1]
+            assert f"`{kind}`" in found["description"], f"{response.request.url.path} does not describe {kind}"
+
+
+@cache
+def described() -> Described:
+    """The check, made once: making the description takes longer than most tests."""
+    return Described(create_app(Settings()).openapi())
+
+
+class InThread(Api):
+    """A server in a thread: its engine can be looked at."""
+
+    def __init__(self, folder: Path, **options: Any):
+        self.settings = Settings(data_dir=folder, **({"port": 0} | options))
+        self.app = create_app(self.settings)
+        listening = _bind(self.settings)
+        started = threading.Event()
+        self._server = Server(_config(self.settings, self.app), self.app, started.set)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],))
+        self._thread.start()
+        if not started.wait(START_SECONDS):
+            raise AssertionError("the coordinator does not start")
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        hooks = {"response": [described()]}
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, event_hooks=hooks)
+        self.operator = bearer((folder / "operator.token").read_text().strip())
+
+    @property
+    def engine(self) -> Engine:
+        engine: Engine = self.app.state.engine
+        return engine
+
+    def stop(self) -> None:
+        """As on SIGTERM."""
+        if not self._thread.is_alive():
+            return
+        self.http.close()
+        self._server.handle_exit(15, None)
+        self._thread.join(START_SECONDS)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def in_thread(folder: Path, **options: Any) -> Iterator[InThread]:
+    """A server in a thread for the length of a block."""
+    server = InThread(folder, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Process(Api):
+    """A server as a process of its own, which can be killed and started again on the same folder.
+
+    ``files``: where its log and its URL are written, with suffixes; beside the folder unless given.
+    """
+
+    def __init__(self, folder: Path, *options: str, fault: str = "", files: Path | None = None):
+        self.folder = folder
+        self._options = options
+        self._log = (files or folder).with_suffix(".log")
+        self._port_file = (files or folder).with_suffix(".url")
+        self.start(fault)
+
+    def start(self, fault: str = "") -> None:
+        """Start, and wait until it answers or has died."""
+        self._port_file.unlink(missing_ok=True)
+        arguments = ["--data-dir", str(self.folder), "--port", "0", "--port-file", str(self._port_file)]
+        self._spawn([*arguments, *self._options], fault)
+        end = time.monotonic() + START_SECONDS
+        while not self._port_file.exists() and not self.dead:
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.01)
+        self.url = self._port_file.read_text().strip() if self._port_file.exists() else "http://127.0.0.1:1"
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT)
+        token = self.folder / "operator.token"
+        self.operator = bearer(token.read_text().strip()) if token.exists() else {}
+
+    def _spawn(self, arguments: list[str], fault: str) -> None:
+        command = [sys.executable, "-m", "promptfed.coordinator", *arguments]
+        with self._log.open("ab") as log:
+            environment = {**os.environ, VARIABLE: fault}
+            self._process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+
+    @property
+    def dead(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def wait(self, seconds: float = 30.0) -> int:
+        """Its exit code, once it has ended."""
+        return self._process.wait(seconds)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """As a power cut."""
+        if not self.dead:
+            self.signal(signal.SIGKILL)
+        self.wait()
+        self.http.close()
+
+    def log(self) -> str:
+        """Everything that it has said."""
+        return self._log.read_text()
+
+
+_server = multiprocessing.get_context("forkserver")
+IMPORTED = ["promptfed.coordinator.http.server", "tests.support.forked_coordinator", "promptfed.client_service.worker"]
+
+
+def forks() -> multiprocessing.context.ForkServerContext:
+    """Makes processes that have imported what services take long to import."""
+    _server.set_forkserver_preload(IMPORTED)
+    return _server
+
+
+class Forked(Process):
+    """The same from a process that has imported everything already: a start takes a moment, not seconds.
+
+    One thread may start it again while another looks for a moment to kill it.
+    """
+
+    def __init__(self, folder: Path, *options: str, fault: str = "", files: Path | None = None):
+        self._turn = threading.RLock()
+        super().__init__(folder, *options, fault=fault, files=files)
+
+    def _spawn(self, arguments: list[str], fault: str) -> None:
+        child = forks().Process(target=forked_coordinator.run, args=(arguments, fault, str(self._log)))
+        with self._turn:
+            child.start()
+            self._child = child
+
+    @property
+    def dead(self) -> bool:
+        # An exit code can be read once only: of two threads that read it, one would be told of a broken pipe.
+        with self._turn:
+            return self._child.exitcode is not None
+
+    @property
+    def pid(self) -> int:
+        with self._turn:
+            assert self._child.pid is not None
+            return self._child.pid
+
+    def wait(self, seconds: float = 30.0) -> int:
+        end = time.monotonic() + seconds
+        while not self.dead:
+            assert time.monotonic() < end, "it does not end"
+            time.sleep(0.002)
+        with self._turn:
+            assert self._child.exitcode is not None
+            return self._child.exitcode
+
+    def signal(self, number: int) -> None:
+        with self._turn:
+            if not self.dead:
+                os.kill(self.pid, number)

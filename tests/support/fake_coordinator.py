@@ -1,0 +1,252 @@
+"""A coordinator of one client, small enough to be read: tasks by script, faults on order, every byte remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from promptfed.shared.data import Domain, Source, Split
+from promptfed.shared.data.source import ArrayImages
+from promptfed.shared.messages import PROBLEM_BASE, EnrolmentInfo, EnrolRequest, Task
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.base import ServerContext
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors, decode, encode
+
+NAMES = ["sun", "anchor", "umbrella", "pair of scissors"]
+TOKEN = "enrolment-token"
+FEDERATION = "fed-1"
+
+
+def problem(status: int, kind: str, detail: str = "because", **headers: str) -> Response:
+    body = {"type": PROBLEM_BASE + kind, "title": kind, "status": status, "detail": detail}
+    return JSONResponse(body, status, headers, media_type="application/problem+json")
+
+
+@dataclass
+class FakeCoordinator:
+    """Asks for ``rounds`` of training and an evaluation before and after; then the federation has ended."""
+
+    shape: BackboneShape
+    method: dict[str, Any] = field(default_factory=lambda: {"name": "promptfl", "m": 4})
+    rounds: int = 2
+    training: dict[str, Any] = field(default_factory=lambda: TrainingSpec(learning_rate=0.1).model_dump())
+    class_names: list[str] | None = field(default_factory=lambda: list(NAMES))
+    pretrained: str | None = "random"
+    model: str = "promptfed-tiny"
+    fingerprint: str | None = None
+    protocol_version: int = 1
+    state: str = "running"
+    peers: list[dict[str, Any]] = field(default_factory=list)
+    closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
+    alter: Callable[[Request], Response | None] = lambda request: None  # an answer instead of the true one
+    garble: Callable[[dict[str, Any]], dict[str, Any]] = lambda task: task
+
+    def __post_init__(self) -> None:
+        method = make_method(self.method)
+        context = ServerContext(TrainingSpec(**self.training), self.shape, None, (), 7, self.rounds)
+        self.global_state: Tensors = method.initial_state(context, initial_draws(7))
+        self.plan = [("evaluate", 0), *(("train", r) for r in range(1, self.rounds + 1)), ("evaluate", self.rounds)]
+        self.client: EnrolRequest | None = None
+        self.accepted: dict[str, str] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self.failures: list[dict[str, Any]] = []
+        self.calls: list[tuple[str, str, int]] = []
+        self.received: list[bytes] = []
+        self.app = self._make_app()
+
+    @property
+    def task_id(self) -> str:
+        return f"task-{len(self.plan)}"
+
+    def http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app))
+
+    def count(self, verb: str, path: str) -> int:
+        """Calls whose path ends in ``path``."""
+        return sum(call[0] == verb and call[1].endswith(path) for call in self.calls)
+
+    def current_task(self) -> dict[str, Any]:
+        kind, round = self.plan[0]
+        body = encode(self.global_state)
+        path = f"/v1/federations/{FEDERATION}/tasks/{self.task_id}/payload"
+        config = {
+            "method": self.method,
+            "training": self.training,
+            "backbone": {"model": self.model, "pretrained": self.pretrained, "precision": "fp32"},
+            "class_names": self.class_names,
+            "template": "a photo of a {}.",
+            "rounds": self.rounds,
+            "seed": 7,
+            "peers": self.peers,
+        }
+        task = Task.model_validate(
+            {
+                "task_id": self.task_id,
+                "kind": kind,
+                "round": round,
+                "phase": kind,
+                "deadline": datetime.now(UTC) + timedelta(seconds=60),
+                "seconds_left": 60,
+                "payload": {
+                    "url": path,
+                    "bytes": len(body),
+                    "sha256": "sha256:" + hashlib.sha256(body).hexdigest(),
+                },
+                "config": config,
+            }
+        )
+        return self.garble(task.model_dump(mode="json"))
+
+    def _make_app(self) -> FastAPI:
+        app = FastAPI()
+        base = f"/v1/federations/{FEDERATION}"
+
+        @app.middleware("http")
+        async def remember(request: Request, call_next: Any) -> Response:
+            body = await request.body()
+            self.received.append(body)
+            answer = self.alter(request) or await call_next(request)
+            self.calls.append((request.method, request.url.path, answer.status_code))
+            return answer
+
+        @app.get("/v1/federations/{name}/enrolment")
+        async def enrolment(name: str, request: Request) -> Response:
+            if request.headers["authorization"] != f"Bearer {TOKEN}":
+                return problem(401, "unauthorized", "the enrolment token is not valid")
+            info = EnrolmentInfo.model_validate(
+                {
+                    "federation_id": FEDERATION,
+                    "name": name,
+                    "method": self.method,
+                    "backbone": {
+                        "model": self.model,
+                        "pretrained": self.pretrained,
+                        "precision": "fp32",
+                        "fingerprint": self.fingerprint,
+                    },
+                    "class_names": self.class_names,
+                    "template": "a photo of a {}.",
+                    "state": self.state,
+                    "protocol_version": self.protocol_version,
+                }
+            )
+            return Response(info.model_dump_json(), media_type="application/json")
+
+        @app.post(base + "/clients")
+        async def enrol(request: Request) -> Response:
+            asked = EnrolRequest.model_validate_json(await request.body())
+            again = self.client is not None
+            if self.client is not None and (asked.name, asked.secret) != (self.client.name, self.client.secret):
+                return problem(409, "name-taken", "the name is taken")
+            self.client = asked
+            body = {"client_id": "client-1", "federation_id": FEDERATION, "name": asked.name}
+            return JSONResponse(body, 200 if again else 201)
+
+        self._add_tasks(app, base)
+        return app
+
+    def _add_tasks(self, app: FastAPI, base: str) -> None:
+        @app.get(base + "/task")
+        async def task(request: Request, wait: int = 30) -> Response:
+            if refusal := self._refuse(request):
+                return refusal
+            if self.state == "paused":
+                await asyncio.sleep(min(wait, 0.05))
+                return Response(status_code=204)
+            return JSONResponse(self.current_task()) if self.plan else problem(410, "ended", "the federation finished")
+
+        @app.get(base + "/tasks/{task_id}/payload")
+        async def payload(task_id: str, request: Request) -> Response:
+            return self._refuse(request) or Response(encode(self.global_state))
+
+        @app.put(base + "/tasks/{task_id}/update")
+        async def update(task_id: str, request: Request) -> Response:
+            return self._refuse(request) or self._take_update(task_id, await request.body())
+
+        @app.put(base + "/tasks/{task_id}/evaluation")
+        async def evaluation(task_id: str, request: Request) -> Response:
+            if task_id == self.task_id:
+                self.evaluations.append(await request.json())
+                self.plan.pop(0)
+            return Response(status_code=201)
+
+        @app.post(base + "/tasks/{task_id}/failure")
+        async def failure(task_id: str, request: Request) -> Response:
+            self.failures.append(await request.json())
+            self.plan.pop(0)
+            return Response(status_code=201)
+
+    def _refuse(self, request: Request) -> Response | None:
+        if self.client is None or request.headers["authorization"] != f"Bearer {self.client.secret}":
+            return problem(401, "unauthorized", "no such client")
+        return None
+
+    def _take_update(self, task_id: str, body: bytes) -> Response:
+        digest = hashlib.sha256(body).hexdigest()
+        if task_id in self.accepted:
+            same = self.accepted[task_id] == digest
+            return Response(status_code=200) if same else problem(409, "already-answered")
+        if task_id != self.task_id:
+            return problem(409, "phase-closed")
+        round = self.plan[0][1]
+        if round in self.closed_phases:
+            self.plan.pop(0)
+            return problem(409, "phase-closed", f"the phase of round {round} is closed")
+        tensors, _ = decode(body)
+        self.accepted[task_id] = digest
+        self.global_state = tensors or self.global_state
+        self.plan.pop(0)
+        return Response(status_code=201)
+
+
+class Wire(httpx.AsyncBaseTransport):
+    """A network in front of an app: ``before`` may lose a request, ``after`` may lose its answer."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        before: Callable[[httpx.Request], None] = lambda request: None,
+        after: Callable[[httpx.Request], None] = lambda request: None,
+    ):
+        self._inner = httpx.ASGITransport(app)
+        self._before, self._after = before, after
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self._before(request)
+        answer = await self._inner.handle_async_request(request)
+        assert isinstance(answer.stream, AsyncIterator | httpx.AsyncByteStream)
+        self._after(request)
+        return answer
+
+
+def made_up_source(seed: int = 0, count: int = 24, names: list[str] = NAMES) -> Source:
+    """Coloured noise, one hue a class, so that there is something to learn."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def split(size: int) -> Split:
+        labels = torch.arange(size) % len(names)
+        noise = torch.randint(0, 120, (size, 16, 16, 3), generator=draws)
+        tint = torch.eye(3, dtype=torch.int64)[labels % 3] * 120
+        pixels = (noise + tint[:, None, None, :]).to(torch.uint8).numpy().astype(np.uint8)
+        return Split(labels, ArrayImages(pixels))
+
+    return Source("made-up", tuple(names), Domain("noise", "noise of a {}"), "a {}.", split(count), split(count))
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for ``condition`` while the event loop goes on; TimeoutError after ``seconds``."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 (what is waited for sets no event)
+            await asyncio.sleep(0.02)

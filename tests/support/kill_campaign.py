@@ -1,0 +1,215 @@
+"""Whole federations of any method, played by clients without a backbone, while the coordinator is killed.
+
+The clients answer with deterministic tensors of the right shapes, try again when nobody answers, and never compute an
+update twice: what comes out depends on the coordinator alone.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import torch
+
+from promptfed.coordinator.store.fault_points import POINTS
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.base import ServerContext
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors
+from tests.support.coordinators import Api, Forked
+from tests.support.fake_clients import FakeClient, spec, update_body
+from tests.support.whole_federation import outcome
+
+SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8, "text_layers": 2, "vision_layers": 2, "context_length": 16, "patch_size": 4}
+NAMES = ("a", "B", "c", "d", "e", "f")  # by code point B comes first, in a dictionary a
+ONCE = 4  # the first points are reached once in a run
+
+
+@dataclass(frozen=True)
+class Case:
+    """A federation: so many clients from the start, and a newcomer after the second round."""
+
+    method: dict[str, Any]
+    rounds: int
+    clients: int = 2
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        rule = self.changes.get("aggregation", {}).get("rule")
+        return str(self.method["name"]) + (f" with {rule}" if rule else "")
+
+    def spec(self) -> dict[str, Any]:
+        participation = {"min_clients": self.clients}
+        return spec(
+            name="campaign",
+            method=None,
+            rounds=self.rounds,
+            participation=participation,
+            **self.changes,
+        ) | {"method": self.method}
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case({"name": "promptfl", "m": 4}, rounds=8),
+        Case({"name": "promptfl", "m": 4}, rounds=8, clients=5, changes={"aggregation": {"rule": "multi_krum"}}),
+        Case({"name": "two_phase"}, rounds=6),
+        Case({"name": "plan", "m": 2}, rounds=6),
+        Case({"name": "pfedpg", "m": 4}, rounds=8),
+        Case({"name": "fast_pt", "m": 4}, rounds=8),
+        Case({"name": "fedtpg", "m": 4}, rounds=8),
+        Case({"name": "fedpgp", "m": 4}, rounds=8),
+    )
+}
+
+
+class AnyClient(FakeClient):
+    """A fake that can take part in any method."""
+
+    def answer(self, task: dict[str, Any]) -> httpx.Response:
+        if task["kind"] == "train" and task["task_id"] not in self.sent:
+            self.sent[task["task_id"]] = update_body(self._trained(task), task)
+        return super().answer(task)
+
+    def _trained(self, task: dict[str, Any]) -> Tensors:
+        payload, config = self.payload(task), task["config"]
+        method = make_method(config["method"])
+        phases = {phase.name: phase for phase in method.phases(task["round"], config["rounds"])}
+        draws = generator(0, task["round"], self.name, task["phase"])
+        found = {}
+        for one in phases[task["phase"]].up:
+            start = payload.get(one.name)
+            if start is None:
+                start = torch.zeros(one.resolve(method.dims(_context(config))))
+            found[one.name] = start + 0.1 * torch.randn(start.shape, generator=draws)
+        return found
+
+
+def _context(config: dict[str, Any]) -> ServerContext:
+    training = TrainingSpec.model_validate(config["training"])
+    return ServerContext(training, BackboneShape.model_validate(SHAPE), None, (), config["seed"], config["rounds"])
+
+
+def play(api: Api, case: Case) -> dict[str, Any]:
+    """A whole federation; what came of it."""
+    headers = api.operator | {"Idempotency-Key": "campaign"}
+    created = api.http.post("/v1/federations", json=case.spec(), headers=headers)
+    assert created.status_code in (200, 201), created.text
+    federation = created.json()["id"]
+    token = api.token(federation)
+    clients = [AnyClient(api.http, federation, name, 0.5 + 0.05 * i) for i, name in enumerate(NAMES[: case.clients])]
+    for client in clients:
+        enrol(client, token)
+    start = api.http.post(f"/v1/federations/{federation}/start", headers=api.operator)
+    assert start.status_code == 200 or start.json().get("state") == "running", start.text
+    late = AnyClient(api.http, federation, NAMES[case.clients], 0.9)
+    end = time.monotonic() + 1500
+    while [client for client in clients if not one_task(client)]:
+        assert time.monotonic() < end
+        # The newcomer comes while round 2 trains: the same point of every run.
+        if late not in clients and api.get(federation)["round"] == 2:
+            enrol(late, token)
+            clients.append(late)
+    return outcome(api, federation)
+
+
+def enrol(client: AnyClient, token: str) -> None:
+    words = {"name": f"style-{client.name}", "description": f"a drawing of a {{}} by {client.name}"}
+    response = client.enrol(token, backbone_shape=SHAPE, domain=words)
+    assert response.status_code in (200, 201), response.text
+
+
+def one_task(client: AnyClient) -> bool:
+    """Carry out at most one task; whether the federation has ended."""
+    response = client.task(wait=0.05)
+    if response.status_code == 200:
+        answer = client.answer(response.json())
+        assert answer.status_code in (200, 201), answer.text
+    return response.status_code == 410
+
+
+class Restarting:
+    """Speaks to a coordinator that dies: starts it again with the next fault and sends the request again."""
+
+    def __init__(self, process: Forked, faults: list[str]):
+        self.process = process
+        self.deaths = 0
+        self._faults = faults
+
+    def request(self, verb: str, url: str, **options: Any) -> httpx.Response:
+        for _ in range(100):
+            try:
+                return self.process.http.request(verb, url, **options)
+            except httpx.TransportError:
+                self._revive()
+        raise AssertionError(f"no answer to {verb} {url}")
+
+    def _revive(self) -> None:
+        code = self.process.wait()
+        if code != -signal.SIGKILL:
+            raise AssertionError(f"it ended by itself:\n{self.process.log()}")
+        self.deaths += 1
+        self.process.http.close()
+        self.process.start(self._faults.pop(0) if self._faults else "")
+
+    def get(self, url: str, **options: Any) -> httpx.Response:
+        return self.request("GET", url, **options)
+
+    def put(self, url: str, **options: Any) -> httpx.Response:
+        return self.request("PUT", url, **options)
+
+    def post(self, url: str, **options: Any) -> httpx.Response:
+        return self.request("POST", url, **options)
+
+
+class Disturbed(Api):
+    """The operator of a coordinator that dies."""
+
+    def __init__(self, process: Forked, faults: list[str]):
+        self.http = Restarting(process, faults)  # type: ignore[assignment]
+        self.operator = process.operator
+
+    @property
+    def deaths(self) -> int:
+        return self.http.deaths  # type: ignore[attr-defined,no-any-return]
+
+
+def at_every_point(first: int) -> list[str]:
+    """A fault at every named point, in the order of a run: the first or second time that it is reached, in turns."""
+    return [
+        f"{name}:{1 + (number + first) % 2}" if number >= ONCE else f"{name}:1" for number, name in enumerate(POINTS)
+    ]
+
+
+@contextmanager
+def killed_at_random(process: Forked, kills: int, seed: int) -> Iterator[None]:
+    """A block in which the coordinator is killed so many times, whenever it happens."""
+    chance, done = random.Random(seed), threading.Event()
+
+    def kill_now_and_then() -> None:
+        for _ in range(kills):
+            if done.wait(chance.uniform(0.03, 0.5)):
+                return
+            # Not while it is dead or starting: that would be waiting, not another kill.
+            while not done.is_set() and (process.dead or not process.folder.with_suffix(".url").exists()):
+                done.wait(0.01)
+            if not done.is_set():
+                process.signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        killer.join()

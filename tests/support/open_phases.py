@@ -1,0 +1,35 @@
+"""A federation whose first phase is open, and all that a refusal must not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.store.tables import PhaseRow, TaskRow, UpdateRow
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import FakeClient
+
+
+def kind(response: httpx.Response) -> str:
+    return str(response.json()["type"]).rsplit("/", 1)[-1]
+
+
+def opened(coordinator: InThread, *names: str, **changes: Any) -> tuple[str, list[FakeClient], list[dict[str, Any]]]:
+    """A federation in its first training phase."""
+    federation = coordinator.create(**changes)
+    clients = coordinator.enrol(federation, *(names or ("a", "b")))
+    coordinator.post(f"{federation}/start")
+    return federation, clients, coordinator.training(clients)
+
+
+def everything(engine: Engine, federation: str) -> tuple[Any, ...]:
+    """All that a refusal must not change."""
+    with engine.database.read() as session:
+        rows = [
+            [(row.id, row.status, row.payload_sha256, row.counted) for row in session.query(TaskRow)],
+            [(row.task_id, row.sha256) for row in session.query(UpdateRow)],
+            [(row.id, row.closed_at, row.completed_at) for row in session.query(PhaseRow)],
+        ]
+    return engine.lives[federation].run, rows, sorted(engine.blobs.all())

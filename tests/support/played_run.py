@@ -1,0 +1,83 @@
+"""A run of the round machine that is played by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from promptfed.coordinator.domain.round_machine import step
+from promptfed.coordinator.domain.run_state import (
+    Answered,
+    Enrolled,
+    Event,
+    Fact,
+    PhasePlan,
+    Rules,
+    Run,
+    Start,
+    Tick,
+    WorkDone,
+)
+
+ONE = (PhasePlan("train"),)
+TWO = (PhasePlan("prompts"), PhasePlan("aggregators"))
+TWO_ALL = (PhasePlan("prompts"), PhasePlan("aggregators", "all"))
+
+
+def rules(phases: tuple[PhasePlan, ...] = ONE, **changes: object) -> Rules:
+    base = Rules(
+        seed=3,
+        rounds=2,
+        min_clients=1,
+        fraction=1.0,
+        quorum=1.0,
+        deadline_seconds=10.0,
+        on_missed_quorum="pause",
+        evaluate_every=1,
+        phases=lambda round: phases,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+class Play:
+    """A run that is played by hand; ``now`` is its clock."""
+
+    def __init__(self, rules: Rules, *names: str, evaluators: tuple[str, ...] = ()):
+        self.rules, self.run, self.now = rules, Run(), 0.0
+        self.facts: list[Fact] = []
+        for name in names:
+            self.send(Enrolled(name, "trainer"))
+        for name in evaluators:
+            self.send(Enrolled(name, "evaluator"))
+
+    def send(self, event: Event) -> list[Fact]:
+        self.run, facts = step(self.rules, self.run, event)
+        self.facts += facts
+        return list(facts)
+
+    def start(self) -> Play:
+        self.send(Start(self.now))
+        return self
+
+    def evaluated(self) -> Play:
+        """All evaluate."""
+        assert self.run.stage is not None
+        assert self.run.stage.kind == "evaluate"
+        return self.all_answer()
+
+    def all_answer(self) -> Play:
+        assert self.run.stage is not None
+        for name in self.run.stage.having("open"):
+            self.send(Answered(name, self.now))
+        return self
+
+    def done(self) -> Play:
+        self.send(WorkDone(self.now))
+        return self
+
+    def later(self, seconds: float) -> list[Fact]:
+        self.now += seconds
+        return self.send(Tick(self.now))
+
+    @property
+    def open(self) -> list[str]:
+        return self.run.stage.having("open") if self.run.stage else []
