@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             place = "".join(f"--{str(part).replace('_', '-')}: " for part in item["loc"])
             print(f"coordinator: {place}{item['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         return 2
-    from promptfed.coordinator.http.server import serve
+    from promptfed.coordinator.server import serve
 
     return serve(settings)
 

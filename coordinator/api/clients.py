@@ -28,8 +28,8 @@ from promptfed.coordinator.problems import (
     documented,
 )
 from promptfed.coordinator.reports.federations import client_view
-from promptfed.coordinator.reports.schemas import ClientPage, ClientView
 from promptfed.coordinator.store.tables import ClientRow
+from promptfed.shared.api_schemas import ClientPage, ClientView
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])

@@ -25,14 +25,6 @@ from promptfed.coordinator.problems import (
     documented,
 )
 from promptfed.coordinator.reports.federations import federation_view
-from promptfed.coordinator.reports.schemas import (
-    DryRun,
-    FederationPage,
-    FederationView,
-    MintedToken,
-    SuppliedState,
-    TokenRequest,
-)
 from promptfed.coordinator.task_problems import (
     BadMetadata,
     HeaderTooLarge,
@@ -44,6 +36,14 @@ from promptfed.coordinator.task_problems import (
     UnknownTensor,
     WrongDtype,
     WrongShape,
+)
+from promptfed.shared.api_schemas import (
+    DryRun,
+    FederationPage,
+    FederationView,
+    MintedToken,
+    SuppliedState,
+    TokenRequest,
 )
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])

@@ -7,8 +7,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.api.deps import EngineOf
 from promptfed.coordinator.problems import NotReady, documented
-from promptfed.coordinator.reports.schemas import Health
 from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.shared.api_schemas import Health
 
 router = APIRouter(tags=["health"])
 

@@ -15,8 +15,8 @@ from promptfed.coordinator.domain.federation import Live
 from promptfed.coordinator.engine.registry import Engine
 from promptfed.coordinator.operations import vocabulary
 from promptfed.coordinator.problems import ANY_CALLER, BodyTooLarge, NoState, WrongState, documented
-from promptfed.coordinator.reports.insight_schemas import InsightsView, LexiconView
 from promptfed.coordinator.reports.insights import Insights
+from promptfed.shared.insight_schemas import InsightsView, LexiconView
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["insights"])
 

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 
 from promptfed.coordinator.problems import NotFound, documented
-from promptfed.coordinator.reports.schemas import MethodList, MethodView
 from promptfed.shared import methods
+from promptfed.shared.api_schemas import MethodList, MethodView
 from promptfed.shared.spec import SpecError
 
 router = APIRouter(prefix="/v1/methods", tags=["methods"])

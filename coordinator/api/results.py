@@ -20,7 +20,7 @@ from promptfed.coordinator.problems import (
     documented,
 )
 from promptfed.coordinator.reports import generation, rounds
-from promptfed.coordinator.reports.schemas import (
+from promptfed.shared.api_schemas import (
     GenerateRequest,
     Metric,
     MetricList,

@@ -19,7 +19,6 @@ from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.http.uploads import announced_digest, expect_digest
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.problems import ANY_CALLER, StorageFull, Unauthorized, Withdrawn, documented
-from promptfed.coordinator.reports.schemas import Receipt, UpdateReceipt
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.task_problems import (
     AlreadyAnswered,
@@ -33,6 +32,7 @@ from promptfed.coordinator.task_problems import (
     WrongTask,
     WrongTaskKind,
 )
+from promptfed.shared.api_schemas import Receipt, UpdateReceipt
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task, TaskConfig
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])

@@ -7,7 +7,8 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Live
-from promptfed.coordinator.reports.schemas import (
+from promptfed.coordinator.store.tables import ClientRow, FederationRow, StateRow
+from promptfed.shared.api_schemas import (
     Awaited,
     BackboneView,
     ClientCounts,
@@ -16,7 +17,6 @@ from promptfed.coordinator.reports.schemas import (
     LastRefusal,
     StageView,
 )
-from promptfed.coordinator.store.tables import ClientRow, FederationRow, StateRow
 
 
 def federation_view(session: Session, live: Live) -> FederationView:

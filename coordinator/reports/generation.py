@@ -8,7 +8,7 @@ from promptfed.coordinator.domain.federation import Live
 from promptfed.coordinator.engine.registry import Engine
 from promptfed.coordinator.problems import InvalidRequest, NotAGenerator
 from promptfed.coordinator.reports import rounds
-from promptfed.coordinator.reports.schemas import GenerateRequest, PromptsView, TensorView
+from promptfed.shared.api_schemas import GenerateRequest, PromptsView, TensorView
 from promptfed.shared.tensors import decode
 
 

@@ -19,7 +19,8 @@ from promptfed.coordinator.domain.federation import Live
 from promptfed.coordinator.engine.registry import Engine
 from promptfed.coordinator.operations import vocabulary
 from promptfed.coordinator.reports import prompt_metrics, rounds
-from promptfed.coordinator.reports.insight_schemas import (
+from promptfed.coordinator.store.tables import PhaseRow, StateRow
+from promptfed.shared.insight_schemas import (
     ContextWords,
     DriftPoint,
     InsightsView,
@@ -31,7 +32,6 @@ from promptfed.coordinator.reports.insight_schemas import (
     TensorDrift,
     WordsView,
 )
-from promptfed.coordinator.store.tables import PhaseRow, StateRow
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.tensors import Tensors, decode_file
 

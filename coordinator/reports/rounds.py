@@ -13,7 +13,8 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Live
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.problems import NoState
-from promptfed.coordinator.reports.schemas import (
+from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.shared.api_schemas import (
     ClientEvaluation,
     CountedUpdate,
     EvaluationReport,
@@ -23,7 +24,6 @@ from promptfed.coordinator.reports.schemas import (
     RoundReport,
     UpdateReport,
 )
-from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,9 @@ def test_a_change_of_code_installs_nothing_again(images: None, tmp_path: Path) -
         installs = [lines for lines in steps if "pip install" in lines[0] and "RUN" in lines[0]]
         assert len(installs) == 2
         assert all(lines[1].endswith("CACHED") for lines in installs), installs
-        assert not any(lines[-1].endswith("CACHED") for lines in steps if f"COPY {copied} promptfed/{copied}" in lines[0])
+        assert not any(
+            lines[-1].endswith("CACHED") for lines in steps if f"COPY {copied} promptfed/{copied}" in lines[0]
+        )
 
 
 def test_a_port_in_use(projects: Callable[..., Project]) -> None:

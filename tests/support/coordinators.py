@@ -21,7 +21,7 @@ import httpx
 
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.engine.registry import Engine
-from promptfed.coordinator.http.server import Server, _bind, _config
+from promptfed.coordinator.server import Server, _bind, _config
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.fault_points import VARIABLE
 from tests.support import forked_coordinator
@@ -244,7 +244,7 @@ class Process(Api):
 
 
 _server = multiprocessing.get_context("forkserver")
-IMPORTED = ["promptfed.coordinator.http.server", "tests.support.forked_coordinator", "promptfed.client_service.worker"]
+IMPORTED = ["promptfed.coordinator.server", "tests.support.forked_coordinator", "promptfed.client_service.worker"]
 
 
 def forks() -> multiprocessing.context.ForkServerContext:

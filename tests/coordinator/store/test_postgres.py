@@ -259,7 +259,7 @@ def test_an_option_is_the_answer_whatever_the_environment_says(
     variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     served: list[str | None] = []
-    monkeypatch.setattr("promptfed.coordinator.http.server.serve", lambda settings: served.append(settings.url()) or 0)
+    monkeypatch.setattr("promptfed.coordinator.server.serve", lambda settings: served.append(settings.url()) or 0)
     (tmp_path / "url").write_text("postgresql://a@h/n")
     monkeypatch.setenv(f"PROMPTFED_COORDINATOR_DATABASE_{variable}", {"URL": "postgresql://b@h/n"}.get(variable, "/no"))
     assert main(["--database-url="]) == main(["--database-url-file", str(tmp_path / "url")]) == 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
-from torch import Tensor
 
 from promptfed.shared.messages import Domain, FederationState, Role, SplitResult, TaskKind
 from promptfed.shared.spec import BackboneShape, ClassName, FederationSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MethodView(BaseModel):

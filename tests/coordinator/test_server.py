@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from promptfed.coordinator.app import create_app, lifespan
-from promptfed.coordinator.http.server import _bind
+from promptfed.coordinator.server import _bind
 from promptfed.coordinator.settings import Settings
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import bearer, drive, enrolment, secret_of, spec
