@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.plan import OPTIONS, Bench, count_numbers, make_bench, measure_time, plain_images
-from tests.support.visual_clients import assert_gradients, assert_values, filled
+from tests.support.equality import assert_gradients, assert_values
+from tests.support.visual_clients import filled
 
 
 @pytest.fixture(scope="module")

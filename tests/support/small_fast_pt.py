@@ -67,12 +67,6 @@ def payload_of(backbone: Backbone, *, listed: Iterable[Domain] = (), rows: tuple
     }
 
 
-def assert_equal(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
-    found, wanted = found.detach(), wanted.detach()
-    assert found.shape == wanted.shape
-    assert float((found - wanted).abs().max()) <= tolerance * max(1.0, float(wanted.abs().max()))
-
-
 def count_transforms(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The name of each domain that a transform is trained to from now on, in order."""
     trained: list[str] = []

@@ -46,9 +46,3 @@ def step(method: PFedPG, state: Tensors, deltas: Mapping[str, Tensor], context: 
         raise AssertionError("pfedpg takes no mean")
 
     return method.aggregate(state, phase, iter(updates), no_mean, context)
-
-
-def assert_equal(found: Tensor, wanted: Tensor) -> None:
-    assert found.shape == wanted.shape
-    found, wanted = found.detach(), wanted.detach()
-    assert float((found - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max()))

@@ -94,17 +94,3 @@ def filled(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[
     """Tensors of N(0, scale²) in order of name."""
     draws = torch.Generator().manual_seed(seed)
     return {name: torch.randn(*shape, generator=draws) * scale for name, shape in sorted(shapes.items())}
-
-
-def assert_values(found: Tensor, wanted: Tensor) -> None:
-    """max|a − b| ≤ 1e-5·max(1, max|b|)."""
-    assert found.shape == wanted.shape
-    found, wanted = found.detach(), wanted.detach()
-    assert float((found - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max()))
-
-
-def assert_gradients(found: Tensor, wanted: Tensor) -> None:
-    """max|a − b| ≤ 1e-4·max|b|, and there is one."""
-    assert found.shape == wanted.shape
-    assert float(wanted.abs().max()) > 0
-    assert float((found - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())

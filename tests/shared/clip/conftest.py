@@ -112,24 +112,6 @@ def small(_registered: None) -> Callable[..., Backbone]:
     return make
 
 
-def assert_equal_values(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal as the house defines it for values."""
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    tolerance = 1e-9 if wanted.dtype == torch.float64 else 1e-5
-    found, wanted = found.detach(), wanted.detach()
-    assert (found - wanted).abs().max() <= tolerance * max(1.0, float(wanted.abs().max()))
-
-
-def assert_equal_gradients(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Equal as the house defines it for gradients."""
-    assert found.shape == wanted.shape
-    tolerance = 1e-9 if wanted.dtype == torch.float64 else 1e-4
-    scale = float(wanted.abs().max())
-    assert scale > 0
-    assert (found - wanted).abs().max() <= tolerance * scale
-
-
 def noise(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype)

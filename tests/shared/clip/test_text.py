@@ -8,15 +8,8 @@ import torch.nn.functional as F
 
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.clip.prefix_attention import Bucket, Layout, PrefixAttention
-from tests.shared.clip.conftest import (
-    CLASS_NAMES,
-    PLAIN_ONLY_MODELS,
-    PREFIX_MODELS,
-    SHORT_MODELS,
-    assert_equal_gradients,
-    assert_equal_values,
-    noise,
-)
+from tests.shared.clip.conftest import CLASS_NAMES, PLAIN_ONLY_MODELS, PREFIX_MODELS, SHORT_MODELS, noise
+from tests.support.equality import assert_gradients, assert_values
 
 M = 4
 PATHS = [
@@ -74,8 +67,8 @@ def test_shallow_context_equals_open_clip(small, name, path, dtype):
     found, (gradient,) = value_and_gradients(lambda c: backbone.encode_prompts(c, prompts, path=path), context)
     wanted, (wanted_gradient,) = value_and_gradients(lambda c: literal(backbone, c, prompts), context)
     assert found.shape == (len(CLASS_NAMES), backbone.d_e)
-    assert_equal_values(found, wanted)
-    assert_equal_gradients(gradient, wanted_gradient)
+    assert_values(found, wanted)
+    assert_gradients(gradient, wanted_gradient)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -90,9 +83,9 @@ def test_deep_context_equals_open_clip(small, name, path, dtype, depth):
         lambda c, d: backbone.encode_prompts(c, prompts, deep=d, path=path), context, deep
     )
     wanted, wanted_gradients = value_and_gradients(lambda c, d: literal(backbone, c, prompts, d), context, deep)
-    assert_equal_values(found, wanted)
+    assert_values(found, wanted)
     for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
-        assert_equal_gradients(gradient, wanted_gradient)
+        assert_gradients(gradient, wanted_gradient)
 
 
 @pytest.mark.parametrize("shared_deep", [True, False])
@@ -111,9 +104,9 @@ def test_a_batch_of_contexts_equals_one_by_one(small, name, path, shared_deep):
         lambda c, d: backbone.encode_prompts(c, prompts, deep=d, path=path), contexts, deep
     )
     wanted, wanted_gradients = value_and_gradients(one_by_one, contexts, deep)
-    assert_equal_values(found, wanted)
+    assert_values(found, wanted)
     for gradient, wanted_gradient in zip(gradients, wanted_gradients, strict=True):
-        assert_equal_gradients(gradient, wanted_gradient)
+        assert_gradients(gradient, wanted_gradient)
 
 
 @pytest.mark.parametrize(("name", "path"), [("small-vit", "short"), ("small-vit", "plain"), ("small-coca", "auto")])
@@ -127,8 +120,8 @@ def test_a_context_per_class_equals_open_clip(small, name, path):
     wanted, (wanted_gradient,) = value_and_gradients(
         lambda c: torch.stack([literal(backbone, one, prompts) for one in c]), contexts
     )
-    assert_equal_values(found, wanted)
-    assert_equal_gradients(gradient, wanted_gradient)
+    assert_values(found, wanted)
+    assert_gradients(gradient, wanted_gradient)
 
 
 @pytest.mark.parametrize(("name", "path"), PATHS)
@@ -137,7 +130,7 @@ def test_a_context_of_words_is_that_text(small, name, path):
     prompts = backbone.class_prompts(CLASS_NAMES, 4)
     found = backbone.encode_prompts(backbone.embed_words("a photo of a"), prompts, path=path)
     wanted = backbone.encode_text([f"a photo of a {name.replace('_', ' ')}." for name in CLASS_NAMES])
-    assert_equal_values(found, wanted)
+    assert_values(found, wanted)
 
 
 @pytest.mark.parametrize("path", ["prefix", "short", "plain"])
@@ -147,8 +140,8 @@ def test_a_tower_of_one_block(small, path):
     context = noise(M, backbone.d_t, scale=0.5)
     found, (gradient,) = value_and_gradients(lambda c: backbone.encode_prompts(c, prompts, path=path), context)
     wanted, (wanted_gradient,) = value_and_gradients(lambda c: literal(backbone, c, prompts), context)
-    assert_equal_values(found, wanted)
-    assert_equal_gradients(gradient, wanted_gradient)
+    assert_values(found, wanted)
+    assert_gradients(gradient, wanted_gradient)
     with pytest.raises(BackboneError, match="Deep prompts"):
         backbone.encode_prompts(context, prompts, deep=noise(1, M, backbone.d_t), path=path)
 
@@ -158,7 +151,7 @@ def test_one_class_and_one_context_token(small, name):
     backbone = small(name)
     prompts = backbone.class_prompts(["dog"], 1)
     context = noise(1, backbone.d_t)
-    assert_equal_values(backbone.encode_prompts(context, prompts, path="prefix"), literal(backbone, context, prompts))
+    assert_values(backbone.encode_prompts(context, prompts, path="prefix"), literal(backbone, context, prompts))
 
 
 def test_auto_takes_the_fastest_possible_path(small):
@@ -211,7 +204,7 @@ def test_unnormalised_features(small):
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     context = noise(M, backbone.d_t)
     raw = backbone.encode_prompts(context, prompts, normalize=False)
-    assert_equal_values(F.normalize(raw, dim=-1), backbone.encode_prompts(context, prompts))
+    assert_values(F.normalize(raw, dim=-1), backbone.encode_prompts(context, prompts))
 
 
 def test_buckets_hold_every_class_once_by_length(small):
@@ -241,7 +234,7 @@ def test_the_longest_name_that_fits(small):
     name = " ".join(["dog"] * 17)  # 1 + 4 + 17 + "." + [EOT] = 24
     prompts = backbone.class_prompts([name], M)
     context = noise(M, backbone.d_t)
-    assert_equal_values(backbone.encode_prompts(context, prompts), literal(backbone, context, prompts))
+    assert_values(backbone.encode_prompts(context, prompts), literal(backbone, context, prompts))
     with pytest.raises(BackboneError, match="shorten the name"):
         backbone.class_prompts([name + " dog"], M)
 

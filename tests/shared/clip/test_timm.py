@@ -21,7 +21,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 from promptfed.shared.clip import BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.timm_vit import VisualBackbone
-from tests.shared.clip.conftest import assert_equal_gradients, assert_equal_values, noise
+from tests.shared.clip.conftest import noise
+from tests.support.equality import assert_gradients, assert_values
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4}
 KINDS: dict[str, dict[str, Any]] = {
@@ -90,11 +91,11 @@ def test_prompted_images_equal_the_definition(name: str, depth: int, dtype: torc
     leaves = [noise(depth, 5, backbone.d_v, seed=1, scale=0.5, dtype=dtype).requires_grad_() for _ in range(2)]
     found = backbone.encode_images_prompted(images, leaves[0], pooled=True, normalize=False)
     wanted = literal(backbone.model, images, leaves[1])
-    assert_equal_values(found, wanted)
+    assert_values(found, wanted)
     weight = noise(*found.shape, seed=2, dtype=dtype)
     (gradient,) = torch.autograd.grad((found * weight).sum(), leaves[0])
     (wanted_gradient,) = torch.autograd.grad((wanted * weight).sum(), leaves[1])
-    assert_equal_gradients(gradient, wanted_gradient)
+    assert_gradients(gradient, wanted_gradient)
     assert all(weight.grad is None for weight in backbone.model.parameters())
 
 
@@ -104,10 +105,10 @@ def test_without_prompt_tokens_it_is_timm_s_own_encoding(name: str) -> None:
     images = noise(3, 3, 32, 32)
     with torch.no_grad():
         wanted = backbone.model.forward_head(backbone.model.forward_features(images), pre_logits=True)
-    assert_equal_values(backbone.encode_images(images, normalize=False), wanted)
-    assert_equal_values(backbone.encode_images(images), F.normalize(wanted, dim=-1))
+    assert_values(backbone.encode_images(images, normalize=False), wanted)
+    assert_values(backbone.encode_images(images), F.normalize(wanted, dim=-1))
     none = torch.zeros(2, 0, backbone.d_v)
-    assert_equal_values(backbone.encode_images_prompted(images, none, normalize=False), wanted)
+    assert_values(backbone.encode_images_prompted(images, none, normalize=False), wanted)
 
 
 def test_what_it_says_of_itself() -> None:
@@ -130,7 +131,7 @@ def test_images_are_prepared_as_timm_says() -> None:
     grey = Image.fromarray(np.full((64, 48, 3), 51, dtype=np.uint8))
     pixels = backbone.preprocess(grey)
     assert pixels.shape == (3, 32, 32)
-    assert_equal_values(pixels, torch.full((3, 32, 32), (51 / 255 - 0.5) / 0.25))
+    assert_values(pixels, torch.full((3, 32, 32), (51 / 255 - 0.5) / 0.25))
 
 
 def test_all_that_needs_text_is_refused() -> None:

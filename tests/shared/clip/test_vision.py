@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from promptfed.shared.clip import BackboneError
-from tests.shared.clip.conftest import VISION_TRANSFORMERS, assert_equal_gradients, assert_equal_values, noise
+from tests.shared.clip.conftest import VISION_TRANSFORMERS, noise
+from tests.support.equality import assert_gradients, assert_values
 
 
 def literal(backbone, images, prompts, pooled=False):
@@ -40,11 +41,11 @@ def test_prompted_images_equal_the_definition(small, name, pooled, depth, dtype)
     leaves = [noise(depth, 5, backbone.d_v, seed=1, scale=0.5, dtype=dtype).requires_grad_() for _ in range(2)]
     found = backbone.encode_images_prompted(images, leaves[0], pooled=pooled)
     wanted = literal(backbone, images, leaves[1], pooled=pooled)
-    assert_equal_values(found, wanted)
+    assert_values(found, wanted)
     weight = noise(*found.shape, seed=2, dtype=dtype)
     (gradient,) = torch.autograd.grad((found * weight).sum(), leaves[0])
     (wanted_gradient,) = torch.autograd.grad((wanted * weight).sum(), leaves[1])
-    assert_equal_gradients(gradient, wanted_gradient)
+    assert_gradients(gradient, wanted_gradient)
 
 
 @pytest.mark.parametrize("name", VISION_TRANSFORMERS)
@@ -52,8 +53,8 @@ def test_without_prompt_tokens_it_is_the_ordinary_encoding(small, name):
     backbone = small(name)
     images = noise(3, 3, 32, 32)
     found = backbone.encode_images_prompted(images, torch.zeros(2, 0, backbone.d_v))
-    assert_equal_values(found, backbone.encode_images(images))
-    assert_equal_values(
+    assert_values(found, backbone.encode_images(images))
+    assert_values(
         backbone.encode_images(images), F.normalize(backbone.model.encode_image(images, normalize=False), dim=-1)
     )
 
@@ -63,7 +64,7 @@ def test_pooled_features_lead_to_the_projected_ones(small):
     images, prompts = noise(2, 3, 32, 32), noise(1, 4, backbone.d_v)
     pooled = backbone.encode_images_prompted(images, prompts, pooled=True, normalize=False)
     assert pooled.shape == (2, backbone.d_v)
-    assert_equal_values(
+    assert_values(
         pooled @ backbone.model.visual.proj, backbone.encode_images_prompted(images, prompts, normalize=False)
     )
 

@@ -18,6 +18,7 @@ from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support import literal
+from tests.support.equality import assert_values
 
 Make = Callable[..., ClientContext]
 
@@ -52,10 +53,6 @@ def literal_training(context: ClientContext, start: Tensor, mu: float) -> Tensor
     return literal.sgd(start, gradient, len(orders), rate, context.training.momentum, context.training.weight_decay)
 
 
-def assert_equal(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
-    assert float((found - wanted).abs().max()) <= tolerance * max(1.0, float(wanted.abs().max()))
-
-
 @pytest.mark.parametrize(("name", "mu"), [("promptfl", 0.0), ("promptfl_prox", 0.7)])
 def test_training_equals_the_equations(name: str, mu: float, backbone: Backbone, make_context: Make) -> None:
     settings = {"name": name, "m": 4} | ({"mu": mu} if mu else {})
@@ -68,7 +65,7 @@ def test_training_equals_the_equations(name: str, mu: float, backbone: Backbone,
     # Compare what training did, not where it started: the start is the larger part of the context.
     moved, literally = result.update["context"] - start, wanted - start
     assert float(literally.abs().max()) > 1e-4
-    assert_equal(moved / literally.abs().max(), literally / literally.abs().max(), 1e-4)
+    assert_values(moved / literally.abs().max(), literally / literally.abs().max(), 1e-4)
     assert result.private == {}
 
 
@@ -100,7 +97,7 @@ def test_coop_keeps_its_context_and_sends_nothing(backbone: Backbone, make_conte
     first = method.train(context, {}, {})
     assert first.update == {}
     start = torch.randn(4, backbone.d_t, generator=initial_draws(context.seed)) * 0.02
-    assert_equal(first.private["context"], literal_training(context, start, 0.0))
+    assert_values(first.private["context"], literal_training(context, start, 0.0))
     second = method.train(make_context(batch_size=5, learning_rate=0.05, round=2), {}, first.private)
     assert not torch.equal(second.private["context"], first.private["context"])
     indices = torch.arange(10)
@@ -125,7 +122,7 @@ def test_classifier_scores_are_scaled_cosines(backbone: Backbone, make_context: 
     with torch.no_grad():
         texts = torch.stack([literal.text_feature(backbone, prompt, name) for name in NAMES])
     wanted = backbone.logit_scale * context.train.features()[2:5] @ texts.T
-    assert_equal(found.logits(context.train, torch.tensor([2, 3, 4])), wanted)
+    assert_values(found.logits(context.train, torch.tensor([2, 3, 4])), wanted)
 
 
 def test_zero_shot_scores_the_template(backbone: Backbone, make_context: Make) -> None:
@@ -135,7 +132,7 @@ def test_zero_shot_scores_the_template(backbone: Backbone, make_context: Make) -
         words = backbone.embed_words("a photo of a")
         texts = torch.stack([literal.text_feature(backbone, words, name) for name in NAMES])
     wanted = backbone.logit_scale * context.train.features() @ texts.T
-    assert_equal(method.classifier(context, {}, {}).logits(context.train, torch.arange(10)), wanted)
+    assert_values(method.classifier(context, {}, {}).logits(context.train, torch.arange(10)), wanted)
     assert method.phases(1, 1) == ()
     assert method.initial_state(server_context(), initial_draws(0)) == {}
 

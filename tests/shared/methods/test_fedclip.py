@@ -18,6 +18,7 @@ from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES
 from tests.support import literal, literal_fast_pt
+from tests.support.equality import assert_values
 
 Make = Callable[..., ClientContext]
 PARTS = ("adapter_w1", "adapter_b1", "adapter_w2", "adapter_b2")
@@ -54,19 +55,14 @@ def loss_by_hand(context: ClientContext, adapter: Tensors, some: Tensor) -> Tens
     return torch.stack(losses).mean()
 
 
-def assert_equal(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
-    found, wanted = found.detach(), wanted.detach()
-    assert float((found - wanted).abs().max()) <= tolerance * max(1.0, float(wanted.abs().max()))
-
-
 def test_the_adapter_weighs_coordinates(backbone: Backbone, make_context: Make) -> None:
     features = make_context(3).train.features()
     adapter = {name: one * 20 for name, one in start(backbone).items()}  # far from uniform
     found = attended(adapter, features)
-    assert_equal(found, torch.stack([literally(adapter, one) for one in features]))
+    assert_values(found, torch.stack([literally(adapter, one) for one in features]))
     assert float((found - features).abs().max()) > 0.1
     zero = {name: torch.zeros_like(one) for name, one in adapter.items()}
-    assert_equal(attended(zero, features), features)
+    assert_values(attended(zero, features), features)
 
 
 def test_training_equals_the_equations(backbone: Backbone, make_context: Make) -> None:
@@ -87,7 +83,7 @@ def test_training_equals_the_equations(backbone: Backbone, make_context: Make) -
         moved, wanted = found[name] - payload[name], weights[name] - payload[name]
         size = float(wanted.abs().max())
         assert size > 1e-4
-        assert_equal(moved / size, wanted / size, 1e-4)
+        assert_values(moved / size, wanted / size, 1e-4)
 
 
 def test_the_classifier_scores_adapted_features(backbone: Backbone, make_context: Make) -> None:
@@ -96,7 +92,7 @@ def test_the_classifier_scores_adapted_features(backbone: Backbone, make_context
     texts = torch.stack([literal_fast_pt.whole_text(backbone, context.template, name) for name in NAMES])
     rows = torch.tensor([4, 0, 3])
     wanted = torch.stack([literally(adapter, context.train.features()[row]) for row in rows]) @ texts.T
-    assert_equal(found.logits(context.train, rows), backbone.logit_scale * wanted)
+    assert_values(found.logits(context.train, rows), backbone.logit_scale * wanted)
 
 
 def test_the_adapter_is_all_that_travels_and_is_averaged(backbone: Backbone) -> None:
@@ -110,7 +106,7 @@ def test_the_adapter_is_all_that_travels_and_is_averaged(backbone: Backbone) -> 
     updates = [ClientUpdate("a", 0.25, one), ClientUpdate("b", 0.75, other)]
     after = method.aggregate(one, phase, iter(updates), weighted_mean, server(backbone.d_e))
     for name in PARTS:
-        assert_equal(after[name], 2.5 * one[name], 1e-6)
+        assert_values(after[name], 2.5 * one[name], 1e-6)
 
 
 def test_it_starts_near_the_template_and_learns(backbone: Backbone, make_context: Make) -> None:

@@ -15,8 +15,9 @@ from promptfed.shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
 from promptfed.shared.spec import BackboneShape, SpecError
 from promptfed.shared.tensors import Tensors, check, state_hash
 from tests.shared.methods.conftest import NAMES
+from tests.support.equality import assert_values
 from tests.support.literal_pfedpg import PROMPTS, Server
-from tests.support.small_pfedpg import SHAPE, assert_equal, method_of, noise, roster, start, step
+from tests.support.small_pfedpg import SHAPE, method_of, noise, roster, start, step
 
 KINDS = ("attention", "mlp", "adain", "basis")
 OPTIMIZERS = ("adam", "sgd")
@@ -42,7 +43,7 @@ def test_prompts_equal_the_equations(kind: str) -> None:
         found = prompts(method, state, name, context)
         assert found.shape == (5, 24)
         assert found.dtype == torch.float32
-        assert_equal(found, PROMPTS[kind](state, descriptor))
+        assert_values(found, PROMPTS[kind](state, descriptor))
 
 
 def test_the_attention_shifts_all_tokens_alike_and_each_client_differently() -> None:
@@ -50,7 +51,7 @@ def test_the_attention_shifts_all_tokens_alike_and_each_client_differently() -> 
     state = start(method, context)
     shifts = [prompts(method, state, name, context) - state[BASIS] for name in CLIENTS]
     for shift in shifts:
-        assert_equal(shift, shift[:1].expand(5, -1))
+        assert_values(shift, shift[:1].expand(5, -1))
     assert float((shifts[0] - shifts[1]).norm()) > 1e-3
 
 
@@ -95,11 +96,11 @@ def test_server_steps_equal_autograd_and_torchs_optimizers_also_of_clients_that_
         literal.step(deltas)
         state = step(method, state, deltas, context)
         for name, wanted in literal.shared.items():
-            assert_equal(state[name], wanted)
+            assert_values(state[name], wanted)
         for row, name in enumerate(CLIENTS):
             if DESCRIPTORS in state:
-                assert_equal(state[DESCRIPTORS][row], literal.descriptors[name])
-            assert_equal(prompts(method, state, name, context), literal.prompts(name))
+                assert_values(state[DESCRIPTORS][row], literal.descriptors[name])
+            assert_values(prompts(method, state, name, context), literal.prompts(name))
     check(state, {spec.name: (spec.resolve(method.dims(context)), spec.dtype) for spec in method.state_tensors()})
 
 
@@ -208,7 +209,7 @@ def test_a_newcomer_gets_the_mean_descriptor_where_its_name_stands(optimizer: st
         else:
             assert joined[name].equal(state[name])
     literal = PROMPTS["attention"](state, state[DESCRIPTORS].mean(0))
-    assert_equal(prompts(method, joined, "birch", wider), literal)
+    assert_values(prompts(method, joined, "birch", wider), literal)
     for name in ("ash", "cedar"):
         assert prompts(method, joined, name, wider).equal(prompts(method, state, name, context))
 

@@ -17,7 +17,8 @@ from promptfed.shared.methods.core.training import batches
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec import TrainingSpec
 from tests.shared.methods.conftest import NAMES
-from tests.support.small_pfedpg import assert_equal, method_of, noise, roster, start, step
+from tests.support.equality import assert_values
+from tests.support.small_pfedpg import method_of, noise, roster, start, step
 from tests.support.textless import textless_backbone
 
 
@@ -98,9 +99,9 @@ def test_training_equals_sgd_written_out_and_sends_just_the_change(any_backbone:
             values[k] = values[k] - 0.05 * velocity[k]
     assert set(found.update) == {"delta"}
     assert set(found.private) == {"adapted_prompts", WEIGHT, BIAS, CLASSES}
-    assert_equal(found.private["adapted_prompts"], values[0])
-    assert_equal(found.private[WEIGHT], values[1])
-    assert_equal(found.private[BIAS], values[2])
+    assert_values(found.private["adapted_prompts"], values[0])
+    assert_values(found.private[WEIGHT], values[1])
+    assert_values(found.private[BIAS], values[2])
     assert found.update["delta"].equal(found.private["adapted_prompts"] - served), "ΔP is P̃ − P to the last bit"
     assert found.metrics["delta_norm"] == pytest.approx(float(found.update["delta"].norm()))
     assert all(parameter.grad is None for parameter in any_backbone.model.parameters())
@@ -112,8 +113,8 @@ def test_the_next_round_goes_on_with_the_clients_own_head_and_the_prompts_that_a
     served = noise(5, 24, seed=5, scale=0.1)
     frozen = replace(context, training=context.training.model_copy(update={"learning_rate": 1e-12}))
     second = method.train(frozen, {"prompts": served}, first.private)
-    assert_equal(second.private[WEIGHT], first.private[WEIGHT])
-    assert_equal(second.private["adapted_prompts"], served)
+    assert_values(second.private[WEIGHT], first.private[WEIGHT])
+    assert_values(second.private["adapted_prompts"], served)
 
 
 def test_it_classifies_with_the_generated_prompts_and_beside_them_with_the_adapted(any_backbone: Backbone) -> None:
@@ -126,11 +127,11 @@ def test_it_classifies_with_the_generated_prompts_and_beside_them_with_the_adapt
     for variant, used in {"": generated, "adapted": trained["adapted_prompts"]}.items():
         with torch.no_grad():
             wanted = logits(any_backbone, context.train.images(rows), used, trained[WEIGHT], trained[BIAS], False)
-        assert_equal(made[variant].logits(context.train, rows), wanted)
+        assert_values(made[variant].logits(context.train, rows), wanted)
     assert not made[""].logits(context.train, rows).equal(made["adapted"].logits(context.train, rows))
     some = replace(context, class_names=NAMES[1:3], label_space=NAMES)
     chosen = method.classifier(some, {"prompts": generated}, trained).logits(context.train, rows)
-    assert_equal(chosen, made[""].logits(context.train, rows)[:, 1:3])
+    assert_values(chosen, made[""].logits(context.train, rows)[:, 1:3])
 
 
 def test_before_its_first_training_a_client_has_the_seeded_head_and_nothing_adapted(textless: Backbone) -> None:
@@ -140,7 +141,7 @@ def test_before_its_first_training_a_client_has_the_seeded_head_and_nothing_adap
     head = LinearHead.start(context, 24)
     with torch.no_grad():
         wanted = logits(textless, context.train.images(rows), payload["prompts"], head.weight, head.bias, False)
-    assert_equal(method.classifier(context, payload, {}).logits(context.train, rows), wanted)
+    assert_values(method.classifier(context, payload, {}).logits(context.train, rows), wanted)
     assert method.variants(context, payload, {}) == {}
 
 

@@ -14,16 +14,9 @@ from promptfed.shared.methods.core.base import ClientContext, ClientUpdate
 from promptfed.shared.methods.plan import Aggregator, Reference, aggregator_of, divergence
 from promptfed.shared.tensors import Tensors
 from tests.support import literal_visual as literal
+from tests.support.equality import assert_gradients, assert_values
 from tests.support.small_plan import check_state, phase_of, plan, slow_reference, start
-from tests.support.visual_clients import (
-    NAMES,
-    assert_gradients,
-    assert_values,
-    client_context,
-    filled,
-    server_context,
-    small_backbone,
-)
+from tests.support.visual_clients import NAMES, client_context, filled, server_context, small_backbone
 
 
 @pytest.fixture(scope="module")

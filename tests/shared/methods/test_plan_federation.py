@@ -26,7 +26,8 @@ from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.support import literal_visual as literal
-from tests.support.visual_clients import NAMES, assert_gradients, assert_values, small_backbone
+from tests.support.equality import assert_gradients, assert_values
+from tests.support.visual_clients import NAMES, small_backbone
 
 CLIENTS = {"hospital-a": 7, "hospital-b": 5}  # training images
 ROUNDS, SEED, RATE, MOMENTUM, DECAY, BATCH, ALPHA = 2, 5, 0.05, 0.9, 0.01, 4, 0.6

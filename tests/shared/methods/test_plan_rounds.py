@@ -12,8 +12,9 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.base import MethodError
+from tests.support.equality import assert_values
 from tests.support.small_plan import check_state, phase_of, plan, run_phase, slow_reference, start
-from tests.support.visual_clients import NAMES, assert_values, client_context, server_context, small_backbone
+from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
 
 
 @pytest.fixture(scope="module")

@@ -30,17 +30,10 @@ from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.support import literal_visual as literal
+from tests.support.equality import assert_gradients, assert_values
 from tests.support.literal import cross_entropy
 from tests.support.textless import MODEL, textless_backbone
-from tests.support.visual_clients import (
-    NAMES,
-    assert_gradients,
-    assert_values,
-    client_context,
-    filled,
-    server_context,
-    small_backbone,
-)
+from tests.support.visual_clients import NAMES, client_context, filled, server_context, small_backbone
 
 VPT = ("fedvpt", "fedvpt_deep", "singleset_vpt")
 RATE = 0.1

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier, Towers, VisualHyper
-from tests.support.visual_clients import assert_gradients, assert_values, filled, small_backbone, split_of
+from tests.support.equality import assert_gradients, assert_values
+from tests.support.visual_clients import filled, small_backbone, split_of
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,8 @@ from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors, decode, encode
 from tests.support import literal, literal_fast_pt
-from tests.support.small_fast_pt import assert_equal, count_transforms
+from tests.support.equality import assert_values
+from tests.support.small_fast_pt import count_transforms
 
 SMALL = "topic=weather&per_class=1&test_per_class=1"
 DATA = {"anna": f"symbols:sketch?{SMALL}", "bert": f"symbols:neon?{SMALL}"}
@@ -133,16 +134,16 @@ def test_a_round_of_two_clients_over_http_is_the_one_by_hand(backbone: Backbone,
     moved = general - start
     size = float(moved.abs().max())
     assert size > 1e-4
-    assert_equal((found.state["global_prompt"] - start) / size, moved / size, 1e-4)
-    assert_equal(found.state["classifier_weight"], classifier[:, :-1])
-    assert_equal(found.state["classifier_bias"], classifier[:, -1])
+    assert_values((found.state["global_prompt"] - start) / size, moved / size, 1e-4)
+    assert_values(found.state["classifier_weight"], classifier[:, :-1])
+    assert_values(found.state["classifier_bias"], classifier[:, -1])
     listed = [domain_key(domains[name].description) for name in ("bert", "anna")]
     assert found.state["domains"].tolist() == found.state["listed_domains"].tolist() == listed
     own_start = torch.randn(2, backbone.d_t, generator=generator(5, "domain_prompt")) * 0.02
     for one, wanted in zip(found.state["domain_prompts"], (prompts[1], prompts[0]), strict=True):
         size = float((wanted - own_start).abs().max())
         assert size > 1e-4
-        assert_equal((one - own_start) / size, (wanted - own_start) / size, 1e-4)
+        assert_values((one - own_start) / size, (wanted - own_start) / size, 1e-4)
 
 
 @dataclass

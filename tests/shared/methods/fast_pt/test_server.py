@@ -15,6 +15,7 @@ from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec import BackboneShape
 from promptfed.shared.tensors import decode, encode
+from tests.support.equality import assert_values
 from tests.support.small_fast_pt import (
     CHALK,
     NEON,
@@ -25,7 +26,6 @@ from tests.support.small_fast_pt import (
     B,
     C,
     Make,
-    assert_equal,
     client,
     drawn,
     fast_pt,
@@ -98,7 +98,7 @@ def test_updates_are_averaged_and_the_list_is_made_of_those_who_answered(backbon
     updates = [ClientUpdate("a", 0.25, sent[0]), ClientUpdate("b", 0.75, sent[1])]
     after = method.aggregate(state, general, iter(updates), weighted_mean, context)
     for spec in general.up:
-        assert_equal(after[spec.name], 0.25 * sent[0][spec.name] + 0.75 * sent[1][spec.name], 1e-6)
+        assert_values(after[spec.name], 0.25 * sent[0][spec.name] + 0.75 * sent[1][spec.name], 1e-6)
     assert torch.equal(after["domains"], state["domains"])
     prompts = {name: drawn(20 + i, 3, backbone.d_t) for i, name in enumerate("ac")}
     updates = [ClientUpdate(name, 0.5, {"domain_prompt": one}) for name, one in prompts.items()]
@@ -122,7 +122,7 @@ def test_merged_domains_are_one_row_and_one_prompt(backbone: Backbone) -> None:
     ]
     ended = method.aggregate(state, last, iter(updates), weighted_mean, context)
     assert torch.equal(ended["listed_domains"], keys(NEON, SKETCH))
-    assert_equal(ended["domain_prompts"][1], 0.4 * prompts[0] + 0.6 * prompts[2])
+    assert_values(ended["domain_prompts"][1], 0.4 * prompts[0] + 0.6 * prompts[2])
 
 
 def test_payloads_hold_what_the_phase_needs(backbone: Backbone) -> None:

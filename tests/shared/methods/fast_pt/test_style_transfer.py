@@ -29,6 +29,7 @@ from promptfed.shared.methods.fast_pt.style_transfer import (
 from promptfed.shared.seeds import generator
 from tests.shared.methods.conftest import NAMES
 from tests.support import literal_fast_pt as literal
+from tests.support.equality import assert_values
 
 Make = Callable[..., ClientContext]
 
@@ -40,11 +41,6 @@ TEMPLATE = "a photo of a {}."
 
 def client(name: str, domain: Domain | None, role: Any = "trainer") -> ClientInfo:
     return ClientInfo(name, role, 10, (), domain)
-
-
-def assert_equal(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
-    found, wanted = found.detach(), wanted.detach()
-    assert float((found - wanted).abs().max()) <= tolerance * max(1.0, float(wanted.abs().max()))
 
 
 def texts(backbone: Backbone, template: str) -> Tensor:
@@ -76,7 +72,7 @@ def test_the_loss_is_the_papers_with_its_gradients(
     wanted = weight * aligned + (1 - weight) * consistent
     literally = torch.autograd.grad(wanted, list(p.values()))
 
-    assert_equal(found, wanted)
+    assert_values(found, wanted)
     for one, other in zip(gradients, literally, strict=True):
         assert float((one - other).abs().max()) <= 1e-4 * float(other.abs().max())
 
@@ -94,10 +90,10 @@ def test_training_a_transform_equals_the_equations(backbone: Backbone, sketcher:
     start = new_transform(backbone.d_e, 5, generator(3, "hospital-a", "style-transfer", "a neon sign of a {}"))
     for name in PARAMETERS:
         assert float((wanted[name] - start[name]).abs().max()) > 0.01
-        assert_equal(found[name], wanted[name], 1e-4)
+        assert_values(found[name], wanted[name], 1e-4)
     moved = StyleTransfer(sketcher, hyper).apply(trained, NEON)
-    assert_equal(moved, literal.transferred(wanted, values), 1e-4)
-    assert_equal(moved.norm(dim=1), torch.ones(10))
+    assert_values(moved, literal.transferred(wanted, values), 1e-4)
+    assert_values(moved.norm(dim=1), torch.ones(10))
 
 
 def test_the_hidden_width_is_half_of_d_e_by_default(backbone: Backbone, sketcher: ClientContext) -> None:
