@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = transfers(sources, backbone, cache, hyper, seed=given.seed, template=given.template)
     rows = [{key: value for key, value in asdict(one).items() if key != "nearest"} for one in found]
     about = {"data": given.data, "hash": data_hash(sources), "seed": given.seed, "hyperparameters": hyper.model_dump()}
-    whole = {"setting": about, "transfers": rows, "provenance": provenance()}
+    whole = {"setting": about, "transfers": rows, "provenance": provenance().model_dump()}
     (given.out / "neighbours.json").write_text(json.dumps(whole, indent=1) + "\n")
     (given.out / "neighbours.md").write_text(markdown(found))
     for one in found:

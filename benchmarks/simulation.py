@@ -119,7 +119,7 @@ def main() -> None:
     for found in results:
         print("\n".join(f"{name:28s} {value}" for name, value in found.items()), end="\n\n")
     if given.json is not None:
-        given.json.write_text(json.dumps({"cases": results, "provenance": provenance()}, indent=2) + "\n")
+        given.json.write_text(json.dumps({"cases": results, "provenance": provenance().model_dump()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

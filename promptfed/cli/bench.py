@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
+from pydantic import BaseModel
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from promptfed.cli.federation import read_spec
-from promptfed.experiments.benchmark import REDUCED_SEEDS, SEEDS, document, panels, summary
-from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.document import BenchmarkRecord, document, record
+from promptfed.experiments.entries import RawSpec, parse_entries
 from promptfed.experiments.plots import draw
-from promptfed.experiments.presets import interleaved, preset_names, read_preset
+from promptfed.experiments.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
 from promptfed.experiments.protocols import PROTOCOLS, Setting
-from promptfed.experiments.provenance import provenance
-from promptfed.experiments.runner import Bench, Job, Runner, run_all, write_json
-from promptfed.experiments.tables import TableRow, cells, markdown, rows_of
+from promptfed.experiments.provenance import Provenance, provenance
+from promptfed.experiments.results import Run, write_json
+from promptfed.experiments.runner import Bench, Job, Runner, run_all
+from promptfed.experiments.tables import TableRow, cells, interleaved, markdown, rows_of
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
 from promptfed.sdk.output import console, messages, print_json, table, write_file
@@ -102,14 +103,24 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     return numbers
 
 
+class Results(BaseModel):
+    """``results.json``: a bench, its table, and the runs that this was made of."""
+
+    protocol: str
+    setting: Setting
+    methods: list[str]
+    seeds: list[int]
+    table: list[TableRow]
+    runs: list[Run]
+    provenance: Provenance
+
+
 @dataclass(frozen=True)
 class Finished:
     """A bench that was run, and whose files are written."""
 
     bench: Bench
-    rows: list[TableRow]
-    results: list[dict[str, Any]]
-    whole: dict[str, Any]
+    results: Results
     written: tuple[str, ...]
 
 
@@ -121,7 +132,7 @@ def run_bench(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[Table
     """
     finished = finish(bench, runner, paper)
     if as_json:
-        print_json({key: value for key, value in finished.whole.items() if key != "runs"})
+        print_json(finished.results.model_dump(exclude={"runs"}))
     else:
         _show(finished, runner.out)
 
@@ -134,49 +145,50 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
     Raises:
         CommandError: a federation that cannot be run; what was finished is kept and not run again.
     """
-    results = _run(bench, runner)
-    rows = interleaved(rows_of(bench, results), paper)
-    whole = {
-        "protocol": bench.protocol.name,
-        "setting": asdict(bench.setting),
-        "methods": [entry.label for entry in bench.entries],
-        "seeds": list(bench.seeds),
-        "table": [asdict(row) for row in rows],
-        "runs": results,
-        "provenance": provenance(),
-    }
-    write_json(runner.out / "results.json", whole)
+    runs = _run(bench, runner)
+    rows = interleaved(rows_of(bench, runs), paper)
+    results = Results(
+        protocol=bench.protocol.name,
+        setting=bench.setting,
+        methods=[entry.label for entry in bench.entries],
+        seeds=list(bench.seeds),
+        table=rows,
+        runs=runs,
+        provenance=provenance(),
+    )
+    write_json(runner.out / "results.json", results)
     write_file(runner.out / "table.md", markdown(bench, rows).encode())
-    plots = draw(bench, rows, results, runner.out)
-    return Finished(bench, rows, results, whole, ("results.json", "table.md", *(path.name for path in plots)))
+    plots = draw(bench, rows, runs, runner.out)
+    return Finished(bench, results, ("results.json", "table.md", *(path.name for path in plots)))
 
 
 def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
-    """Run all panels of the embedded benchmark, a folder for each, and write ``benchmark.md`` and ``benchmark.json``.
+    """Run the embedded benchmark, a folder for each preset, and write ``benchmark.md`` and ``benchmark.json``.
 
-    Both are written anew after every panel, so that an interrupted run shows what it has.
+    Both are written anew after every preset, so that an interrupted run shows what it has.
 
     Raises:
         CommandError: as `finish`.
     """
-    described = panels()
+    presets = embedded_presets()
     numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
-    found: dict[str, Any] = {"panels": {}, "provenance": provenance()}
-    for name, panel in described.items():
+    benchmark = BenchmarkRecord(panels={}, provenance=provenance())
+    for name, preset in presets.items():
         own = replace(runner, out=runner.out / name)
-        finished = finish(panel.bench(numbers, reduced), own)
+        bench = preset.bench(numbers, reduced=reduced)
+        finished = finish(bench, own)
         if not as_json:
-            console.print(panel.title, highlight=False, markup=False)
+            console.print(preset.title, highlight=False, markup=False)
             _show(finished, own.out)
-        found["panels"][name] = summary(panel, finished.bench, finished.rows, finished.results)
-        write_json(runner.out / "benchmark.json", found)
-        write_file(runner.out / "benchmark.md", document(found, described).encode())
+        benchmark.panels[name] = record(preset, bench, finished.results.table, finished.results.runs)
+        write_json(runner.out / "benchmark.json", benchmark)
+        write_file(runner.out / "benchmark.md", document(benchmark, presets).encode())
     if as_json:
-        print_json(found)
+        print_json(benchmark.model_dump())
 
 
 def _show(finished: Finished, out: Path) -> None:
-    console.print(table(None, *cells(finished.bench, finished.rows)))
+    console.print(table(None, *cells(finished.bench, finished.results.table)))
     console.print(f"Wrote {', '.join(finished.written)} in {out}.", highlight=False, soft_wrap=True)
 
 
@@ -194,12 +206,13 @@ def run_preset(
         own = replace(runner, out=runner.out / panel) if len(preset.panels()) > 1 else runner
         if not as_json:
             console.print(preset.title + (f": {panel}" if own is not runner else ""), highlight=False, markup=False)
-        run_bench(preset.bench(panel, root, numbers, changes), own, as_json, preset.figures(panel))
+        bench = preset.bench(numbers, panel=panel, root=root, changes=changes)
+        run_bench(bench, own, as_json, preset.figures(panel))
     if preset.notes and not as_json:
         console.print(preset.notes, highlight=False, markup=False)
 
 
-def _base(spec: Path | None, rounds: int | None) -> dict[str, Any]:
+def _base(spec: Path | None, rounds: int | None) -> RawSpec:
     base = read_spec(spec) if spec is not None else {}
     if "method" in base:
         raise CommandError(f"{spec} names a method: leave it out, --methods names them", Exit.BAD_INPUT)
@@ -208,7 +221,7 @@ def _base(spec: Path | None, rounds: int | None) -> dict[str, Any]:
     return base if rounds is None else base | {"rounds": rounds}
 
 
-def _run(bench: Bench, runner: Runner) -> list[dict[str, Any]]:
+def _run(bench: Bench, runner: Runner) -> list[Run]:
     columns = (
         BarColumn(20),
         MofNCompleteColumn(),
@@ -221,9 +234,9 @@ def _run(bench: Bench, runner: Runner) -> list[dict[str, Any]]:
     with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
         bar = progress.add_task("", total=None)
 
-        def told(done: int, total: int, job: Job) -> None:
+        def show(done: int, total: int, job: Job) -> None:
             progress.update(bar, completed=done, total=total, description=escape(job.title))
             if not messages.is_terminal:
                 messages.print(f"{done + 1} of {total}: {job.title}", highlight=False, markup=False, soft_wrap=True)
 
-        return run_all(bench, runner, told)
+        return run_all(bench, runner, show)

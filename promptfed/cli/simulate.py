@@ -143,7 +143,7 @@ def _keep(found: Simulated, folder: Path) -> None:
         "by_round": list(_rounds(found)),
         "spec": found.spec,
         "backbone_fingerprint": found.backbone_fingerprint,
-        "provenance": provenance(),
+        "provenance": provenance().model_dump(),
     }
     write_file(folder / RESULT_FILE, (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
     write_file(folder / PROMPTS_FILE, encode(found.state))

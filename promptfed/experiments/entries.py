@@ -14,14 +14,16 @@ from promptfed.shared.spec import FederationSpec, SpecError, merged
 
 OPTION = ":"
 
+RawSpec = dict[str, Any]  # a spec, or some of its keys, as written: its method's defaults are not yet laid under it
+
 
 @dataclass(frozen=True)
 class Entry:
     """One row of a table: ``label`` as it was given, the method's hyperparameters, and what of the spec it changes."""
 
     label: str
-    method: dict[str, Any]
-    changes: dict[str, Any] = field(default_factory=dict)
+    method: RawSpec
+    changes: RawSpec = field(default_factory=dict)
 
     @property
     def personal(self) -> bool:
@@ -31,7 +33,7 @@ class Entry:
         except SpecError as error:
             raise CommandError(f"{self.label}: {error}", Exit.BAD_INPUT) from None
 
-    def spec(self, base: dict[str, Any], m: int | None = None) -> dict[str, Any]:
+    def spec(self, base: RawSpec, m: int | None = None) -> RawSpec:
         """``base`` with this method, its changes laid over it; ``m`` prompt tokens for methods that have them.
 
         Raises:
@@ -48,8 +50,10 @@ class Entry:
         return raw
 
 
-def parse_entry(text: str) -> Entry:
+def parse_entry(text: str, label: str = "") -> Entry:
     """An entry of ``name[:key=value]...``; a key of the spec (``rounds``, ``training.epochs``) changes the spec.
+
+    ``label`` names its row; default: the text.
 
     Raises:
         CommandError: an unknown method, or an option that is not ``key=value``.
@@ -59,8 +63,8 @@ def parse_entry(text: str) -> Entry:
         method_class(name)
     except SpecError as error:
         raise CommandError(str(error.errors[0]["detail"]), Exit.BAD_INPUT) from None
-    method: dict[str, Any] = {"name": name}
-    changes: dict[str, Any] = {}
+    method: RawSpec = {"name": name}
+    changes: RawSpec = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not equals or not key:
@@ -72,7 +76,7 @@ def parse_entry(text: str) -> Entry:
             changes = merged(changes, _nested(parts, _value(text, option, value)))
         else:
             method[key] = _value(text, option, value)
-    return Entry(text.strip(), method, changes)
+    return Entry(label or text.strip(), method, changes)
 
 
 def parse_entries(text: str) -> list[Entry]:
@@ -81,7 +85,7 @@ def parse_entries(text: str) -> list[Entry]:
     Raises:
         CommandError: none, one twice, or one that cannot be read.
     """
-    entries = [parse_entry(one) for one in text.split(",") if one.strip()]
+    entries = [parse_entry(entry) for entry in text.split(",") if entry.strip()]
     labels = [entry.label for entry in entries]
     if not labels:
         raise CommandError("no method is given: write --methods promptfl,fedpgp", Exit.BAD_INPUT)
@@ -98,5 +102,5 @@ def _value(text: str, option: str, value: str) -> Any:
         raise CommandError(f"{text}: the value of {option!r} cannot be read", Exit.BAD_INPUT) from None
 
 
-def _nested(parts: list[str], value: Any) -> dict[str, Any]:
+def _nested(parts: list[str], value: Any) -> RawSpec:
     return {parts[0]: _nested(parts[1:], value) if len(parts) > 1 else value}

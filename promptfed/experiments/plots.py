@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -13,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from promptfed.experiments.protocols import FewShot, Personalisation
+from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import TableRow
 
@@ -22,7 +22,7 @@ STYLES = ("-", "--", "-.", ":")
 GREY = "#6E6E6E"
 
 
-def draw(bench: Bench, rows: Sequence[TableRow], results: Sequence[Mapping[str, Any]], out: Path) -> list[Path]:
+def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[Run], out: Path) -> list[Path]:
     """Write the plots that fit the bench as PNG and PDF into ``out``; the paths of the PNGs.
 
     Accuracy by round needs more than the evaluations before the first and after the last round
@@ -32,9 +32,9 @@ def draw(bench: Bench, rows: Sequence[TableRow], results: Sequence[Mapping[str, 
     if isinstance(bench.protocol, FewShot):
         figures["few-shot"] = _few_shot(bench, rows)
     if isinstance(bench.protocol, Personalisation):
-        figures["clients"] = _clients(bench, results)
+        figures["clients"] = _clients(bench, runs)
     for role in ("trainer", "evaluator"):
-        curves = _by_round(bench, results, role)
+        curves = _by_round(bench, runs, role)
         if any(len(points) > 2 for points in curves.values()):
             figures[f"rounds-{role}s"] = _rounds(curves, role)
     paths = []
@@ -78,16 +78,16 @@ def _few_shot(bench: Bench, rows: Sequence[TableRow]) -> Figure:
     return figure
 
 
-def _by_round(bench: Bench, results: Sequence[Mapping[str, Any]], role: str) -> dict[str, dict[int, list[float]]]:
+def _by_round(bench: Bench, runs: Sequence[Run], role: str) -> dict[str, dict[int, list[float]]]:
     """For each entry the seeds' and trials' mean accuracies (percent) on the split ``test``, by round."""
     curves: dict[str, dict[int, list[float]]] = {}
     for entry in bench.entries:
-        for result in results:
-            if result["label"] != entry.label:
+        for run in runs:
+            if run.label != entry.label:
                 continue
-            rows = [one for one in result["accuracies"] if one["role"] == role and one["split"] == "test"]
-            for number in sorted({one["round"] for one in rows}):
-                mean = fmean(100 * one["accuracy"] for one in rows if one["round"] == number)
+            measured = [accuracy for accuracy in run.accuracies if accuracy.role == role and accuracy.split == "test"]
+            for number in sorted({accuracy.round for accuracy in measured}):
+                mean = fmean(100 * accuracy.accuracy for accuracy in measured if accuracy.round == number)
                 curves.setdefault(entry.label, {}).setdefault(number, []).append(mean)
     return curves
 
@@ -101,23 +101,23 @@ def _rounds(curves: Mapping[str, Mapping[int, Sequence[float]]], role: str) -> F
         means = [fmean(points[k]) for k in rounds]
         axes.plot(rounds, means, label=label, color=colour, linestyle=style)
         spread = [pstdev(points[k]) for k in rounds]
-        low, high = ([mean + sign * one for mean, one in zip(means, spread, strict=True)] for sign in (-1, 1))
+        low, high = ([mean + sign * sd for mean, sd in zip(means, spread, strict=True)] for sign in (-1, 1))
         axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=7)
     return figure
 
 
-def _clients(bench: Bench, results: Sequence[Mapping[str, Any]]) -> Figure:
+def _clients(bench: Bench, runs: Sequence[Run]) -> Figure:
     """One dot for each client and seed, in a column for each entry; a bar marks the mean."""
     figure, axes = _axes("", "accuracy (%) of each client")
     for place, entry in enumerate(bench.entries):
         values = [
-            100 * one["accuracy"]
-            for result in results
-            if result["label"] == entry.label
-            for one in result["accuracies"]
-            if one["round"] == result["rounds"] and one["split"] == "test" and one["role"] == "trainer"
+            100 * accuracy.accuracy
+            for run in runs
+            if run.label == entry.label
+            for accuracy in run.last()
+            if accuracy.split == "test" and accuracy.role == "trainer"
         ]
         spread = [place + 0.25 * ((index * 0.618) % 1 - 0.5) for index in range(len(values))]  # so that dots stay apart
         axes.scatter(spread, values, s=8, alpha=0.6, color=COLOURS[place % len(COLOURS)], linewidths=0)

@@ -1,19 +1,21 @@
-"""The papers' settings: ``paper:plan-pacs`` and its like are files of ``experiments/papers``, with the papers' figures.
+"""Benches that are described in files: the papers' tables and the embedded benchmark.
 
-A file names a protocol, data under ``{root}``, methods, what of the spec the paper sets, the table's columns and what
-the paper prints in them (percent; null where it prints a slip). ``each`` runs one panel for each of several data sets.
+A file names a protocol, a setting with data under ``{root}``, methods and what they have in common of the spec. Those
+of ``papers`` (``paper:plan-pacs``) also hold the figures that the paper prints in the table's columns (percent; null
+where it prints a slip); those of ``embedded`` take data that everybody has, and make one document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.entries import RawSpec, parse_entry
 from promptfed.experiments.protocols import PROTOCOLS, Setting
 from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import PAPER, TableRow
@@ -21,74 +23,80 @@ from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
 from promptfed.shared.spec import merged
 
-FOLDER = Path(__file__).parent / "papers"
+PAPERS, EMBEDDED = (Path(__file__).parent / folder for folder in ("papers", "embedded"))
 PREFIX = "paper:"
 ALL = "all"  # the only panel of a preset without ``each``
+SEEDS, REDUCED_SEEDS = (0, 1, 2), (0,)  # of the embedded benchmark
 
 Figures = dict[str, list[float | None]]
 
 
+def _labelled(methods: object) -> object:
+    return {text: text for text in methods} if isinstance(methods, list) else methods
+
+
 class Preset(BaseModel):
-    """One table of a paper."""
+    """One table. ``methods``: entries by the label that the table shows, which a list leaves to be the entry itself.
+
+    ``each`` runs one panel for each of several data sets, by name in the place of ``{data}``, with ``clients`` where
+    their numbers differ. ``columns`` are those of ``paper``, the printed figures by panel and label;
+    ``reduced_targets`` the targets of a reduced run, all by default; ``notes`` stand below the table.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     title: str
     protocol: str
-    data: list[str]
-    methods: list[str]
-    spec: dict[str, Any]
-    columns: list[str]
-    paper: dict[str, Figures]
-    each: Annotated[dict[str, list[str]], Field(max_length=1)] = {}
-    domains: list[str] = []
-    targets: list[str] = []
-    clients: int | dict[str, int] = 10
-    classes_per_client: int | None = None
-    partition: str = "pathological"
-    alpha: float = 0.1
-    shots: int | None = None
+    setting: Setting
+    methods: Annotated[dict[str, str], BeforeValidator(_labelled)]
+    spec: RawSpec
     m: int | None = None
+    each: tuple[str, ...] = ()
+    clients: dict[str, int] = {}
+    columns: tuple[str, ...] = ()
+    paper: dict[str, Figures] = {}
+    reduced_targets: tuple[str, ...] = ()
     notes: str = ""
 
     def panels(self) -> tuple[str, ...]:
         """The data sets of ``each``, or the one panel ``all``."""
-        return tuple(next(iter(self.each.values()))) if self.each else (ALL,)
+        return self.each or (ALL,)
 
-    def setting(self, panel: str, root: str) -> Setting:
-        """The data of a panel, with its files under ``root``."""
-        values = {"root": root, **dict.fromkeys(self.each, panel)}
-        uris = tuple(_filled(uri, values) for uri in self.data)
-        clients = self.clients[panel] if isinstance(self.clients, dict) else self.clients
-        return Setting(
-            data=uris,
-            domains=tuple(self.domains),
-            targets=tuple(self.targets),
-            clients=clients,
-            classes_per_client=self.classes_per_client,
-            partition=self.partition,
-            alpha=self.alpha,
-            shots=self.shots,
+    def setting_of(self, panel: str, root: str, reduced: bool = False) -> Setting:
+        """The setting of a panel, with its data below the folder ``root``."""
+        return replace(
+            self.setting,
+            data=tuple(uri.replace("{root}", root).replace("{data}", panel) for uri in self.setting.data),
+            targets=self.reduced_targets if reduced else self.setting.targets,
+            clients=self.clients.get(panel, self.setting.clients),
         )
 
-    def bench(self, panel: str, root: str, seeds: Sequence[int], changes: Mapping[str, Any]) -> Bench:
-        """What runs a panel; ``changes`` are laid over the paper's spec."""
-        entries = parse_entries(",".join(self.methods))
-        spec = merged(self.spec, dict(changes))
-        return Bench(PROTOCOLS[self.protocol], entries, self.setting(panel, root), seeds, spec, self.m)
+    def bench(
+        self,
+        seeds: Sequence[int],
+        *,
+        panel: str = ALL,
+        root: str = "",
+        reduced: bool = False,
+        changes: Mapping[str, Any] | None = None,
+    ) -> Bench:
+        """What runs a panel; ``changes`` are laid over the preset's spec."""
+        entries = [parse_entry(text, label) for label, text in self.methods.items()]
+        spec = merged(self.spec, dict(changes or {}))
+        return Bench(PROTOCOLS[self.protocol], entries, self.setting_of(panel, root, reduced), seeds, spec, self.m)
 
     def figures(self, panel: str) -> list[TableRow]:
-        """The paper's rows of a panel, ours and those of methods that we do not have."""
+        """The paper's rows of a panel, for our methods and for those that we do not have."""
         rows = []
-        for label, values in self.paper[panel].items():
+        for label, values in self.paper.get(panel, {}).items():
             known = {name: value / 100 for name, value in zip(self.columns, values, strict=True) if value is not None}
             rows.append(TableRow(label + PAPER, (known,)))
         return rows
 
 
 def preset_names() -> list[str]:
-    """All presets, as they are asked for."""
-    return sorted(PREFIX + path.stem for path in FOLDER.glob("*.yaml"))
+    """The papers' presets, as they are asked for."""
+    return sorted(PREFIX + path.stem for path in PAPERS.glob("*.yaml"))
 
 
 def read_preset(name: str) -> Preset:
@@ -97,24 +105,15 @@ def read_preset(name: str) -> Preset:
     Raises:
         CommandError: there is none of that name.
     """
-    path = FOLDER / f"{name.removeprefix(PREFIX)}.yaml"
-    if path.parent != FOLDER or not path.is_file():
+    if name not in preset_names():
         raise CommandError(f"there is no preset {name!r}: use one of {', '.join(preset_names())}", Exit.BAD_INPUT)
+    return _read(PAPERS / f"{name.removeprefix(PREFIX)}.yaml")
+
+
+def embedded_presets() -> dict[str, Preset]:
+    """The embedded benchmark's presets by name, in its document's order."""
+    return {path.stem: _read(path) for path in sorted(EMBEDDED.glob("*.yaml"))}
+
+
+def _read(path: Path) -> Preset:
     return Preset.model_validate(yaml.safe_load(path.read_text()))
-
-
-def interleaved(ours: Sequence[TableRow], paper: Sequence[TableRow]) -> list[TableRow]:
-    """Our rows, each followed by the paper's of the same label, then the paper's that we have none for."""
-    theirs = {row.label.removesuffix(PAPER): row for row in paper}
-    rows: list[TableRow] = []
-    for row in ours:
-        rows.append(row)
-        if row.label in theirs:
-            rows.append(theirs.pop(row.label))
-    return [*rows, *theirs.values()]
-
-
-def _filled(text: str, values: Mapping[str, str]) -> str:
-    for name, value in values.items():
-        text = text.replace("{" + name + "}", value)
-    return text

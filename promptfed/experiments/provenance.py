@@ -6,7 +6,8 @@ import hashlib
 import os
 import platform
 from importlib import metadata
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from promptfed.shared.data import Source
 from promptfed.shared.tensors import canonical_json
@@ -14,21 +15,31 @@ from promptfed.shared.tensors import canonical_json
 PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", "fastapi")
 
 
-def provenance() -> dict[str, Any]:
+class Provenance(BaseModel):
     """Versions of what computes, and the machine: nothing that names its owner or its folders."""
-    return {
-        "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
-        "machine": {"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},
-    }
+
+    model_config = ConfigDict(extra="allow")
+
+    python: str
+    packages: dict[str, str]
+    machine: dict[str, str | int | None]
+
+
+def provenance() -> Provenance:
+    """Of what runs here."""
+    return Provenance(
+        python=platform.python_version(),
+        packages={name: metadata.version(name) for name in PACKAGES},
+        machine={"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},
+    )
 
 
 def data_hash(sources: dict[str, Source]) -> str:
     """SHA-256 over class names, labels and pixels of both splits of all sources, in name order of the keys."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, source in sorted(sources.items()):
-        whole.update(canonical_json([name, list(source.class_names)]).encode())
+        digest.update(canonical_json([name, list(source.class_names)]).encode())
         for split in (source.train, source.test):
             for row, label in enumerate(split.labels.tolist()):
-                whole.update(f"{label}|{split.digest(row)}\n".encode())
-    return "sha256:" + whole.hexdigest()
+                digest.update(f"{label}|{split.digest(row)}\n".encode())
+    return "sha256:" + digest.hexdigest()

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import Any
 
-from promptfed.experiments.runner import Bench, scores_of
+from promptfed.experiments.protocols import Protocol
+from promptfed.experiments.results import Run
+from promptfed.experiments.runner import Bench
 from promptfed.sdk.output import size
+from promptfed.sdk.simulated import Accuracy
 
 ZERO_SHOT = "zero-shot"
+VARIANT = "@"  # before the name of a further classifier, in a split's name
 PAPER = " (paper)"  # behind the label of a row that a paper prints
 BELOW = "▼"
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """One line: fractions by column for every seed, and the costs of a client (`bench.costs`; none: zero-shot).
+    """One line: fractions by column for every seed, and the costs of a client (`runner.costs`; none: zero-shot).
 
     ``zero_shot`` is the label of the zero-shot row over the same class names, below which it is flagged.
     """
@@ -34,14 +37,14 @@ class TableRow:
 
     def mean(self, column: str) -> float:
         """Over the seeds."""
-        return fmean(one[column] for one in self.scores)
+        return fmean(scores[column] for scores in self.scores)
 
     def sd(self, column: str) -> float | None:
         """Sample standard deviation over the seeds; None for one seed."""
-        return stdev(one[column] for one in self.scores) if len(self.scores) > 1 else None
+        return stdev(scores[column] for scores in self.scores) if len(self.scores) > 1 else None
 
 
-def rows_of(bench: Bench, results: Sequence[Mapping[str, Any]]) -> list[TableRow]:
+def rows_of(bench: Bench, runs: Sequence[Run]) -> list[TableRow]:
     """Zero-shot first, then the entries as given, each followed by its variants.
 
     Each method's federation measures zero-shot over the class names that the method chooses among. The first entry's
@@ -52,24 +55,53 @@ def rows_of(bench: Bench, results: Sequence[Mapping[str, Any]]) -> list[TableRow
     for entry in bench.entries:
         by_variant: dict[str, list[dict[str, float]]] = {}
         template: list[dict[str, float]] = []
-        own = [one for one in results if one["label"] == entry.label]
+        own = [run for run in runs if run.label == entry.label]
         for seed in bench.seeds:
-            scores, plain = scores_of(bench.protocol, [one for one in own if one["seed"] == seed])
-            for variant, found in scores.items():
-                by_variant.setdefault(variant, []).append(found)
-            if plain is not None:
-                template.append(plain)
+            scores, zero_shot = scores_of(bench.protocol, [run for run in own if run.seed == seed])
+            for variant, columns in scores.items():
+                by_variant.setdefault(variant, []).append(columns)
+            if zero_shot is not None:
+                template.append(zero_shot)
         same = next((row for row in templates if row.scores == tuple(template)), None)
         if same is None and template:
             label = f"{ZERO_SHOT}, as for {entry.label}" if templates else ZERO_SHOT
             same = TableRow(label, tuple(template), zero_shot=label)
             rows.insert(len(rows) if templates else 0, same)
             templates.append(same)
-        costs = {key: fmean(one["costs"][key] for one in own) for key in own[0]["costs"]}
-        for variant, every in by_variant.items():
+        costs = {key: fmean(run.costs[key] for run in own) for key in own[0].costs}
+        for variant, seeds in by_variant.items():
             label = f"{entry.label} ({variant})" if variant else entry.label
-            rows.append(TableRow(label, tuple(every), costs, same.label if same else ZERO_SHOT))
+            rows.append(TableRow(label, tuple(seeds), costs, same.label if same else ZERO_SHOT))
     return rows
+
+
+def scores_of(protocol: Protocol, runs: Sequence[Run]) -> tuple[dict[str, dict[str, float]], dict[str, float] | None]:
+    """Columns by variant ("" is the method's own classifier) for one entry and seed, and zero-shot's where known."""
+    by_variant: dict[str, dict[str, list[Accuracy]]] = {}
+    for run in runs:
+        for accuracy in run.last():
+            split, _, variant = accuracy.split.partition(VARIANT)
+            by_trial = by_variant.setdefault(variant, {})
+            by_trial.setdefault(run.trial, []).append(replace(accuracy, split=split))
+    scores = {
+        variant: protocol.scores(by_variant[variant], lambda accuracy: accuracy.accuracy)
+        for variant in sorted(by_variant)
+    }
+    own = by_variant[""]
+    if any(accuracy.zero_shot is None for accuracies in own.values() for accuracy in accuracies):
+        return scores, None
+    return scores, protocol.scores(own, lambda accuracy: accuracy.zero_shot)
+
+
+def interleaved(ours: Sequence[TableRow], paper: Sequence[TableRow]) -> list[TableRow]:
+    """Our rows, each followed by the paper's of the same label, then the paper's that we have none for."""
+    theirs = {row.label.removesuffix(PAPER): row for row in paper}
+    rows: list[TableRow] = []
+    for row in ours:
+        rows.append(row)
+        if row.label in theirs:
+            rows.append(theirs.pop(row.label))
+    return [*rows, *theirs.values()]
 
 
 def cells(bench: Bench, rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
@@ -79,8 +111,8 @@ def cells(bench: Bench, rows: Sequence[TableRow]) -> tuple[list[str], list[list[
 
 def table_of(columns: Sequence[str], rows: Sequence[TableRow]) -> list[str]:
     """The lines of the table in Markdown."""
-    header, rows_of_text = _cells(columns, rows)
-    return [_joined(header), "|---" + "|--:" * (len(header) - 1) + "|", *map(_joined, rows_of_text)]
+    header, lines = _cells(columns, rows)
+    return [_joined(header), "|---" + "|--:" * (len(header) - 1) + "|", *map(_joined, lines)]
 
 
 def markdown(bench: Bench, rows: Sequence[TableRow]) -> str:

@@ -14,18 +14,19 @@ from promptfed.experiments import plots
 from promptfed.experiments.entries import parse_entries
 from promptfed.experiments.plots import draw
 from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import TableRow, rows_of
-from tests.promptfed.experiments.test_runner import accuracy, result
+from tests.promptfed.experiments.test_runner import accuracy, run_of
 
 
 def bench(protocol: str, **setting: Any) -> Bench:
     return Bench(PROTOCOLS[protocol], parse_entries("promptfl,coop"), Setting(("digits",), **setting), (0,))
 
 
-def results(rounds: tuple[int, ...] = (0, 1, 2)) -> list[dict[str, Any]]:
+def results(rounds: tuple[int, ...] = (0, 1, 2)) -> list[Run]:
     return [
-        result(*(accuracy("test", base + 0.1 * round, 0.2, round) for round in rounds), label=label)
+        run_of(*(accuracy("test", base + 0.1 * round, 0.2, round) for round in rounds), label=label)
         for label, base in (("promptfl", 0.3), ("coop", 0.5))
     ]
 

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import promptfed.shared.data.torchvision_sets as torchvision_sets
 from promptfed.cli.main import app
-from promptfed.experiments.presets import interleaved, preset_names, read_preset
+from promptfed.experiments.presets import preset_names, read_preset
 from promptfed.experiments.protocols import PROTOCOLS
-from promptfed.experiments.tables import TableRow
+from promptfed.experiments.tables import TableRow, interleaved
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
 from promptfed.shared.data import Source, open_source
@@ -38,7 +38,7 @@ def test_a_preset_describes_a_table_that_can_be_run(name: str) -> None:
     protocol = PROTOCOLS[preset.protocol]
     assert set(preset.paper) == set(preset.panels())
     for panel in preset.panels():
-        bench = preset.bench(panel, "/data", (0,), {})
+        bench = preset.bench((0,), panel=panel, root="/data")
         assert set(preset.columns) <= set(protocol.columns(bench.setting))
         assert "{" not in "".join(bench.setting.data).replace("{domain}", "").replace("{}", "")
         labels = {entry.label for entry in bench.entries}
@@ -75,12 +75,12 @@ def test_printed_means_are_those_of_the_printed_numbers(name: str) -> None:
 
 def test_what_a_preset_lays_down_is_the_papers() -> None:
     plan = read_preset("paper:plan-pacs")
-    spec = resolve_spec(plan.bench("all", "/data", (0,), {}).entries[-1].spec({"name": "x", **plan.spec}, plan.m))
+    spec = resolve_spec(plan.bench((0,), root="/data").entries[-1].spec({"name": "x", **plan.spec}, plan.m))
     assert (spec.method["name"], spec.method["m"], spec.rounds) == ("plan", 8, 20)
     assert (spec.training.learning_rate, spec.training.batch_size, spec.training.epochs) == (0.0015, 32, 1)
     cifar = read_preset("paper:fedpgp-cifar")
-    assert (cifar.clients, cifar.alpha, cifar.spec["rounds"]) == (100, 0.3, 150)
-    assert read_preset("paper:pfedpg-dermoscopic").methods[-1] == "pfedpg:m=3"
+    assert (cifar.setting.clients, cifar.setting.alpha, cifar.spec["rounds"]) == (100, 0.3, 150)
+    assert list(read_preset("paper:pfedpg-dermoscopic").methods)[-1] == "pfedpg:m=3"
     with pytest.raises(CommandError, match="there is no preset 'paper:nothing'"):
         read_preset("paper:nothing")
     with pytest.raises(CommandError, match="there is no preset"):
@@ -111,7 +111,7 @@ def test_fedtpg_words_each_data_set_as_its_table_5_does(
 
     monkeypatch.setitem(SCHEMES, "torchvision", opened)
     class_folders(tmp_path / "ucf101")
-    data = read_preset(name).setting("all", str(tmp_path)).data
+    data = read_preset(name).setting_of("all", str(tmp_path)).data
     found = {re.split("[:/]", uri.partition("?")[0])[-1]: open_source(uri).template for uri in data}
     assert found == {key: wanted[key] for key in found}
     assert len(found) == (11 if "cross" in name else 9)
@@ -139,10 +139,10 @@ def made_up(root: Path, name: str) -> None:
     """The layouts that the presets' URIs look for."""
     preset = read_preset(name)
     for panel in preset.panels():
-        for uri in preset.setting(panel, str(root)).data:
+        for uri in preset.setting_of(panel, str(root)).data:
             if uri.startswith("folder:"):
                 folder = Path(uri.removeprefix("folder:").partition("?")[0])
-                places = [folder / domain for domain in preset.domains] if "{domain}" in uri else [folder]
+                places = [folder / domain for domain in preset.setting.domains] if "{domain}" in uri else [folder]
                 for place in places:
                     if not place.exists():
                         class_folders(place)
@@ -169,16 +169,18 @@ def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert torchvision_sets.open_torchvision is registry.SCHEMES["torchvision"]
     monkeypatch.setitem(registry.SCHEMES, "torchvision", made_up_torchvision)
     full = read_preset(f"paper:{name}")
+    given = full.setting
+    setting = replace(
+        given,
+        domains=given.domains[:3],
+        targets=given.domains[:1] if full.protocol == "leave-one-domain-out" else (),
+        clients=min(given.clients, 4),
+        classes_per_client=3 if given.classes_per_client else None,
+        alpha=max(given.alpha, 1.0),
+        shots=min(given.shots, 2) if given.shots else None,
+    )
     small = full.model_copy(
-        update={
-            "clients": min(full.clients, 4) if isinstance(full.clients, int) else dict.fromkeys(full.clients, 4),
-            "classes_per_client": 3 if full.classes_per_client else None,
-            "shots": min(full.shots, 2) if full.shots else None,
-            "alpha": max(full.alpha, 1.0),
-            "m": 2 if full.m else None,
-            "domains": full.domains[:3],
-            "targets": full.domains[:1] if full.protocol == "leave-one-domain-out" else [],
-        }
+        update={"setting": setting, "clients": dict.fromkeys(full.clients, 4), "m": 2 if full.m else None}
     )
     monkeypatch.setattr("promptfed.cli.bench.read_preset", lambda asked: small)
     made_up(tmp_path / "data", f"paper:{name}")

@@ -17,10 +17,12 @@ from promptfed.experiments import runner as bench_module
 from promptfed.experiments.entries import parse_entries
 from promptfed.experiments.protocols import PROTOCOLS, Setting
 from promptfed.experiments.provenance import data_hash
-from promptfed.experiments.runner import Bench, Runner, costs, measured, run_all, scores_of
-from promptfed.experiments.tables import TableRow, cell, markdown, rows_of
+from promptfed.experiments.results import Run, read_run, write_json
+from promptfed.experiments.runner import Bench, Runner, costs, measured, run_all
+from promptfed.experiments.tables import TableRow, cell, markdown, rows_of, scores_of
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.simulated import Accuracy
 from promptfed.shared.data import open_source
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=3"
@@ -112,33 +114,33 @@ def test_costs_are_per_client_and_round() -> None:
     assert costs([empty]) == {"bytes_up": 0.0, "bytes_down": 0.0, "seconds": 0.0, "trained": 0.0}
 
 
-def accuracy(split: str, value: float, zero_shot: float | None, round: int = 2) -> dict[str, Any]:
-    return {
-        "round": round, "client": "a", "role": "trainer", "domain": None, "split": split, "accuracy": value,
-        "zero_shot": zero_shot, "num_samples": 5,
-    }  # fmt: skip
+def accuracy(split: str, value: float, zero_shot: float | None, round: int = 2) -> Accuracy:
+    return Accuracy(round, "a", "trainer", None, split, value, zero_shot, num_samples=5)
 
 
-def result(*rows: dict[str, Any], label: str = "promptfl", seed: int = 0) -> dict[str, Any]:
+def run_of(*rows: Accuracy, label: str = "promptfl", seed: int = 0) -> Run:
     cost = {"bytes_up": 2000.0, "bytes_down": 10.0, "seconds": 0.5, "trained": 7.0}
-    return {"label": label, "seed": seed, "trial": "all", "rounds": 2, "accuracies": list(rows), "costs": cost}
+    return Run(
+        label=label, seed=seed, trial="all", rounds=2, accuracies=list(rows), costs=cost,
+        wall_seconds=1.0, setup_seconds=1.0,
+    )  # fmt: skip
 
 
 def test_variants_have_rows_of_their_own_and_only_the_last_round_counts() -> None:
     protocol = PROTOCOLS["personalisation"]
-    found = result(accuracy("test", 0.9, 0.1, round=1), accuracy("test", 0.5, 0.3), accuracy("test@adapted", 0.7, 0.3))
+    found = run_of(accuracy("test", 0.9, 0.1, round=1), accuracy("test", 0.5, 0.3), accuracy("test@adapted", 0.7, 0.3))
     scores, zero_shot = scores_of(protocol, [found])
     assert {variant: one["mean"] for variant, one in scores.items()} == {"": 0.5, "adapted": 0.7}
     assert zero_shot is not None
     assert zero_shot["mean"] == 0.3
-    assert scores_of(protocol, [result(accuracy("test", 0.5, None))])[1] is None
+    assert scores_of(protocol, [run_of(accuracy("test", 0.5, None))])[1] is None
 
 
 def test_seeds_become_mean_and_deviation_and_what_is_below_zero_shot_is_flagged() -> None:
     described = Bench(PROTOCOLS["personalisation"], parse_entries("promptfl"), Setting((DATA,)), (0, 1))
     results = [
-        result(accuracy("test", 0.5, 0.55), seed=0),
-        result(accuracy("test", 0.3, 0.45), seed=1),
+        run_of(accuracy("test", 0.5, 0.55), seed=0),
+        run_of(accuracy("test", 0.3, 0.45), seed=1),
     ]
     rows = rows_of(described, results)
     assert [row.label for row in rows] == ["zero-shot", "promptfl"]
@@ -152,9 +154,9 @@ def test_seeds_become_mean_and_deviation_and_what_is_below_zero_shot_is_flagged(
 def test_a_method_is_compared_with_zero_shot_over_its_own_class_names() -> None:
     described = Bench(PROTOCOLS["personalisation"], parse_entries("promptfl,fedtpg,coop"), Setting((DATA,)), (0,))
     results = [
-        result(accuracy("test", 0.6, 0.55)),
-        result(accuracy("test", 0.8, 0.9), label="fedtpg"),
-        result(accuracy("test", 0.5, 0.55), label="coop"),
+        run_of(accuracy("test", 0.6, 0.55)),
+        run_of(accuracy("test", 0.8, 0.9), label="fedtpg"),
+        run_of(accuracy("test", 0.5, 0.55), label="coop"),
     ]
     rows = rows_of(described, results)
     labels = ["zero-shot", "promptfl", "zero-shot, as for fedtpg", "fedtpg", "coop"]
@@ -234,12 +236,26 @@ def test_novel_classes_are_never_those_that_the_uri_trains_on(tmp_path: Path) ->
         make_bench("base-to-novel", "coop", Setting((DATA + "&classes=base",)), "0", None, None, None)
 
 
+def test_a_run_of_another_version_is_kept_as_it_is(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """What it does not hold is not added, what it holds besides stays."""
+    path = next((finished[0] / "runs").glob("*.json"))
+    write_json(tmp_path / "again.json", read_run(path))
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    content = json.loads(path.read_text())
+    del content["measured"], content["provenance"]["python"]
+    content["colour"] = "red"
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    (tmp_path / "other.json").write_text(text)
+    write_json(tmp_path / "again.json", read_run(tmp_path / "other.json"))
+    assert (tmp_path / "again.json").read_text() == text
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", "{"])
 def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(content)
     with pytest.raises(CommandError, match=r"run\.json cannot be read: remove it"):
-        bench_module.read_result(path)
+        read_run(path)
 
 
 @pytest.mark.parametrize(

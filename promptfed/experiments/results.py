@@ -1,0 +1,70 @@
+"""What is kept of a bench: a file for each federation, from which its tables, plots and documents are made."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.simulated import Accuracy
+
+JsonObject = dict[str, JsonValue]
+
+
+class Run(BaseModel):
+    """One federation: whose it is, what its clients measured (`costs`: of a client and round), where it comes from.
+
+    Fields with a default are kept for people and other programs: files of earlier versions may lack some, or hold more.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    label: str
+    seed: int
+    trial: str
+    spec: JsonObject = {}
+    clients: list[JsonObject] = []
+    accuracies: list[Accuracy]
+    rounds: int
+    costs: dict[str, float]
+    measured: list[JsonObject] = []
+    wall_seconds: float
+    setup_seconds: float
+    state_hash: str = ""
+    backbone: str = ""
+    data: str = ""
+    provenance: JsonObject = {}
+
+    def last(self) -> list[Accuracy]:
+        """What was measured after the last round."""
+        return [accuracy for accuracy in self.accuracies if accuracy.round == self.rounds]
+
+
+REQUIRED = frozenset(name for name, field in Run.model_fields.items() if field.is_required())
+
+
+def read_run(path: Path) -> Run:
+    """A run's file. Raises CommandError where it is not one."""
+    try:
+        content = json.loads(path.read_text())
+        missing = REQUIRED - set(content) if isinstance(content, dict) else REQUIRED
+        if missing:
+            raise ValueError(f"it holds no {min(missing)}")
+        return Run.model_validate(content)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path} cannot be read: remove it to run it again ({error})", Exit.BAD_INPUT) from None
+
+
+def write_json(path: Path, value: BaseModel) -> None:
+    """Write whole or not at all; what was not set is left out."""
+    part = path.with_suffix(".part")
+    try:
+        text = json.dumps(value.model_dump(exclude_unset=True), indent=1, ensure_ascii=False)
+        part.write_text(text + "\n")
+        os.replace(part, path)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None

@@ -1,0 +1,91 @@
+"""The embedded benchmark: its presets can be run, every method stands in one, and its document is made of results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from promptfed.cli.main import app
+from promptfed.experiments import presets, runner
+from promptfed.experiments.document import BenchmarkRecord, document
+from promptfed.experiments.presets import SEEDS, embedded_presets
+from promptfed.experiments.results import write_json
+from promptfed.shared.methods import METHODS, resolve_spec
+from tests import ROOT
+
+DOCS = ROOT / "docs"
+SMALL = """
+title: Two styles
+protocol: leave-one-domain-out
+setting:
+  data: ["symbols:{domain}?topic=weather&per_class=2&test_per_class=2"]
+  domains: [neon, chalk]
+reduced_targets: [chalk]
+m: 2
+spec: {rounds: 1, training: {epochs: 1}}
+methods:
+  ours: promptfl
+  the same again: promptfl:m=2
+notes: Nothing to be read in one round.
+"""
+
+
+@pytest.mark.parametrize("name", embedded_presets())
+def test_a_preset_can_be_run(name: str) -> None:
+    preset = embedded_presets()[name]
+    whole, reduced = preset.bench(SEEDS).jobs(), preset.bench((0,), reduced=True).jobs()
+    assert len(reduced) <= len(whole) / len(SEEDS)
+    assert {job.entry.label for job in reduced} == set(preset.methods)
+    for job in reduced:
+        assert resolve_spec(job.spec).method["name"] == preset.methods[job.entry.label].split(":")[0]
+
+
+def test_every_method_stands_in_some_table() -> None:
+    """The template's accuracy is a row of every table."""
+    compared = {text.split(":")[0] for preset in embedded_presets().values() for text in preset.methods.values()}
+    assert compared == set(METHODS) - {"zero_shot"}
+
+
+def test_the_document_is_made_of_its_results() -> None:
+    benchmark = BenchmarkRecord.model_validate_json((DOCS / "benchmark.json").read_bytes())
+    assert set(benchmark.panels) == set(embedded_presets())
+    assert (DOCS / "benchmark.md").read_text() == document(benchmark, embedded_presets())
+
+
+def test_the_record_is_written_as_it_was_read(tmp_path: Path) -> None:
+    """Byte for byte, but for the rows' zero-shot labels, which the version that wrote it did not know."""
+    kept = (DOCS / "benchmark.json").read_text()
+    write_json(tmp_path / "again.json", BenchmarkRecord.model_validate_json(kept))
+    again = (tmp_path / "again.json").read_text()
+    assert re.sub(r',\n *"zero_shot": "zero-shot"', "", again) == kept
+
+
+def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = tmp_path / "presets", tmp_path / "out"
+    folder.mkdir()
+    (folder / "1-small.yaml").write_text(SMALL)
+    monkeypatch.setattr(presets, "EMBEDDED", folder)
+    asked: list[str] = []
+    simulate = runner.simulate
+    monkeypatch.setattr(runner, "simulate", lambda *args, **more: asked.append("run") or simulate(*args, **more))
+    command = ["bench", "embedded", "--reduced", "--json", "--out", str(out)]
+    first = CliRunner().invoke(app, command)
+    assert first.exit_code == 0, first.stderr
+    assert asked == ["run"], "one target and one seed; two labels of the same spec share their run"
+    found = json.loads(first.stdout.splitlines()[-1])
+    assert found == json.loads((out / "benchmark.json").read_text())
+    rows = {row["label"]: row for row in found["panels"]["1-small"]["table"]}
+    assert set(rows) == {"zero-shot", "ours", "the same again"}
+    assert rows["ours"]["scores"] == rows["the same again"]["scores"]
+    assert set(rows["ours"]["scores"][0]) == {"chalk", "mean", "clients"}
+    text = (out / "benchmark.md").read_text()
+    assert text == document(BenchmarkRecord.model_validate(found), embedded_presets())
+    assert "Nothing to be read in one round." in text
+    assert "the same again = `promptfl:m=2`" in text
+    again = CliRunner().invoke(app, command)
+    assert (again.exit_code, asked) == (0, ["run"])
+    assert (out / "benchmark.md").read_text() == text
