@@ -16,6 +16,15 @@ FederationState = Literal["enrolling", "running", "paused", "finished", "failed"
 Role = Literal["trainer", "evaluator"]
 TaskKind = Literal["train", "evaluate"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+MethodPackage = Annotated[
+    str | None,
+    Field(
+        max_length=200,
+        pattern=r"^[!-~]+$",
+        exclude_if=lambda package: package is None,
+        description="the Python package, as name==version, that brings the method; left out for promptfed's own",
+    ),
+]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
@@ -73,6 +82,7 @@ class EnrolmentInfo(Message):
     federation_id: str
     name: str
     method: dict[str, Any]
+    method_package: MethodPackage = None
     backbone: BackboneSpec
     class_names: list[str] | None
     template: str | None  # none: the template of the client's own data source

@@ -33,7 +33,7 @@ from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, shape_of
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
-from promptfed.shared.methods import check_fits, make_method
+from promptfed.shared.methods import METHODS, check_fits, make_method
 from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.spec import SpecError
 from promptfed.shared.tensors import TensorError
@@ -232,11 +232,25 @@ class Joining:
 
 
 def _method(info: EnrolmentInfo) -> Method:
+    """The federation's method; nothing is run, and nothing fetched, that is not installed here already."""
     try:
-        return make_method(info.method)
+        method = make_method(info.method)
     except (SpecError, KeyError) as error:
         text = f"this client does not have the federation's method as the coordinator describes it: {error}"
-        raise ClientError(Exit.PROTOCOL, f"{text}: install the coordinator's version of promptfed") from None
+        remedy = "install the coordinator's version of promptfed"
+        if info.method_package is not None:
+            remedy = f"it comes from the package {info.method_package}: install it beside promptfed, if you trust it"
+        raise ClientError(Exit.PROTOCOL, f"{text}: {remedy}") from None
+    here, there = METHODS.package(method.name), info.method_package
+    if _project(here) != _project(there):
+        own = "promptfed's own"
+        text = f"the method {method.name!r} is {there or own} at the coordinator and {here or own} here: two methods"
+        raise ClientError(Exit.PROTOCOL, f"{text}; install what the coordinator has, if you trust it")
+    return method
+
+
+def _project(package: str | None) -> str | None:
+    return package and package.partition("==")[0]
 
 
 def _restore(work: TaskWork, compute: Compute) -> None:

@@ -10,6 +10,7 @@ import torch
 from promptfed.client_service.training.data import TEST, Cancelled, ClientData
 from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods.core.base import Classifier, ClientContext, Method, Mixes, Split
+from promptfed.shared.methods.core.insights import HasVariants
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, canonical_json
@@ -68,7 +69,8 @@ class Evaluation:
                 names = context.class_names
                 if names not in made:
                     first = main if names == own.class_names else method.classifier(context, payload, private)
-                    made[names] = {"": first, **method.variants(context, payload, private)}
+                    further = method.variants(context, payload, private) if isinstance(method, HasVariants) else {}
+                    made[names] = {"": first, **further}
                 for variant, classifier in made[names].items():
                     key = name + VARIANT + variant if variant else name
                     splits[key] = self._measure(name, context, classifier)

@@ -31,7 +31,8 @@ from promptfed.coordinator.problems import (
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
-from promptfed.shared.methods.core.base import Measured, MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.methods.core.base import MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.methods.core.insights import Measured, MeasuresPhases
 from promptfed.shared.tensors import TensorError, Tensors, decode_file, encode, state_hash
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def aggregate(engine: Engine, id: str) -> None:
         stream = global_state.stored_updates(engine.blobs, updates)
         phase = live.method_phase(run.round, run.step)
         after = global_state.after_phase(live, state, phase, stream, rule, context)
-        measured = _finite(live.method.measure(state, phase, after, context))
+        method = live.method
+        measures = method.measure(state, phase, after, context) if isinstance(method, MeasuresPhases) else Measured()
     point("aggregate-computed")
     with engine.blobs.hold() as held:
         content = encode(after)
@@ -137,7 +139,7 @@ def aggregate(engine: Engine, id: str) -> None:
             if (now.work, now.round, now.step) != ("aggregate", run.round, run.step):
                 return
             _commit_state(change, after, content, phase_name, phase_id)
-            change.session.get_one(PhaseRow, phase_id).measured = measured
+            change.session.get_one(PhaseRow, phase_id).measured = _finite(measures)
             _note_judged(change.session, phase_id, rule.judged)
             change.send(WorkDone(clock.monotonic()))
             point("state-before-commit")

@@ -28,7 +28,7 @@ from promptfed.coordinator.problems import (
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
-from promptfed.shared.methods import check_fits
+from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.spec import BackboneShape
 
@@ -40,6 +40,7 @@ def enrolment_info(live: Live) -> EnrolmentInfo:
         federation_id=live.id,
         name=live.name,
         method=live.spec.method,
+        method_package=METHODS.package(live.method.name),
         backbone=backbone,
         class_names=live.spec.class_names,
         template=live.spec.template,

@@ -9,6 +9,7 @@ from promptfed.coordinator.engine.registry import Engine
 from promptfed.coordinator.problems import InvalidRequest, NotAGenerator
 from promptfed.coordinator.reports import rounds
 from promptfed.shared.api_schemas import GenerateRequest, PromptsView, TensorView
+from promptfed.shared.methods.core.insights import GeneratesPrompts
 from promptfed.shared.tensors import decode
 
 
@@ -20,7 +21,7 @@ def generate(engine: Engine, live: Live, request: GenerateRequest, round: int | 
         NoState: there is no such state.
         InvalidRequest: the features are not of the federation's backbone's width.
     """
-    if not live.method.generates:
+    if not isinstance(live.method, GeneratesPrompts):
         raise NotAGenerator(f"{live.method.name} learns no prompt generator: GET .../prompts has its prompts")
     with engine.database.read() as session:
         found = rounds.state_of(session, live, round)

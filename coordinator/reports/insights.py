@@ -32,7 +32,7 @@ from promptfed.shared.insight_schemas import (
     TensorDrift,
     WordsView,
 )
-from promptfed.shared.methods.core.base import Method
+from promptfed.shared.methods.core.insights import GeneratesPrompts, LearnsContexts, PlacesClients, learned_prompts
 from promptfed.shared.tensors import Tensors, decode_file
 
 KEPT = 5000  # results in memory; each is a few numbers, a matrix of similarities a few thousand
@@ -78,7 +78,7 @@ class Insights:
         missing: list[Missing] = []
         drift = await self._drift(live, plan, missing)
         similarity = await self._similarity(live, plan, missing)
-        if live.lexicon is None and _speaks(live):
+        if live.lexicon is None and isinstance(live.method, LearnsContexts):
             missing.append(Missing(what="words", why=NO_LEXICON.format(name=live.name)))
         roster = tuple(name for name, member in live.run.members.items() if member.joined)
         key = ("words", live.id, plan.found.sha256, live.lexicon, roster)
@@ -174,18 +174,13 @@ def _exchanges(session: Session, live: Live, round: int) -> list[_Exchange]:
     return found
 
 
-def _speaks(live: Live) -> bool:
-    """Whether the method has contexts that stand beside words."""
-    return type(live.method).contexts is not Method.contexts
-
-
 # Computing it
 
 
 def _drift_job(engine: Engine, live: Live, first: str, digest: str) -> Callable[[], dict[str, TensorDrift]]:
     def job() -> dict[str, TensorDrift]:
         global_state.use_threads(live)
-        start, now = (live.method.prompts(_state(engine, one)) for one in (first, digest))
+        start, now = (learned_prompts(live.method, _state(engine, one)) for one in (first, digest))
         found = prompt_metrics.drift(start, now)
         return {name: TensorDrift(distance=one.distance, relative=one.relative) for name, one in found.items()}
 
@@ -207,16 +202,17 @@ def _words_and_plane(engine: Engine, live: Live, found: rounds.Stored) -> tuple[
     global_state.use_threads(live)
     known = vocabulary.read(engine.blobs, live.lexicon) if live.lexicon is not None else None
     features = known.class_features if known is not None else {}
-    state, context = _state(engine, found.sha256), live.context()
+    method, state, context = live.method, _state(engine, found.sha256), live.context()
     words = None
-    if known is not None:
-        contexts = live.method.contexts(state, context, features)
+    if known is not None and isinstance(method, LearnsContexts):
+        contexts = method.contexts(state, context, features)
         words = _words(known, contexts) if contexts else None
-    projected = prompt_metrics.plane(live.method.client_vectors(state, context, features))
+    vectors = method.client_vectors(state, context, features) if isinstance(method, PlacesClients) else {}
+    projected = prompt_metrics.plane(vectors)
     if projected is None:
         return words, None
     points = [PlanePoint(client=client, x=x, y=y) for client, (x, y) in projected.points.items()]
-    kind: Literal["contexts", "descriptors"] = "contexts" if live.method.generates else "descriptors"
+    kind: Literal["contexts", "descriptors"] = "contexts" if isinstance(method, GeneratesPrompts) else "descriptors"
     return words, PlaneView(of=kind, explained=list(projected.explained), points=points)
 
 

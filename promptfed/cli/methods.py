@@ -22,7 +22,7 @@ def show_methods(name: str | None, as_json: bool) -> None:
         if as_json:
             print_json(listed)
             return
-        rows = [[found["name"], found["summary"], _phases(found)] for found in listed]
+        rows = [[found["name"], _summary(found), _phases(found)] for found in listed]
         console.print(table(None, ["method", "what it does", "phases"], rows))
         return
     try:
@@ -32,13 +32,18 @@ def show_methods(name: str | None, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    console.print(f"[bold]{name}[/bold]: {found['summary']}\n{found['paper']}\n", highlight=False)
+    console.print(f"[bold]{name}[/bold]: {_summary(found)}\n{found['paper']}\n", highlight=False)
     console.print(table("Hyperparameters", ["name", "default", "meaning"], _hyperparameters(found)))
     rows = [
         [phase["name"], "; ".join(map(_tensor, phase["down"])) or "-", "; ".join(map(_tensor, phase["up"])) or "-"]
         for phase in found["phases"]
     ]
     console.print(table("What travels", ["phase", "down", "up"], rows))
+
+
+def _summary(found: dict[str, Any]) -> str:
+    package = METHODS.package(found["name"])
+    return f"{found['summary']} (from {package})" if package else str(found["summary"])
 
 
 def _phases(found: dict[str, Any]) -> str:

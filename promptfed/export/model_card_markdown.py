@@ -7,6 +7,7 @@ from typing import Any
 from promptfed.export.model_card import BACKBONE_FOLDER, JSON_FILE, STATE_FILE, WEIGHTS_FILE, carries_backbone
 from promptfed.sdk.output import percent, size
 from promptfed.shared.methods import METHODS
+from promptfed.shared.methods.core.insights import GeneratesPrompts
 
 MOST_CLASSES = 12  # named one by one
 WHAT = {
@@ -79,7 +80,7 @@ def _use(card: dict[str, Any], snippet: str | None) -> list[str]:
     if METHODS[name].personal and card["use"]["open_clip"]:
         text = "each client's own predictions add what it keeps to itself, and its own service answers with them"
         found += [f"These are the weights of what the clients share; {text} (`/v1/predict`)."]
-    if METHODS[name].generates:
+    if issubclass(METHODS[name], GeneratesPrompts):
         text = "for others, `promptfed export --classes` again, or `promptfed prompts generate`"
         found += [f"{name} learns a generator: it made the context for exactly these class names; {text}."]
     if carries_backbone(card["backbone"]) and snippet is not None:

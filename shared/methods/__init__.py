@@ -1,4 +1,7 @@
-"""The methods by name, and the resolved form of a spec. Adding a method is adding its file and a line here."""
+"""The methods by name, and the resolved form of a spec.
+
+Adding a method is adding its file and a line here, or installing a package that brings one (`registry`).
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ from promptfed.shared.methods.plan import Plan
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.methods.promptfl_ft import PromptFLFT
 from promptfed.shared.methods.promptfl_prox import PromptFLProx
+from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.methods.singleset_vpt import SingleSetVPT
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, parse_spec
-from promptfed.shared.tensors import TensorSpec
 
 _KINDS: tuple[type[Method], ...] = (
     ZeroShot,
@@ -48,17 +51,24 @@ _KINDS: tuple[type[Method], ...] = (
     SingleSetVPT,
     PFedPG,
 )
-METHODS: dict[str, type[Method]] = {kind.name: kind for kind in _KINDS}
+METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method. Raises SpecError for a name that is not in ``METHODS``."""
-    if name not in METHODS:
+    """The class of a method.
+
+    Raises:
+        SpecError: nobody brings a method of this name, or a package brings one that cannot be used.
+    """
+    try:
+        return METHODS[name]
+    except UnusableMethod as error:
+        detail = str(error)
+    except KeyError:
         near = get_close_matches(name, METHODS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         detail = f"there is no method {name!r}{hint} Known: {', '.join(sorted(METHODS))}"
-        raise SpecError([{"path": "method.name", "detail": detail}])
-    return METHODS[name]
+    raise SpecError([{"path": "method.name", "detail": detail}])
 
 
 def make_method(settings: dict[str, Any]) -> Method:
@@ -83,16 +93,16 @@ def method_for(spec: FederationSpec) -> Method:
 def runnable(shape: BackboneShape) -> list[str]:
     """Names of the methods that can run with a backbone of ``shape``, by their default hyperparameters."""
     context = ServerContext(TrainingSpec(), shape, None, (), seed=0, rounds=1)
-    found = []
-    for name, kind in METHODS.items():
-        method = kind(kind.Hyper())
-        try:
-            method.check_backbone(shape)
-            method.dims(context)
-        except MethodError:
-            continue
-        found.append(name)
-    return found
+    return [name for name, kind in METHODS.items() if _runs(kind(kind.Hyper()), context)]
+
+
+def _runs(method: Method, context: ServerContext) -> bool:
+    try:
+        method.check_backbone(context.shape)
+        method.dims(context)
+    except Exception:  # a MethodError of ours; a package's method may raise anything
+        return False
+    return True
 
 
 def check_fits(method: Method, shape: BackboneShape) -> None:
@@ -133,41 +143,4 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
 
 def describe(name: str) -> dict[str, Any]:
     """What ``GET /v1/methods/{name}`` answers: summary, paper, phases with their tensors, hyperparameters, needs."""
-    kind = method_class(name)
-    method = kind(kind.Hyper())
-    phases = {phase.name: phase for round in (1, 2) for phase in method.phases(round, rounds=2)}
-    return {
-        "name": kind.name,
-        "summary": kind.summary,
-        "paper": kind.paper,
-        "phases": [
-            {
-                "name": phase.name,
-                "ask": phase.ask,
-                "mean": phase.mean,
-                "down": [_describe_tensor(spec) for spec in phase.down],
-                "up": [_describe_tensor(spec) for spec in phase.up],
-            }
-            for phase in phases.values()
-        ],
-        "state": [_describe_tensor(spec) for spec in method.state_tensors()],
-        "hyperparameters": kind.Hyper.model_json_schema(),
-        "defaults": kind.defaults,
-        "needs": {
-            "text_tower": kind.needs.text_tower,
-            "vision_transformer": kind.needs.vision_transformer,
-            "domain_descriptions": kind.needs.domain_descriptions,
-            "late_join": kind.needs.late_join,
-        },
-        "cached_features": kind.needs.cached_features,
-        "generates_prompts": kind.generates,
-    }
-
-
-def _describe_tensor(spec: TensorSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "shape": list(spec.shape),
-        "dtype": spec.dtype,
-        "shared_with_clients": spec.shared_with_clients,
-    }
+    return description(method_class(name))

@@ -92,7 +92,6 @@ class FedTPG(Method):
     paper = "Qiu et al., Federated Text-driven Prompt Generation for Vision-Language Models (FedTPG), 2024"
     Hyper = FedTPGHyper
     hyper: FedTPGHyper
-    generates = True
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 500,
         "training": {

@@ -24,12 +24,12 @@ from promptfed.shared.methods.core.base import (
     ClientInfo,
     ClientUpdate,
     Combine,
-    Measured,
     Method,
     Phase,
     ServerContext,
     TrainResult,
 )
+from promptfed.shared.methods.core.insights import Measured
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec

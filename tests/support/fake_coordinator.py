@@ -40,6 +40,7 @@ class FakeCoordinator:
 
     shape: BackboneShape
     method: dict[str, Any] = field(default_factory=lambda: {"name": "promptfl", "m": 4})
+    method_package: str | None = None
     rounds: int = 2
     training: dict[str, Any] = field(default_factory=lambda: TrainingSpec(learning_rate=0.1).model_dump())
     class_names: list[str] | None = field(default_factory=lambda: list(NAMES))
@@ -130,6 +131,7 @@ class FakeCoordinator:
                     "federation_id": FEDERATION,
                     "name": name,
                     "method": self.method,
+                    "method_package": self.method_package,
                     "backbone": {
                         "model": self.model,
                         "pretrained": self.pretrained,

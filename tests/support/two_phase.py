@@ -19,13 +19,13 @@ from promptfed.shared.methods.core.base import (
     ClientUpdate,
     Combine,
     Hyperparameters,
-    Measured,
     Method,
     MethodError,
     Phase,
     ServerContext,
     TrainResult,
 )
+from promptfed.shared.methods.core.insights import Measured
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 PROMPT = TensorSpec("prompt", ("m", "d_t"))

@@ -121,14 +121,6 @@ class ClientUpdate:
 Combine = Callable[[Iterable[ClientUpdate]], Tensors]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What the server half found out when it closed a phase: of the ``phase``, and of ``clients`` by name."""
-
-    phase: dict[str, float] = field(default_factory=dict)
-    clients: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
 class Split(Protocol):
     """Labelled images of one client: features come from its cache, images from its disk."""
 
@@ -215,14 +207,16 @@ class Mixes(Protocol):
 
 
 class Method(ABC):
-    """One federated method with its hyperparameters ``hyper``. ``promptfed.shared.methods`` lists them."""
+    """One federated method with its hyperparameters ``hyper``. ``promptfed.shared.methods`` lists them.
+
+    What reports and the operator's page can show of it besides stands in ``promptfed.shared.methods.core.insights``.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
     Hyper: ClassVar[type[Hyperparameters]]
     needs: Needs = Needs()  # of the method; of one with particular hyperparameters where they change it
-    generates: ClassVar[bool] = False  # whether the state holds a generator of prompts (`generate`)
     defaults: ClassVar[dict[str, Any]] = {}  # laid under the spec: rounds, training, aggregation, participation
     personal: bool = False  # whether classifiers hold private state, so that each client's is another one
 
@@ -317,32 +311,6 @@ class Method(ABC):
         """The state after ``phase``. ``updates`` come one by one in client-name order; ``combine`` is the rule
         (weighted mean by default) for methods whose phase is a mean."""
 
-    def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
-        """Finite numbers for the report of ``phase``, from the states before and after it."""
-        return Measured()
-
-    # What people look at
-
-    def prompts(self, state: Tensors) -> Tensors:
-        """What is learned, by name, to be followed from its start: all float tensors that clients may see."""
-        shared = [spec for spec in self.state_tensors() if spec.shared_with_clients and spec.dtype == "float32"]
-        return {spec.name: state[spec.name] for spec in shared}
-
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """Vectors ``(m, d_t)`` by label that stand where word embeddings do, so that words can be near them.
-
-        ``class_features``: the normalised text feature ``(d_e,)`` of each bare class name, or of none.
-        """
-        return {}
-
-    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
-        """By client, what the state says of it or makes for it, in one shape for all; none where it says nothing."""
-        return {}
-
-    def generate(self, state: Tensors, text_features: Tensor, context: ServerContext) -> Tensors:
-        """Prompts for classes with normalised ``text_features (C, d_e)``, where the method ``generates`` them."""
-        raise MethodError(f"{self.name} learns no prompt generator")
-
     # Client half
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
@@ -365,7 +333,3 @@ class Method(ABC):
     @abstractmethod
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """The classifier over ``context.class_names`` that this client is entitled to."""
-
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
-        """Further classifiers that evaluations measure beside `classifier`, by the name that reports give them."""
-        return {}

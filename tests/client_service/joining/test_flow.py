@@ -153,6 +153,25 @@ def test_a_method_that_this_client_does_not_have(make_coordinator: MakeCoordinat
     assert "of-tomorrow" in str(error)
 
 
+def test_a_method_whose_package_is_not_installed(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
+    coordinator = make_coordinator(method_package="promptfed-other==2.1")
+    coordinator.method = {"name": "other"}
+    error = ends(make_worker(coordinator))
+    assert error.exit is Exit.PROTOCOL
+    assert "it comes from the package promptfed-other==2.1: install it beside promptfed, if you trust it" in str(error)
+    assert coordinator.client is None
+
+
+def test_a_method_of_the_same_name_from_another_package(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    coordinator = make_coordinator(method_package="promptfed-other==2.1")
+    error = ends(make_worker(coordinator))
+    assert error.exit is Exit.PROTOCOL
+    assert "is promptfed-other==2.1 at the coordinator and promptfed's own here" in str(error)
+    assert coordinator.client is None
+
+
 def test_an_answer_that_makes_no_sense(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
     coordinator = make_coordinator(alter=lambda request: Response(b"<html>a portal</html>"))
     assert ends(make_worker(coordinator)).exit is Exit.PROTOCOL

@@ -1,0 +1,161 @@
+"""The methods by name: promptfed's own, and those that installed packages bring."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from promptfed.shared.methods.core.base import Method
+from promptfed.shared.methods.core.insights import GeneratesPrompts
+from promptfed.shared.tensors import TensorSpec
+
+GROUP = "promptfed.methods"
+
+log = logging.getLogger("promptfed.methods")
+
+
+class UnusableMethod(KeyError):
+    """A package brings a method of this name that cannot be used; the text says which package, why, and what to do."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MethodRegistry(MutableMapping[str, type[Method]]):
+    """The classes of methods by name.
+
+    Besides ``own`` ones these are the entry points of the group ``GROUP`` of installed packages, each imported when it
+    is first asked for. Iteration leaves out those that cannot be used, with a warning; asking for one raises
+    UnusableMethod. A package never replaces a method of promptfed's, so that installing one changes no federation.
+    """
+
+    def __init__(self, own: Mapping[str, type[Method]]):
+        self._classes = dict(own)
+        self._packages: dict[str, str] = {}
+        self._unusable: dict[str, str] = {}
+
+    @cached_property
+    def _offers(self) -> dict[str, list[EntryPoint]]:
+        """What packages bring beside our own, by name."""
+        offers: dict[str, list[EntryPoint]] = {}
+        for entry in entry_points(group=GROUP):
+            offers.setdefault(entry.name, []).append(entry)
+        for name in offers.keys() & self._classes.keys():
+            packages = _packages(offers.pop(name))
+            log.warning("the method %r of %s is not used: promptfed has its own %r; rename it", name, packages, name)
+        return offers
+
+    def __getitem__(self, name: str) -> type[Method]:
+        if name in self._unusable:
+            raise UnusableMethod(self._unusable[name])
+        if name not in self._classes:
+            offers = self._offers[name]
+            packages = _packages(offers)
+            try:
+                self._classes[name] = _load(name, offers)
+            except ValueError as error:
+                self._unusable[name] = f"the method {name!r} of {packages} cannot be used: {error}"
+                raise UnusableMethod(self._unusable[name]) from error
+            self._packages[name] = packages
+        return self._classes[name]
+
+    def __setitem__(self, name: str, kind: type[Method]) -> None:
+        self._classes[name] = kind
+
+    def __delitem__(self, name: str) -> None:
+        del self._classes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        for name in [*self._classes, *sorted(self._offers.keys() - self._classes.keys())]:
+            new = name not in self._unusable
+            if name in self:
+                yield name
+            elif new:
+                log.warning("%s", self._unusable[name])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def package(self, name: str) -> str | None:
+        """The package that a method in use comes from, as ``name==version``; None for promptfed's own."""
+        return self._packages.get(name)
+
+
+def _packages(offers: Iterable[EntryPoint]) -> str:
+    return " and ".join(
+        f"{entry.dist.name}=={entry.dist.version}" if entry.dist is not None else entry.value for entry in offers
+    )
+
+
+def _load(name: str, offers: list[EntryPoint]) -> type[Method]:
+    """The class that a package brings as method ``name``.
+
+    Raises:
+        ValueError: it cannot be used; the text says why, and what to do.
+    """
+    if len(offers) > 1:
+        raise ValueError("more than one package brings it: uninstall all but one")
+    where = offers[0].value
+    try:
+        kind = offers[0].load()
+    except (Exception, SystemExit) as error:
+        text = f"importing {where} fails ({type(error).__name__}: {error}): mend the package, or uninstall it"
+        raise ValueError(text) from error
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise ValueError(f"{where} is no subclass of {Method.__module__}.Method: mend the package, or uninstall it")
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ValueError(f"{where} does not define {missing}: mend the package, or uninstall it")
+    try:
+        described = description(kind)["name"]
+    except Exception as error:
+        text = f"{where} cannot be described ({type(error).__name__}: {error}): mend the package, or uninstall it"
+        raise ValueError(text) from error
+    if described != name:
+        raise ValueError(f"{where} calls itself {described!r}: name it and its entry point alike")
+    return kind
+
+
+def description(kind: type[Method]) -> dict[str, Any]:
+    """What ``GET /v1/methods/{name}`` answers: summary, paper, phases with their tensors, hyperparameters, needs."""
+    method = kind(kind.Hyper())
+    phases = {phase.name: phase for round in (1, 2) for phase in method.phases(round, rounds=2)}
+    return {
+        "name": kind.name,
+        "summary": kind.summary,
+        "paper": kind.paper,
+        "phases": [
+            {
+                "name": phase.name,
+                "ask": phase.ask,
+                "mean": phase.mean,
+                "down": [_tensor(spec) for spec in phase.down],
+                "up": [_tensor(spec) for spec in phase.up],
+            }
+            for phase in phases.values()
+        ],
+        "state": [_tensor(spec) for spec in method.state_tensors()],
+        "hyperparameters": kind.Hyper.model_json_schema(),
+        "defaults": kind.defaults,
+        "needs": {
+            "text_tower": kind.needs.text_tower,
+            "vision_transformer": kind.needs.vision_transformer,
+            "domain_descriptions": kind.needs.domain_descriptions,
+            "late_join": kind.needs.late_join,
+        },
+        "cached_features": kind.needs.cached_features,
+        "generates_prompts": issubclass(kind, GeneratesPrompts),
+    }
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "dtype": spec.dtype,
+        "shared_with_clients": spec.shared_with_clients,
+    }
