@@ -111,6 +111,15 @@ class StoreAway(Refusal):
         super().__init__("the coordinator's database is away: send it again later", headers={"Retry-After": "2"})
 
 
+class MethodAbsent(Refusal):
+    """A federation whose method comes from a package that is not installed here any more, or is broken."""
+
+    status, kind, title = 503, "method-absent", "The coordinator does not have this federation's method"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, headers={"Retry-After": "60"})
+
+
 class NotReady(Refusal):
     """The store or the engine does not work."""
 
@@ -301,7 +310,15 @@ ANY_REQUEST: tuple[type[Refusal], ...] = (
     BodyTooLarge,
     InternalError,
 )
-ANY_CALLER: tuple[type[Refusal], ...] = (Unauthorized, TokenExpired, TooManyFailures, WrongRole, NotFound, StoreAway)
+ANY_CALLER: tuple[type[Refusal], ...] = (
+    Unauthorized,
+    TokenExpired,
+    TooManyFailures,
+    WrongRole,
+    NotFound,
+    StoreAway,
+    MethodAbsent,
+)
 
 
 def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from typing import NoReturn
 
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 from promptfed.shared.messages import Domain, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
-from promptfed.shared.methods.core.base import ClientInfo, Method, Phase, ServerContext
-from promptfed.shared.spec import BackboneShape, FederationSpec
+from promptfed.shared.methods.core.base import (
+    ClientInfo,
+    Hyperparameters,
+    Method,
+    MethodError,
+    Phase,
+    ServerContext,
+)
+from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,11 @@ class Live:
     deadline: str | None = None
 
     @property
+    def absent(self) -> str | None:
+        """Why the federation's method cannot be had here; None where it can."""
+        return self.method.why if isinstance(self.method, AbsentMethod) else None
+
+    @property
     def phase(self) -> str | None:
         """The name of the open or closing stage."""
         return self.run.stage.name if self.run.stage is not None else None
@@ -131,9 +144,36 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
     )
 
 
+def _refuse(self: AbsentMethod, *arguments: object, **named: object) -> NoReturn:
+    raise MethodError(self.why)
+
+
+class AbsentMethod(Method):
+    """Stands in for a method whose package is not installed here any more, or is broken: nothing is done with it."""
+
+    name = "absent"
+    aggregate = classifier = dims = initial_state = phases = state_tensors = train = _refuse
+
+    def __init__(self, why: str):
+        super().__init__(Hyperparameters())
+        self.why = why
+
+
+def kept_method(spec: FederationSpec) -> Method:
+    """The method of a federation that there is already: an absent one keeps nobody from the other federations."""
+    try:
+        return method_for(spec)
+    except SpecError as error:
+        return AbsentMethod(str(error))
+
+
 def fresh(id: str, spec: FederationSpec) -> Live:
     """A federation that nobody has enrolled with."""
-    method = method_for(spec)
+    return live_of(id, spec, method_for(spec))
+
+
+def live_of(id: str, spec: FederationSpec, method: Method) -> Live:
+    """A federation with nothing but its spec."""
     backbone = spec.backbone
     return Live(
         id=id,

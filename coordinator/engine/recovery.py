@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Client, Live, fresh
+from promptfed.coordinator.domain.federation import Client, Live, kept_method, live_of
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Member, Run, Stage, Work
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
@@ -25,7 +25,8 @@ def load_all(session: Session, now: float) -> dict[str, Live]:
 
 def load(session: Session, row: FederationRow, now: float) -> Live:
     """One federation."""
-    live = fresh(row.id, FederationSpec.model_validate(row.spec))
+    spec = FederationSpec.model_validate(row.spec)
+    live = live_of(row.id, spec, kept_method(spec))
     found = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == row.id)))
     tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
     stage_row = _stage_row(session, row)

@@ -29,7 +29,7 @@ from promptfed.coordinator.engine.last_seen import Activity
 from promptfed.coordinator.engine.metrics import Measures
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.wakeups import Bells, wait
-from promptfed.coordinator.problems import NotFound, Refusal
+from promptfed.coordinator.problems import MethodAbsent, NotFound, Refusal
 from promptfed.coordinator.store.backend import DatabaseAway, InUse
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
@@ -117,7 +117,9 @@ class Engine:
         with self.database.read() as session:
             self.lives = recovery.load_all(session, clock.monotonic())
         for live in self.lives.values():
-            if live.run.state not in ENDED:
+            if live.absent is not None:
+                log.error("%s waits for its method: %s", live.name, live.absent, extra=self._where(live.id))
+            elif live.run.state not in ENDED:
                 with self.change(live.id) as change:
                     change.send(Restarted(clock.monotonic()))
 
@@ -152,20 +154,22 @@ class Engine:
     # Changes
 
     def live(self, id: str) -> Live:
-        """The federation with this id. Raises NotFound."""
+        """The federation with this id. Raises NotFound, MethodAbsent."""
         live = self.lives.get(id)
         if live is None:
             raise NotFound("there is no such federation")
+        if live.absent is not None:
+            raise MethodAbsent(f"{live.name} waits for its method: {live.absent}; then start the coordinator again")
         return live
 
     def find(self, id_or_name: str) -> Live:
-        """The federation with this id or name. Raises NotFound."""
+        """The federation with this id or name. Raises NotFound, MethodAbsent."""
         live = self.lives.get(id_or_name)
         if live is None:
             live = next((one for one in self.lives.values() if one.name == id_or_name), None)
         if live is None:
             raise NotFound(f"there is no federation {id_or_name[:100]!r}")
-        return live
+        return self.live(live.id)
 
     @contextmanager
     def change(self, id: str) -> Iterator[Change]:
@@ -254,6 +258,7 @@ class Engine:
             live.run.stage.deadline - now
             for live in self.lives.values()
             if live.run.state == "running" and live.run.stage is not None and live.id not in self._jobs
+            if live.absent is None
         ]
         return max(0.0, min([FLUSH_SECONDS, *deadlines]))
 
@@ -280,6 +285,8 @@ class Engine:
 
     def _due(self, live: Live) -> Callable[[Engine, str], None] | None:
         run = live.run
+        if live.absent is not None:
+            return None
         if run.state == "running" and run.work is not None:
             return jobs.join if run.work == "join" else jobs.aggregate
         if run.state in ("running", "paused") and any(t.payload_sha256 is None for t in live.tasks.values()):

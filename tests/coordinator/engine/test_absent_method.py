@@ -1,0 +1,41 @@
+"""A coordinator that starts again without the package of a federation's method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from promptfed.shared.methods import METHODS
+from tests.support.coordinators import in_thread
+from tests.support.two_phase import TwoPhase
+
+
+def test_its_federation_waits_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as installed:
+        installed.setitem(METHODS, "two_phase", TwoPhase)
+        with in_thread(tmp_path / "data") as coordinator:
+            waits = coordinator.create(name="waits", method={"name": "two_phase"}, rounds=1)
+            other = coordinator.create(name="other")
+            clients = coordinator.enrol(waits, "a", "b")
+            coordinator.post(f"{waits}/start")
+            coordinator.until(waits, state="running")
+    with in_thread(tmp_path / "data") as coordinator:
+        refused = coordinator.get(waits, status=503)
+        assert refused["type"].endswith("/method-absent")
+        assert "there is no method 'two_phase'" in refused["detail"]
+        for client in clients:
+            client.http = coordinator.http
+            answer = client.task(0)
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "60")
+        assert coordinator.get(other)["state"] == "enrolling"
+        assert len(coordinator.get("/v1/federations")["federations"]) == 2
+        coordinator.create(name="newcomer")
+    with monkeypatch.context() as installed:
+        installed.setitem(METHODS, "two_phase", TwoPhase)
+        with in_thread(tmp_path / "data") as coordinator:
+            for client in clients:
+                client.http = coordinator.http
+            tasks = coordinator.training(clients)
+            assert [task["round"] for task in tasks] == [1, 1]
+            assert coordinator.get(waits)["state"] == "running"
