@@ -23,7 +23,7 @@ from promptfed.runtime.services import Services, Site, client_options
 from promptfed.sdk.client import CommandError, Coordinator
 from promptfed.sdk.exit_codes import Exit
 
-LABEL = "promptfed.cli.launch"
+LABEL = "promptfed.launch"
 IMAGES = {"coordinator": "promptfed-coordinator", "client": "promptfed-client"}
 USER = 10001  # of both images
 COORDINATOR_PORT = 8080

@@ -19,7 +19,7 @@ from promptfed.sdk.exit_codes import Exit
 from promptfed.sdk.progress import ENDED, Snapshot, follow, pages
 from promptfed.sdk.snapshot import Taken
 
-FEDERATION_TAG, ROUND_TAG = "promptfed.cli.federation", "promptfed.round"
+FEDERATION_TAG, ROUND_TAG = "promptfed.federation", "promptfed.round"
 EXPERIMENT = "promptfed"
 NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")  # in the name of a metric
 

@@ -39,7 +39,7 @@ def spec_of(rounds: int) -> str:
 
 def ours() -> list[str]:
     """Everything that any launch has made and not removed; containers come first."""
-    mine = ["--filter", "label=promptfed.cli.launch", "--format", "{{.Names}}"]
+    mine = ["--filter", "label=promptfed.launch", "--format", "{{.Names}}"]
     found = docker("ps", "--all", *mine).stdout.split()
     mine[-1] = "{{.Name}}"
     return found + docker("network", "ls", *mine).stdout.split() + docker("volume", "ls", *mine).stdout.split()

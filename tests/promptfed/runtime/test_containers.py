@@ -100,7 +100,7 @@ def test_the_token_goes_into_a_volume_for_the_images_user_alone(engine: FakeEngi
 
 def test_only_what_carries_the_label_is_removed(engine: FakeEngine) -> None:
     theirs = [
-        engine.containers.create("redis", [], name="promptfed-of-somebody", labels={"promptfed.cli.launch": "another"}),
+        engine.containers.create("redis", [], name="promptfed-of-somebody", labels={"promptfed.launch": "another"}),
         engine.networks.create("promptfed-network", labels={}),
         engine.volumes.create("promptfed-data", labels={"com.example": "x"}),
     ]
@@ -245,4 +245,4 @@ def test_two_launches_do_not_meet(engine: FakeEngine) -> None:
         ContainerFederation(one)
         ContainerFederation(other)
         other.stop()
-        assert {thing.labels["promptfed.cli.launch"] for thing in engine.things} == {one.id}
+        assert {thing.labels["promptfed.launch"] for thing in engine.things} == {one.id}
