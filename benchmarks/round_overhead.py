@@ -25,7 +25,8 @@ import torch
 
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation, Site
-from promptfed.sdk.progress import follow, pages
+from promptfed.sdk import operations
+from promptfed.sdk.follow import follow
 
 STYLES = ("painting", "sketch", "quickdraw", "neon", "chalk", "mosaic")
 
@@ -55,12 +56,12 @@ def run_processes(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any
     ):
         federation = local.create(spec)
         local.enrol(federation, sites, lambda count: None)
-        local.api.post(f"/v1/federations/{federation}/start")
+        local.api.send(operations.steer(federation, "start"))
         for snapshot in follow(local.api, federation, between=processes.watch):
             state = snapshot.state
         if state != "finished":
             raise SystemExit(f"the federation is {state}")
-        return list(pages(local.api, f"/v1/federations/{federation}/rounds", "rounds"))
+        return local.api.run(operations.accuracies(federation)).reports
 
 
 def run_simulation(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ import torch
 from promptfed.experiments.provenance import provenance
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
-from promptfed.sdk.progress import Snapshot
-from promptfed.sdk.simulated import Simulated
+from promptfed.sdk.follow import Snapshot
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.data.classes import SYMBOLS
 
 CASES = ((100, 20), (1000, 3))  # clients and rounds
@@ -81,7 +81,7 @@ def measure(clients: int, rounds: int, pool: int) -> dict[str, Any]:
     }
 
 
-def _tasks(found: Simulated, kind: str) -> tuple[int, float]:
+def _tasks(found: FederationResult, kind: str) -> tuple[int, float]:
     """Number of training tasks (``updates``) or evaluations (``clients``), and the seconds of their phases."""
     if kind == "updates":
         stages = [phase for report in found.reports for phase in report["phases"]]

@@ -7,7 +7,7 @@ The library in short:
     result = promptfed.run("fedpgp", {"a": "symbols:neon", "b": "symbols:quickdraw"}, rounds=5)
     result.mean(), result.predict("image.png", class_names=["sun", "anchor"])
 
-`run` has a federation in this process, `connect` steers one at a coordinator; both come to a `Result`. The names are
+`run` has a federation in this process, `connect` steers one at a coordinator; both return a `Result`. The names are
 imported when they are first used, since the command must start without torch.
 """
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from promptfed.library.result import Prediction, Result
     from promptfed.library.run import run
     from promptfed.sdk.client import CommandError
-    from promptfed.sdk.simulated import Accuracy
+    from promptfed.sdk.result import Accuracy
 
 _WHERE = {
-    "Accuracy": "promptfed.sdk.simulated",
+    "Accuracy": "promptfed.sdk.result",
     "CommandError": "promptfed.sdk.client",
     "Connection": "promptfed.library.connection",
     "Federation": "promptfed.library.connection",

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from promptfed.cli.federation import read_spec
 from promptfed.experiments.document import BenchmarkRecord, document, record
 from promptfed.experiments.entries import RawSpec, parse_entries
 from promptfed.experiments.plots import draw
@@ -22,7 +21,8 @@ from promptfed.experiments.runner import Bench, Job, Runner, run_all
 from promptfed.experiments.tables import TableRow, cells, interleaved, markdown, rows_of
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import console, messages, print_json, table, write_file
+from promptfed.sdk.files import read_spec, write_file
+from promptfed.sdk.output import console, messages, print_json, table
 
 # Options of the command that each kind of run looks at, beside those that all do.
 _ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "as_json"})

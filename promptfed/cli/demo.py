@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from promptfed.cli.launch import accuracies, conduct, new_folder, show
 from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
@@ -13,10 +12,11 @@ from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
 from promptfed.sdk.output import print_json
-from promptfed.sdk.progress import Result, Watcher
+from promptfed.sdk.progress import Watcher
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.data.demo import DEMOS, Demo
-from promptfed.shared.methods import make_method
-from promptfed.shared.spec import SpecError
+from promptfed.shared.methods import method_for, resolve_spec
+from promptfed.shared.spec import FederationSpec, SpecError
 
 
 @dataclass(frozen=True)
@@ -51,57 +51,58 @@ def run_demo(*, method: str, rounds: int | None, data: str, seed: int, keep: Pat
     _show(result, method, time.monotonic() - started, as_json)
 
 
-def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> dict[str, Any]:
-    """The spec that the demo POSTs: the data's training settings, three clients, each asked every round."""
-    return {
+def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> FederationSpec:
+    """The spec that the demo POSTs: the data's training settings, three clients, each asked every round.
+
+    Raises:
+        CommandError: there is no such method, or it cannot run so.
+    """
+    number = rounds or demo.rounds
+    spec = {
         "name": f"demo-{method}".replace("_", "-"),
         "method": {"name": method},
-        "rounds": rounds or demo.rounds,
+        "rounds": number,
         "training": demo.training,
         "template": demo.template,
         "participation": {"min_clients": len(demo.clients)},
-        "evaluation": {"every": max(1, (rounds or demo.rounds) // 5)},
+        "evaluation": {"every": max(1, number // 5)},
         "seed": seed,
     }
-
-
-def demo_sites(demo: Demo, spec: dict[str, Any]) -> list[Site]:
-    """The clients, and the unseen domain's evaluator where the method has a classifier for it.
-
-    Raises:
-        CommandError: there is no such method.
-    """
     try:
-        method = make_method(spec["method"])
+        return resolve_spec(spec)
     except SpecError as error:
         raise CommandError(str(error), Exit.REFUSED) from None
+
+
+def demo_sites(demo: Demo, spec: FederationSpec) -> list[Site]:
+    """The clients, and the unseen domain's evaluator where the method has a classifier for it."""
     trainers = [Site(name, uri) for name, uri in demo.clients]
     referee, unseen = demo.unseen
-    evaluators = [Site(referee, unseen, role="evaluator")] if method.takes_evaluators else []
+    evaluators = [Site(referee, unseen, role="evaluator")] if method_for(spec).takes_evaluators else []
     return [*trainers, *evaluators]
 
 
-def _run(demo: Demo, spec: dict[str, Any], processes: Processes, folder: Path, quiet: bool) -> Result:
+def _run(demo: Demo, spec: FederationSpec, processes: Processes, folder: Path, quiet: bool) -> FederationResult:
     sites = demo_sites(demo, spec)
-    with Watcher(spec["rounds"], quiet=quiet) as watcher:
+    with Watcher(spec.rounds, quiet=quiet) as watcher:
         if len(sites) == len(demo.clients):
-            watcher.say(f"{spec['method']['name']} classifies with what each client trains: no unseen domain is shown")
+            watcher.say(f"{spec.method['name']} classifies with what each client trains: no unseen domain is shown")
         watcher.say("starting the coordinator")
         with LocalFederation(processes, folder) as local:
-            return conduct(local, spec, sites, watcher)[0]
+            return conduct(local, spec, sites, watcher)
 
 
-def _show(result: Result, method: str, seconds: float, as_json: bool) -> None:
+def _show(result: FederationResult, method: str, seconds: float, as_json: bool) -> None:
     if not as_json:
         show(result, method, seconds)
         return
-    found = DemoResult(
+    summary = DemoResult(
         method=method,
-        rounds=result.round,
+        rounds=result.evaluated_round or 0,
         seconds=round(seconds, 2),
         zero_shot=accuracies(result, "zero_shot"),
-        federated=accuracies(result, "federated"),
+        federated=accuracies(result, "accuracy"),
         bytes_up=result.bytes_up,
         bytes_down=result.bytes_down,
     )
-    print_json(asdict(found))
+    print_json(asdict(summary))

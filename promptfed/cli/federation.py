@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from promptfed.cli.replay import RULES, question
 from promptfed.cli.replay import replay as replay_rounds
-from promptfed.sdk.client import (
-    DEFAULT_URL,
-    TOKEN_VARIABLE,
-    URL_VARIABLE,
-    CommandError,
-    Coordinator,
-    open_coordinator,
-)
+from promptfed.sdk import operations
+from promptfed.sdk.client import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, CommandError, open_coordinator
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import console, print_json, reporting_errors, size, table, write_file, write_private
-from promptfed.sdk.progress import Snapshot, Watcher, follow, pages, read_result, result_table
+from promptfed.sdk.files import read_spec, write_file, write_private
+from promptfed.sdk.follow import Snapshot, follow
+from promptfed.sdk.output import console, print_json, reporting_errors, table
+from promptfed.sdk.progress import Watcher, result_table
+from promptfed.sdk.result import FederationResult
+from promptfed.sdk.text import size
+from promptfed.shared.api_schemas import FederationView
 
 federation_app = typer.Typer(no_args_is_help=True, help="Create, watch and steer federations at a coordinator.")
 
@@ -45,36 +44,37 @@ def create(
 ) -> None:
     """Create a federation from a spec."""
     with reporting_errors():
-        raw = read_spec(spec)
-        tensors = None
+        asked: operations.Spec = read_spec(spec)
+        initial_state = None
         if backbone:
-            from promptfed.sdk.backbone import with_backbone
+            from promptfed.sdk.backbone import resolve, with_backbone
 
-            raw, tensors = with_backbone(raw, allow_backbone)
+            asked, initial_state = with_backbone(resolve(asked), allow_backbone)
         with open_coordinator(coordinator, token_file) as api:
-            created = api.post("/v1/federations", raw, params={"dry_run": "true"} if dry_run else None)
-            if tensors is not None and not dry_run:
-                path = f"/v1/federations/{created['id']}/initial-state"
-                api.call("PUT", path, content=tensors, headers={"Content-Type": "application/octet-stream"})
+            if dry_run:
+                checked = api.send(operations.dry_run(asked)).json
+                print_json(checked) if as_json else console.print("The spec is good; nothing was created.")
+                return
+            created = api.run(operations.create(asked, initial_state))
         if as_json:
-            print_json(created)
-        elif dry_run:
-            console.print("The spec is good; nothing was created.")
+            print_json(created.json)
         else:
-            console.print(f"Created {created['name']} ({created['id']}), state {created['state']}.", highlight=False)
+            view = created.view
+            console.print(f"Created {view.name} ({view.id}), state {view.state}.", highlight=False)
 
 
 @federation_app.command("list")
 def list_federations(coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
     """List the coordinator's federations."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-        found = list(pages(api, "/v1/federations", "federations"))
+        pages = api.run(operations.list_federations())
         if as_json:
-            print_json(found)
+            print_json([federation for page in pages for federation in page.json["federations"]])
             return
         rows = [
-            [one["name"], one["spec"]["method"]["name"], one["state"], f"{one['round']}/{one['spec']['rounds']}"]
-            for one in found
+            [view.name, view.spec.method["name"], view.state, f"{view.round}/{view.spec.rounds}"]
+            for page in pages
+            for view in page.view.federations
         ]
         console.print(table(None, ["federation", "method", "state", "round"], rows))
 
@@ -85,12 +85,12 @@ def status(
 ) -> None:
     """Show one federation: its state, who has answered, who is awaited until when, accuracy so far."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-        found = api.get(f"/v1/federations/{federation}")
         if as_json:
-            print_json(found)
+            print_json(api.send(operations.get_federation(federation)).json)
             return
-        _show_status(found)
-        _show_result(api, federation)
+        result = api.run(operations.accuracies(federation))
+        _show_status(result.federation)
+        _show_result(result)
 
 
 @federation_app.command()
@@ -100,14 +100,14 @@ def watch(federation: Federation, coordinator: Url = None, token_file: TokenFile
         with Watcher(quiet=as_json) as watcher:
             for snapshot in follow(api, federation):
                 watcher.show(snapshot)
-        found = api.get(f"/v1/federations/{federation}")
+        answer = api.send(operations.get_federation(federation))
         if as_json:
-            print_json(found)
+            print_json(answer.json)
         else:
-            _show_result(api, federation)
-        if found["state"] != "finished":
-            reason = f": {found['reason']}" if found.get("reason") else ""
-            raise CommandError(f"{found['name']} is {found['state']}{reason}", Exit.FEDERATION_ENDED_BADLY)
+            _show_result(api.run(operations.accuracies(federation)))
+        if answer.view.state != "finished":
+            reason = f": {answer.view.reason}" if answer.view.reason else ""
+            raise CommandError(f"{answer.view.name} is {answer.view.state}{reason}", Exit.FEDERATION_ENDED_BADLY)
 
 
 def _steer(verb: str, summary: str) -> None:
@@ -116,11 +116,11 @@ def _steer(verb: str, summary: str) -> None:
         federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False
     ) -> None:
         with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-            found = api.post(f"/v1/federations/{federation}/{verb}")
+            answer = api.send(operations.steer(federation, verb))
             if as_json:
-                print_json(found)
+                print_json(answer.json)
             else:
-                console.print(f"{found['name']} is {found['state']}.", highlight=False)
+                console.print(f"{answer.view.name} is {answer.view.state}.", highlight=False)
 
 
 _steer("start", "Start the rounds; confirms the backbone that the first client enrolled with.")
@@ -154,7 +154,7 @@ def token(
 ) -> None:
     """Mint an enrolment token for those who are to join."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-        minted = api.post(f"/v1/federations/{federation}/enrolment-tokens")
+        minted = api.send(operations.mint_token(federation)).json
         if out is not None:
             write_private(out, minted["token"])
         if as_json:
@@ -176,9 +176,8 @@ def prompts(
 ) -> None:
     """Take the global state (prompts, aggregators, generators) of a round."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-        kind = "application/json" if out is None else "application/octet-stream"
-        path = f"/v1/federations/{federation}/prompts"
-        answer = api.call("GET", path, params={"round": round}, headers={"Accept": kind})
+        accept: operations.Accept = "application/json" if out is None else "application/octet-stream"
+        answer = api.send(operations.get_prompts(federation, round, accept))
         if out is None:
             print_json(answer.json)
             return
@@ -210,44 +209,23 @@ def replay(
             replay_rounds(api, federation, round, asked, out, as_json)
 
 
-def _show_status(found: dict[str, Any]) -> None:
-    counts, backbone = found["clients"], found["backbone"]
-    fingerprint = backbone["fingerprint"] or "not known before the first client"
-    unconfirmed = backbone["fingerprint"] is not None and not backbone["confirmed"]
-    who = f"{counts['trainers']} trainers, {counts['evaluators']} evaluators"
-    snapshot = Snapshot.of(found)
+def _show_status(federation: FederationView) -> None:
+    spec, fingerprint, snapshot = federation.spec, federation.backbone.fingerprint, Snapshot.of(federation)
+    unconfirmed = fingerprint is not None and not federation.backbone.confirmed
+    who = f"{federation.clients.trainers} trainers, {federation.clients.evaluators} evaluators"
     lines = [
-        f"{found['name']} ({found['id']}): {found['spec']['method']['name']}, {snapshot.describe()}",
+        f"{federation.name} ({federation.id}): {spec.method['name']}, {snapshot.describe()}",
         f"round {snapshot.round} of {snapshot.rounds}, {who}",
-        f"backbone {found['spec']['backbone']['model']}, {fingerprint}"
+        f"backbone {spec.backbone.model}, {fingerprint or 'not known before the first client'}"
         + (" (`start` confirms it)" if unconfirmed else ""),
     ]
-    lines += [f"waiting for {one['name']} until {one['until']}" for one in found["awaited"]]
+    awaited = [client.model_dump(mode="json") for client in federation.awaited]
+    lines += [f"waiting for {client['name']} until {client['until']}" for client in awaited]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _show_result(api: Coordinator, federation: str) -> None:
-    result = read_result(api, federation)
-    if result is not None:
-        console.print(result_table(result, f"Accuracy after round {result.round}"))
+def _show_result(result: FederationResult) -> None:
+    if result.evaluated_round is not None:
+        console.print(result_table(result.final(), f"Accuracy after round {result.evaluated_round}"))
         console.print(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}", highlight=False)
-
-
-def read_spec(path: Path) -> dict[str, Any]:
-    """A spec from a YAML or JSON file.
-
-    Raises:
-        CommandError: the file cannot be read, is no YAML, or holds no mapping.
-    """
-    import yaml
-
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}", Exit.BAD_INPUT) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path} is not YAML: {' '.join(str(error).split())}", Exit.BAD_INPUT) from None
-    if not isinstance(raw, dict):
-        raise CommandError(f"{path} must hold a mapping, such as `name: eyes`", Exit.BAD_INPUT)
-    return raw

@@ -15,10 +15,15 @@ from promptfed.runtime.gpus import choose_gpus, gpus_of_engine, gpus_of_torch
 from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
 from promptfed.runtime.run_file import Run, check_trainers, read_run
 from promptfed.runtime.services import LocalFederation, Services, Site
+from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import console, print_json, size
-from promptfed.sdk.progress import Result, Row, Watcher, follow, read_result, result_table
+from promptfed.sdk.follow import follow
+from promptfed.sdk.output import console, print_json
+from promptfed.sdk.progress import Watcher, result_table
+from promptfed.sdk.result import Accuracy, FederationResult
+from promptfed.sdk.text import size
+from promptfed.shared.spec import FederationSpec
 
 Runtime = Literal["process", "docker"]
 LOGS = "look at the logs with --keep FOLDER"
@@ -71,28 +76,28 @@ def run_launch(path: Path, clients: int | None, launch: Launch, as_json: bool) -
     spec, initial_state, permitted = _prepared(run, launch.allow_backbone)
     with (
         new_folder(launch.keep) as folder,
-        Watcher(spec.get("rounds"), quiet=as_json) as watcher,
+        Watcher(spec.rounds, quiet=as_json) as watcher,
         _services(launch, engine, folder, watcher) as services,
     ):
         services.permitted = permitted
-        result, found = conduct(services, spec, run.sites, watcher, initial_state, gpus)
+        result = conduct(services, spec, run.sites, watcher, initial_state, gpus)
     seconds = time.monotonic() - started
     if as_json:
-        print_json(asdict(_launch_result(launch, found, result, seconds)))
+        print_json(asdict(_launch_result(launch, result, seconds)))
     else:
-        show(result, found["spec"]["method"]["name"], seconds)
-        console.print(f"State {found['state_hash']}", highlight=False, soft_wrap=True)
+        show(result, spec.method["name"], seconds)
+        console.print(f"State {result.federation.state_hash}", highlight=False, soft_wrap=True)
 
 
 def conduct(
     services: Services,
-    spec: dict[str, Any],
+    spec: FederationSpec,
     sites: Sequence[Site],
     watcher: Watcher,
     initial_state: bytes | None = None,
     gpus: Sequence[str] = (),
-) -> tuple[Result, dict[str, Any]]:
-    """Run a federation to its end: what it came to, and the coordinator's last word on it.
+) -> FederationResult:
+    """Run a federation to its end: what it came to.
 
     Raises:
         CommandError: the federation did not finish.
@@ -104,15 +109,15 @@ def conduct(
     evaluators = sum(site.role == "evaluator" for site in sites)
     watcher.say(f"starting {_counted(len(sites) - evaluators, 'client')} and {_counted(evaluators, 'evaluator')}")
     services.enrol(federation, sites, lambda count: watcher.say(f"{count} of {len(sites)} have enrolled"), gpus)
-    services.api.post(f"/v1/federations/{federation}/start")
+    services.api.send(operations.steer(federation, "start"))
     for snapshot in follow(services.api, federation, between=lambda: _revive(services, watcher)):
         watcher.show(snapshot)
     if snapshot.state != "finished":
         raise CommandError(f"the federation is {snapshot.describe()}: {LOGS}", Exit.FEDERATION_ENDED_BADLY)
-    result = read_result(services.api, federation)
-    if result is None:
+    result = services.api.run(operations.accuracies(federation))
+    if result.evaluated_round is None:
         raise CommandError(f"no client sent an accuracy: {LOGS}", Exit.FAILED)
-    return result, services.api.get(f"/v1/federations/{federation}")
+    return result
 
 
 def check_port(port: int) -> None:
@@ -150,29 +155,30 @@ def new_folder(keep: Path | None, option: str = "--keep") -> Iterator[Path]:
     yield keep
 
 
-def show(result: Result, method: str, seconds: float) -> None:
+def show(result: FederationResult, method: str, seconds: float) -> None:
     """The result for people."""
-    console.print(result_table(result, f"Accuracy of {method} after {_counted(result.round, 'round')}"))
+    rounds = _counted(result.evaluated_round or 0, "round")
+    console.print(result_table(result.final(), f"Accuracy of {method} after {rounds}"))
     sent, taken = size(result.bytes_up), size(result.bytes_down)
     text = f"{seconds:.0f} s in all; the clients sent {sent} up and took {taken} down, and not one image."
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def accuracies(result: Result, column: Literal["zero_shot", "federated"]) -> dict[str, float]:
+def accuracies(result: FederationResult, column: Literal["zero_shot", "accuracy"]) -> dict[str, float]:
     """Accuracies by ``client:<name>`` and ``unseen:<domain>``, where they were measured."""
-    return {_split(row): value for row in result.rows if (value := getattr(row, column)) is not None}
+    rows = sorted(result.final(), key=lambda row: (row.role != "trainer", row.client))
+    values = {_split(row): getattr(row, column) for row in rows if row.split == "test"}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _prepared(run: Run, allow_backbone: bool) -> tuple[dict[str, Any], bytes | None, tuple[str, ...]]:
-    """The spec as it is POSTed, the initial state where a backbone must make it, and what clients are to permit."""
-    from promptfed.sdk.backbone import with_backbone
-    from promptfed.shared.methods import resolve_spec
+def _prepared(run: Run, allow_backbone: bool) -> tuple[FederationSpec, bytes | None, tuple[str, ...]]:
+    """The spec as it will run, the initial state where a backbone must make it, and what clients are to permit."""
+    from promptfed.sdk.backbone import resolve, with_backbone
 
     # Rounds start once everybody is there, so that evaluators see the first evaluation too.
-    spec, initial_state = with_backbone(run.spec | {"start": "manual"}, allow_backbone)
-    resolved = resolve_spec(spec)
-    check_trainers(run.sites, resolved.participation.min_clients)
-    named = (resolved.backbone.model, resolved.backbone.pretrained) if allow_backbone else ()
+    spec, initial_state = with_backbone(resolve({**run.spec, "start": "manual"}), allow_backbone)
+    check_trainers(run.sites, spec.participation.min_clients)
+    named = (spec.backbone.model, spec.backbone.pretrained) if allow_backbone else ()
     return spec, initial_state, tuple(name for name in named if name is not None)
 
 
@@ -197,21 +203,21 @@ def _revive(services: Services, watcher: Watcher) -> None:
         watcher.say(f"{name} had died and was started again")
 
 
-def _launch_result(launch: Launch, found: dict[str, Any], result: Result, seconds: float) -> LaunchResult:
+def _launch_result(launch: Launch, result: FederationResult, seconds: float) -> LaunchResult:
     return LaunchResult(
-        method=found["spec"]["method"]["name"],
+        method=result.federation.spec.method["name"],
         runtime=launch.runtime,
-        rounds=result.round,
+        rounds=result.evaluated_round or 0,
         seconds=round(seconds, 2),
-        state_hash=found["state_hash"],
+        state_hash=result.federation.state_hash or "",
         zero_shot=accuracies(result, "zero_shot"),
-        federated=accuracies(result, "federated"),
+        federated=accuracies(result, "accuracy"),
         bytes_up=result.bytes_up,
         bytes_down=result.bytes_down,
     )
 
 
-def _split(row: Row) -> str:
+def _split(row: Accuracy) -> str:
     return f"client:{row.client}" if row.role == "trainer" else f"unseen:{row.domain or row.client}"
 
 

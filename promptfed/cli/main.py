@@ -187,15 +187,15 @@ def export(
     """Take what a federation learned: prompts, class weights for plain open_clip code, and a card that tells all."""
     with reporting_errors():
         from promptfed.export.adapted_model import given_class_names
-        from promptfed.export.export import Asked, check_new, show_export
+        from promptfed.export.export import ExportOptions, check_new, show_export
         from promptfed.export.export import export as write_export
-        from promptfed.sdk.snapshot import take
+        from promptfed.sdk.operations import take
 
         check_new(out)
-        asked = Asked(given_class_names(classes, data), anonymous, allow_backbone)
+        options = ExportOptions(given_class_names(classes, data), anonymous, allow_backbone)
         with open_coordinator(coordinator, token_file) as api:
-            taken = take(api, federation, round)
-        show_export(write_export(taken, out, asked), out, as_json)
+            result = api.run(take(federation, round))
+        show_export(write_export(result, out, options), out, as_json)
 
 
 @app.command()
@@ -219,12 +219,12 @@ def predict(
         from promptfed.cli import predict as predicting
 
         if export is not None:
-            learned, names = predicting.learned_from_export(export, classes, data)
+            model, names = predicting.model_of_export(export, classes, data)
         else:
             assert federation is not None
             with open_coordinator(coordinator, token_file) as api:
-                learned, names = predicting.learned_from_coordinator(api, federation, round, classes, data)
-        predicting.predict(learned, names, images, allow_backbone, top, as_json)
+                model, names = predicting.model_of_federation(api, federation, round, classes, data)
+        predicting.predict(model, names, images, allow_backbone, top, as_json)
 
 
 @app.command()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from promptfed.cli.federation import Json, TokenFile, Url
-from promptfed.sdk.client import CommandError, open_coordinator
-from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import console, print_json, reporting_errors, size, write_file
+from promptfed.sdk import operations
+from promptfed.sdk.client import open_coordinator
+from promptfed.sdk.files import write_file
+from promptfed.sdk.output import console, print_json, reporting_errors
+from promptfed.sdk.text import class_names, size
+from promptfed.shared.api_schemas import TensorView
 
 prompts_app = typer.Typer(no_args_is_help=True, help="Make prompts with what a federation has learned.")
 
@@ -30,60 +34,28 @@ def generate(
     with reporting_errors():
         names = class_names(classes)
         with open_coordinator(coordinator, token_file) as api:
-            found = api.get(f"/v1/federations/{federation}")
-            features = text_features(found, names, allow_backbone)
-            body = {"class_names": names, "text_features": features}
-            made = api.post(f"/v1/federations/{federation}/prompts/generate", body, params={"round": round})
+            from promptfed.sdk.backbone import backbone_of, text_features
+
+            view = api.send(operations.get_federation(federation)).view
+            features = text_features(backbone_of(view, allow_backbone), names)
+            answer = api.send(operations.generate_prompts(federation, round, names, features))
         if out is None:
-            print_json(made)
+            print_json(answer.json)
             return
-        content = _safetensors(made["tensors"])
+        prompts = answer.view
+        content = _safetensors(prompts.tensors)
         write_file(out, content)
-        written = {"file": str(out), "bytes": len(content), "round": made["round"], "state_hash": made["state_hash"]}
+        written = {"file": str(out), "bytes": len(content), "round": prompts.round, "state_hash": prompts.state_hash}
         if as_json:
             print_json(written)
         else:
-            told = f"Wrote {out} ({size(len(content))}) for {len(names)} classes, from round {made['round']}."
-            console.print(told, highlight=False)
+            text = f"Wrote {out} ({size(len(content))}) for {len(names)} classes, from round {prompts.round}."
+            console.print(text, highlight=False)
 
 
-def class_names(text: str) -> list[str]:
-    """The names of ``a, b, c``.
-
-    Raises:
-        CommandError: none, or one twice.
-    """
-    from promptfed.shared.spec import check_class_names
-
-    try:
-        return check_class_names([name.strip() for name in text.split(",") if name.strip()])
-    except ValueError as error:
-        raise CommandError(f"--classes {error}", Exit.BAD_INPUT) from None
-
-
-def text_features(federation: dict[str, Any], names: list[str], allow_backbone: bool) -> list[list[float]]:
-    """Normalised features of the bare names ``(C, d_e)``, by the federation's own backbone.
-
-    Raises:
-        CommandError: the backbone cannot be loaded or is another one here, or a name does not fit into it.
-    """
-    from promptfed.sdk.backbone import check_fingerprint, open_backbone
-    from promptfed.shared.clip import BackboneError
-    from promptfed.shared.methods.core.text_features import name_features
-
-    backbone = open_backbone(federation["spec"], allow_backbone=allow_backbone)
-    check_fingerprint(backbone, federation["backbone"]["fingerprint"])
-    try:
-        features = name_features(backbone, names).cpu()
-    except BackboneError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
-    # Nine digits are all that a float32 has; Python would write seventeen.
-    return [[float(f"{value:.9g}") for value in row] for row in features.tolist()]
-
-
-def _safetensors(tensors: dict[str, Any]) -> bytes:
+def _safetensors(tensors: Mapping[str, TensorView]) -> bytes:
     import torch
 
     from promptfed.shared.tensors import DTYPES, encode
 
-    return encode({name: torch.tensor(one["data"], dtype=DTYPES[one["dtype"]]) for name, one in tensors.items()})
+    return encode({name: torch.tensor(view.data, dtype=DTYPES[view.dtype]) for name, view in tensors.items()})

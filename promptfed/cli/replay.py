@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from rich.table import Table
+
+from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import console, print_json, size, table, write_file
+from promptfed.sdk.files import write_file
+from promptfed.sdk.follow import ENDED
+from promptfed.sdk.output import console, print_json, table
+from promptfed.sdk.text import size
+from promptfed.shared.replay_schemas import ReplayedState, ReplayReport
 
 RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
-SECONDS = 600.0  # that one round may take
 SHOWN = 5
 
 
-def question(rule: str | None, tolerate: float | None, clip_norm: str | None, without: list[str]) -> dict[str, Any]:
+def question(
+    rule: str | None, tolerate: float | None, clip_norm: str | None, without: list[str]
+) -> operations.ReplayQuestion:
     """What a replay asks to be otherwise; empty: nothing.
 
     Raises:
         CommandError: ``clip_norm`` is neither a number nor 'median'.
     """
-    aggregation: dict[str, Any] = {}
-    if rule is not None:
-        aggregation["rule"] = rule
-    if tolerate is not None:
-        aggregation["tolerate"] = tolerate
-    if clip_norm is not None:
-        aggregation["clip_norm"] = "median" if clip_norm == "median" else _number(clip_norm)
-    asked: dict[str, Any] = {"aggregation": aggregation} if aggregation else {}
-    return asked | ({"without": without} if without else {})
+    limit = clip_norm if clip_norm is None or clip_norm == "median" else _number(clip_norm)
+    options = {"rule": rule, "tolerate": tolerate, "clip_norm": limit}
+    aggregation = {name: value for name, value in options.items() if value is not None}
+    changes: operations.ReplayQuestion = {"aggregation": aggregation} if aggregation else {}
+    return {**changes, "without": without} if without else changes
 
 
 def _number(text: str) -> float:
@@ -39,7 +42,12 @@ def _number(text: str) -> float:
 
 
 def replay(
-    api: Coordinator, federation: str, round: int | None, asked: dict[str, Any], out: Path | None, as_json: bool
+    api: Coordinator,
+    federation: str,
+    round: int | None,
+    asked: operations.ReplayQuestion,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Replay one round, or all that are over, and print what came of it.
 
@@ -48,43 +56,38 @@ def replay(
     """
     if out is not None and round is None:
         raise CommandError("--out takes the state of one round: give --round", Exit.BAD_INPUT)
-    path = f"/v1/federations/{federation}/rounds"
     rounds = [round] if round is not None else _over(api, federation)
-    reports = [api.post(f"{path}/{number}/replay", asked, timeout=SECONDS) for number in rounds]
-    if out is not None:
-        headers = {"Accept": "application/octet-stream"}
-        answer = api.call("POST", f"{path}/{round}/replay", json=asked, headers=headers, timeout=SECONDS)
-        write_file(out, answer.body)
+    answers = [api.send(operations.replay(federation, number, asked)) for number in rounds]
+    if out is not None and round is not None:
+        body = api.send(operations.replay(federation, round, asked, "application/octet-stream")).body
+        write_file(out, body)
     if as_json:
-        print_json({"rounds": reports})
-    elif asked:
-        _show_otherwise(reports)
+        print_json({"rounds": [answer.json for answer in answers]})
     else:
-        _show_states(reports)
-    if out is not None and not as_json:
-        console.print(f"Wrote {out} ({size(len(answer.body))}).", highlight=False)
+        (_show_otherwise if asked else _show_states)([answer.view for answer in answers])
+        if out is not None:
+            console.print(f"Wrote {out} ({size(len(body))}).", highlight=False)
     if not asked:
-        _expect_same(reports)
+        _expect_same([answer.view for answer in answers])
 
 
 def _over(api: Coordinator, federation: str) -> list[int]:
-    found = api.get(f"/v1/federations/{federation}")
-    ended = found["state"] in ("finished", "failed", "cancelled")
-    return list(range(found["round"] + (1 if ended else 0)))
+    view = api.send(operations.get_federation(federation)).view
+    return list(range(view.round + (1 if view.state in ENDED else 0)))
 
 
-def _show_states(reports: list[dict[str, Any]]) -> None:
-    states = [one for report in reports for one in report["states"]]
-    same = sum(one["same"] for one in states)
+def _show_states(reports: list[ReplayReport]) -> None:
+    states = [state for report in reports for state in report.states]
+    same = sum(state.same for state in states)
     console.print(f"{len(reports)} rounds: {same} of {len(states)} states came to their hashes again.", highlight=False)
 
 
-def _expect_same(reports: list[dict[str, Any]]) -> None:
+def _expect_same(reports: list[ReplayReport]) -> None:
     others = [
-        f"round {report['round']}, {one['origin']}: {one['replayed_hash']} instead of {one['state_hash']}"
+        f"round {report.round}, {state.origin}: {state.replayed_hash} instead of {state.state_hash}"
         for report in reports
-        for one in report["states"]
-        if not one["same"]
+        for state in report.states
+        if not state.same
     ]
     if others:
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
@@ -92,29 +95,30 @@ def _expect_same(reports: list[dict[str, Any]]) -> None:
         raise CommandError(f"not the run that was recorded: {text}{more}", Exit.FAILED)
 
 
-def _show_otherwise(reports: list[dict[str, Any]]) -> None:
+def _show_otherwise(reports: list[ReplayReport]) -> None:
     rows = []
     for report in reports:
-        for one in report["states"]:
-            rejected = [update["client"] for update in one["updates"] if update["verdict"] == "rejected"]
-            share = one["distance"] / one["moved"] if one["moved"] else 0.0
-            figures = [f"{one['moved']:.4g}", f"{one['distance']:.4g}", f"{100 * share:.0f} %"]
-            rows.append([str(report["round"]), one["origin"], *figures, ", ".join(rejected) or "-"])
+        for state in report.states:
+            rejected = [update.client for update in state.updates if update.verdict == "rejected"]
+            share = state.distance / state.moved if state.moved else 0.0
+            figures = [f"{state.moved:.4g}", f"{state.distance:.4g}", f"{100 * share:.0f} %"]
+            rows.append([str(report.round), state.origin, *figures, ", ".join(rejected) or "-"])
     columns = ["round", "phase", "step", "away from it", "of the step", "rejected"]
     console.print(table("As it would have been", columns, rows))
     if len(reports) == 1:
-        for one in reports[0]["states"]:
-            console.print(_updates(one))
-    for note in {report["note"] for report in reports if report["note"]}:
+        for state in reports[0].states:
+            console.print(_updates(state))
+    for note in {report.note for report in reports if report.note}:
         console.print(note[0].upper() + note[1:] + ".", highlight=False, soft_wrap=True)
 
 
-def _updates(state: dict[str, Any]) -> Any:
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4g}"
-
+def _updates(state: ReplayedState) -> Table:
     rows = [
-        [one["client"], one["verdict"], number(one["weight"]), number(one["influence"]), number(one["distance"])]
-        for one in state["updates"]
+        [update.client, update.verdict, *map(_shown, (update.weight, update.influence, update.distance))]
+        for update in state.updates
     ]
-    return table(state["origin"], ["client", "verdict", "weight", "influence", "distance"], rows)
+    return table(state.origin, ["client", "verdict", "weight", "influence", "distance"], rows)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,16 +16,17 @@ from rich.table import Table
 from promptfed.cli.launch import new_folder
 from promptfed.experiments.provenance import provenance
 from promptfed.experiments.simulation import simulate
-from promptfed.library.run import taken_of
 from promptfed.runtime.processes import interrupt_on_sigterm
 from promptfed.runtime.run_file import read_run
+from promptfed.sdk.backbone import resolve
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import console, messages, percent, print_json, size, table, write_file
-from promptfed.sdk.progress import Result, Row, Watcher, result_table
-from promptfed.sdk.simulated import Accuracy, Simulated
+from promptfed.sdk.files import write_file
+from promptfed.sdk.output import console, messages, print_json, table
+from promptfed.sdk.progress import Watcher, result_table
+from promptfed.sdk.result import Accuracy, FederationResult
+from promptfed.sdk.text import percent, size
 from promptfed.sdk.trackers import open_tracker, record
 from promptfed.shared.leaving import leave
-from promptfed.shared.tensors import encode
 
 MOST_ROWS = 12  # clients that a table shows one by one
 RESULT_FILE, PROMPTS_FILE = "result.json", "prompts.safetensors"
@@ -66,16 +67,17 @@ def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool
     interrupt_on_sigterm()
     started = time.monotonic()
     run = read_run(path, clients)
+    spec = resolve(run.spec)
     try:
         with (
             ExitStack() as open_trackers,
             new_folder(how.out, "--out") as out,
-            Watcher(run.spec.get("rounds"), quiet=as_json) as watcher,
+            Watcher(spec.rounds, quiet=as_json) as watcher,
         ):
             trackers = [open_trackers.enter_context(open_tracker(where)) for where in how.track]
             watcher.say(f"{len(run.sites)} clients: their images and features")
-            found = simulate(
-                run.spec,
+            result = simulate(
+                spec,
                 run.sites,
                 pool=how.pool,
                 device=how.device,
@@ -83,32 +85,32 @@ def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool
                 progress=watcher.show,
             )
             if how.out is not None:
-                _keep(found, out)
+                _keep(result, out)
             for tracker in trackers:
-                record(tracker, taken_of(found))
+                record(tracker, result)
     except KeyboardInterrupt:
         # The interpreter would wait for the thread that computes. Nothing of it is kept.
         messages.print("promptfed: interrupted")
         leave(Exit.INTERRUPTED)
     seconds = time.monotonic() - started
     if as_json:
-        print_json(_told(found, seconds))
+        print_json(_summary_json(result, seconds))
     else:
-        _show(found, seconds, how.out)
+        _show(result, seconds, how.out)
 
 
 def summaries(accuracies: Sequence[Accuracy]) -> list[Summary]:
     """One for each role and test set, trainers and their own test images first."""
     groups: dict[tuple[str, str], list[Accuracy]] = {}
-    for one in accuracies:
-        groups.setdefault((one.role, one.split), []).append(one)
+    for accuracy in accuracies:
+        groups.setdefault((accuracy.role, accuracy.split), []).append(accuracy)
     order = sorted(groups, key=lambda key: (key[0] != "trainer", key[1] != "test", key[1]))
     return [_summary(*key, groups[key]) for key in order]
 
 
 def _summary(role: str, split: str, members: list[Accuracy]) -> Summary:
-    values = [one.accuracy for one in members]
-    zero_shot = [one.zero_shot for one in members if one.zero_shot is not None]
+    values = [member.accuracy for member in members]
+    zero_shot = [member.zero_shot for member in members if member.zero_shot is not None]
     return Summary(
         role=role,
         split=split,
@@ -120,75 +122,71 @@ def _summary(role: str, split: str, members: list[Accuracy]) -> Summary:
     )
 
 
-def _told(found: Simulated, seconds: float) -> dict[str, Any]:
+def _summary_json(result: FederationResult, seconds: float) -> dict[str, Any]:
+    counts = result.federation.clients
     return {
-        "name": found.spec["name"],
-        "method": found.spec["method"]["name"],
-        "rounds": found.rounds,
-        "clients": sum(found.federation["clients"][role] for role in ("trainers", "evaluators")),
-        "accuracy": [asdict(one) for one in summaries(found.final())],
-        "state_hash": found.state_hash,
-        "bytes_up": found.bytes_up,
-        "bytes_down": found.bytes_down,
-        "client_seconds": round(found.client_seconds, 3),
-        "wall_seconds": round(found.wall_seconds, 3),
-        "setup_seconds": round(found.setup_seconds, 3),
+        "name": result.federation.name,
+        "method": result.federation.spec.method["name"],
+        "rounds": result.round,
+        "clients": counts.trainers + counts.evaluators,
+        "accuracy": [asdict(summary) for summary in summaries(result.final())],
+        "state_hash": result.state_hash,
+        "bytes_up": result.bytes_up,
+        "bytes_down": result.bytes_down,
+        "client_seconds": round(result.client_seconds, 3),
+        "wall_seconds": round(result.wall_seconds, 3),
+        "setup_seconds": round(result.setup_seconds, 3),
         "seconds": round(seconds, 3),
     }
 
 
-def _keep(found: Simulated, folder: Path) -> None:
-    result = _told(found, found.setup_seconds + found.wall_seconds) | {
-        "accuracies": [asdict(one) for one in found.accuracies()],
-        "by_round": list(_rounds(found)),
-        "spec": found.spec,
-        "backbone_fingerprint": found.backbone_fingerprint,
+def _keep(result: FederationResult, folder: Path) -> None:
+    kept = _summary_json(result, result.setup_seconds + result.wall_seconds) | {
+        "accuracies": [asdict(accuracy) for accuracy in result.accuracies()],
+        "by_round": [_round(report) for report in result.reports],
+        "spec": result.spec,
+        "backbone_fingerprint": result.federation.backbone.fingerprint,
         "provenance": provenance().model_dump(),
     }
-    write_file(folder / RESULT_FILE, (json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
-    write_file(folder / PROMPTS_FILE, encode(found.state))
+    write_file(folder / RESULT_FILE, (json.dumps(kept, indent=1, ensure_ascii=False) + "\n").encode())
+    write_file(folder / PROMPTS_FILE, result.body)
 
 
-def _rounds(found: Simulated) -> Iterator[dict[str, Any]]:
-    for report in found.reports:
-        yield {
-            "round": report["round"],
-            "seconds": report["seconds"],
-            "state_hash": report["state_hash"],
-            "bytes_up": report["bytes_up"],
-            "bytes_down": report["bytes_down"],
-            "phases": [
-                {key: phase[key] for key in ("phase", "seconds", "sample_size", "asked", "metrics")}
-                | {"counted": [one["client"] for one in phase["counted"]]}
-                for phase in report["phases"]
-            ],
-        }
+def _round(report: Mapping[str, Any]) -> dict[str, Any]:
+    phases = [
+        {key: phase[key] for key in ("phase", "seconds", "sample_size", "asked", "metrics")}
+        | {"counted": [update["client"] for update in phase["counted"]]}
+        for phase in report["phases"]
+    ]
+    return {key: report[key] for key in ("round", "seconds", "state_hash", "bytes_up", "bytes_down")} | {
+        "phases": phases
+    }
 
 
-def _show(found: Simulated, seconds: float, out: Path | None) -> None:
-    method = found.spec["method"]["name"]
-    console.print(_table(found.final(), f"Accuracy of {method} after {found.rounds} rounds"))
+def _show(result: FederationResult, seconds: float, out: Path | None) -> None:
+    method = result.federation.spec.method["name"]
+    console.print(_table(result.final(), f"Accuracy of {method} after {result.round} rounds"))
     parts = [
         f"{seconds:.0f} s in all",
-        f"the clients computed for {found.client_seconds:.0f} s",
-        f"sent {size(found.bytes_up)} up and took {size(found.bytes_down)} down",
+        f"the clients computed for {result.client_seconds:.0f} s",
+        f"sent {size(result.bytes_up)} up and took {size(result.bytes_down)} down",
     ]
     console.print("; ".join(parts) + ".", highlight=False, soft_wrap=True)
-    console.print(f"State {found.state_hash}", highlight=False, soft_wrap=True)
+    console.print(f"State {result.state_hash}", highlight=False, soft_wrap=True)
     if out is not None:
         console.print(f"Wrote {RESULT_FILE} and {PROMPTS_FILE} in {out}.", highlight=False, soft_wrap=True)
 
 
 def _table(final: Sequence[Accuracy], title: str) -> Table:
-    if len(final) <= MOST_ROWS and all(one.split == "test" for one in final):
-        rows = [Row(one.client, one.role, one.domain, one.zero_shot, one.accuracy) for one in final]
-        return result_table(Result(0, tuple(sorted(rows, key=lambda row: row.role != "trainer")), 0, 0), title)
+    if len(final) <= MOST_ROWS and all(accuracy.split == "test" for accuracy in final):
+        return result_table(final, title)
     columns = ["clients", "n", "test set", "zero-shot", "federated", "sd", "worst", "gain"]
-    return table(title, columns, [_cells(one) for one in summaries(final)])
+    return table(title, columns, [_cells(summary) for summary in summaries(final)])
 
 
-def _cells(one: Summary) -> list[str]:
-    gain = "-" if one.zero_shot is None else f"{100 * (one.mean - one.zero_shot):+.1f}"
-    sd = "-" if one.sd is None else f"{100 * one.sd:.1f}"
-    who = "trainers" if one.role == "trainer" else "evaluators"
-    return [who, str(one.clients), one.split, percent(one.zero_shot), percent(one.mean), sd, percent(one.worst), gain]
+def _cells(group: Summary) -> list[str]:
+    gain = "-" if group.zero_shot is None else f"{100 * (group.mean - group.zero_shot):+.1f}"
+    sd = "-" if group.sd is None else f"{100 * group.sd:.1f}"
+    who = "trainers" if group.role == "trainer" else "evaluators"
+    adapted = [percent(group.zero_shot), percent(group.mean), sd, percent(group.worst), gain]
+    return [who, str(group.clients), group.split, *adapted]

@@ -6,8 +6,9 @@ from contextlib import ExitStack
 
 from promptfed.sdk.client import CommandError, Coordinator
 from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.output import console, print_json
-from promptfed.sdk.progress import Snapshot, Watcher
+from promptfed.sdk.progress import Watcher
 from promptfed.sdk.trackers import open_tracker, track
 
 
@@ -19,14 +20,14 @@ def run_track(api: Coordinator, federation: str, where: list[str], as_json: bool
     """
     written = -1
     with ExitStack() as stack, Watcher(quiet=as_json) as watcher:
-        trackers = [stack.enter_context(open_tracker(one)) for one in where]
+        trackers = [stack.enter_context(open_tracker(place)) for place in where]
 
-        def told(snapshot: Snapshot, last: int) -> None:
+        def show(snapshot: Snapshot, last: int) -> None:
             nonlocal written
             written = last
             watcher.show(snapshot)
 
-        end = track(api, federation, trackers, told)
+        end = track(api, federation, trackers, show)
     if as_json:
         print_json({"federation": federation, "state": end.state, "last_round": written, "to": where})
     else:

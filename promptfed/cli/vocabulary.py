@@ -9,9 +9,11 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import console, print_json, size
+from promptfed.sdk.output import console, print_json
+from promptfed.sdk.text import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,21 +34,16 @@ def supply_words(api: Coordinator, federation: str, allow_backbone: bool, as_jso
     Raises:
         CommandError: the backbone cannot be loaded, is another one here, or has no words; or a refusal.
     """
-    from promptfed.sdk.backbone import check_fingerprint, open_backbone
+    from promptfed.sdk.backbone import backbone_of
 
-    found = api.get(f"/v1/federations/{federation}")
-    names = api.get(f"/v1/federations/{federation}/lexicon")["class_names"]
-    backbone = open_backbone(found["spec"], allow_backbone=allow_backbone)
-    check_fingerprint(backbone, found["backbone"]["fingerprint"])
-    content = make_lexicon(backbone, names)
-    headers = {"Content-Type": "application/octet-stream"}
-    told = api.call("PUT", f"/v1/federations/{federation}/lexicon", content=content, headers=headers).json
+    view = api.send(operations.get_federation(federation)).view
+    names = api.send(operations.get_lexicon(federation)).view.class_names
+    content = make_lexicon(backbone_of(view, allow_backbone), names)
+    words = api.send(operations.put_lexicon(federation, content)).view.words
     if as_json:
-        print_json({"words": told["words"], "class_names": len(names), "bytes": len(content)})
+        print_json({"words": words, "class_names": len(names), "bytes": len(content)})
         return
-    text = (
-        f"Gave {found['name']} {told['words']:,} words and features of {len(names)} class names ({size(len(content))})."
-    )
+    text = f"Gave {view.name} {words:,} words and features of {len(names)} class names ({size(len(content))})."
     console.print(f"{text} Its page at {api.url}/ names words now.", highlight=False, soft_wrap=True)
 
 

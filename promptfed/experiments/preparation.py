@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from promptfed.runtime.run_file import check_trainers
 from promptfed.runtime.services import Site
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.progress import Snapshot
+from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods import resolve_spec
-from promptfed.shared.spec import SpecError
+from promptfed.shared.spec import BackboneSpec, FederationSpec
 
 NO_DEADLINE = 30 * 86400.0  # seconds: the longest that a spec may give
 
@@ -41,9 +39,8 @@ class Client:
 class Plan:
     """All that a simulation needs, checked before anything is started."""
 
-    spec: dict[str, Any]
+    spec: FederationSpec
     initial_state: bytes | None
-    threads: int
     clients: tuple[Client, ...]
     folder: Path
     pool: int
@@ -51,46 +48,41 @@ class Plan:
     features: FeatureCache
     progress: Progress
 
+    @property
+    def threads(self) -> int:
+        """Torch threads of each client that computes."""
+        return self.spec.training.threads
 
-def checked(spec: dict[str, Any], sites: Sequence[Site], pool: int) -> tuple[dict[str, Any], int]:
-    """The spec as it will run, and its number of torch threads.
 
-    Raises:
-        CommandError: the spec, the names of the sites, their number or the pool's is wrong.
-    """
+def expect_usable(sites: Sequence[Site], pool: int) -> None:
+    """Raise CommandError where two sites have one name, or the pool has no room."""
     names = [site.name for site in sites]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise CommandError(f"two clients are called {twice[0]!r}: give each a name of its own", Exit.BAD_INPUT)
     if pool < 1:
         raise CommandError(f"a pool of {pool} clients cannot compute: give at least 1", Exit.BAD_INPUT)
-    try:
-        resolved = resolve_spec(spec)
-    except SpecError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
-    check_trainers(sites, resolved.participation.min_clients)
-    participation = dict(spec.get("participation", {})) | {"deadline_seconds": NO_DEADLINE}
-    return spec | {"participation": participation, "start": "manual"}, resolved.training.threads
 
 
-def expected_backbone(raw: dict[str, Any], backbone: Backbone | None) -> Backbone | None:
-    """``backbone`` if it is given.
+def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpec:
+    """The spec as a simulation runs it: clients take turns, so a deadline would measure the queue.
 
     Raises:
-        CommandError: the spec names another.
+        CommandError: there are too few trainers.
     """
-    if backbone is None:
-        return None
-    spec = resolve_spec(raw).backbone
+    check_trainers(sites, spec.participation.min_clients)
+    participation = spec.participation.model_copy(update={"deadline_seconds": NO_DEADLINE})
+    return spec.model_copy(update={"participation": participation, "start": "manual"})
+
+
+def expect_backbone(spec: BackboneSpec, backbone: Backbone) -> None:
+    """Raise CommandError where ``spec`` names another backbone than the one that is handed in."""
     weights = None if spec.pretrained == "random" else spec.pretrained
-    wanted, found = (
-        (spec.model, weights, spec.precision),
-        (backbone.model_name, backbone.pretrained, backbone.precision),
-    )
-    if wanted != found:
-        text = f"the spec names the backbone {' '.join(map(str, wanted))}, but {' '.join(map(str, found))} is handed in"
+    wanted = (spec.model, weights, spec.precision)
+    given = (backbone.model_name, backbone.pretrained, backbone.precision)
+    if wanted != given:
+        text = f"the spec names the backbone {' '.join(map(str, wanted))}, but {' '.join(map(str, given))} is handed in"
         raise CommandError(f"{text}: give the one that the spec names", Exit.BAD_INPUT)
-    return backbone
 
 
 def open_site(site: Site, sources: SharedSources) -> Client:

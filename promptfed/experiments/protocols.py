@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from promptfed.runtime.services import Site
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.simulated import Accuracy
+from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import DataError, open_source
 
 DOMAIN = "{domain}"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.simulated import Accuracy
+from promptfed.sdk.result import Accuracy
 
 JsonObject = dict[str, JsonValue]
 

@@ -17,7 +17,7 @@ from promptfed.experiments.simulation import simulate
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.simulated import Simulated
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import resolve_spec
@@ -120,12 +120,13 @@ class Runner:
         return run
 
     def _backbone(self, spec: RawSpec) -> Backbone:
-        key = canonical_json(resolve_spec(spec).backbone.model_dump())
+        named = resolve_spec(spec).backbone
+        key = canonical_json(named.model_dump())
         if key not in self._backbones:
-            self._backbones[key] = open_backbone(spec, allow_backbone=self.allow_backbone, device=self.device)
+            self._backbones[key] = open_backbone(named, allow_backbone=self.allow_backbone, device=self.device)
         return self._backbones[key]
 
-    def _run_of(self, job: Job, simulated: Simulated) -> Run:
+    def _run_of(self, job: Job, simulated: FederationResult) -> Run:
         sources = {site.name: self._sources.open(site.data) for site in job.trial.sites}
         sources |= {
             f"{site.name}/{name}": self._sources.open(uri)
@@ -139,13 +140,13 @@ class Runner:
             spec=simulated.spec,
             clients=[asdict(site) for site in job.trial.sites],
             accuracies=simulated.accuracies(),
-            rounds=simulated.rounds,
+            rounds=simulated.round,
             costs=costs(simulated.reports),
             measured=measured(simulated.reports),
             wall_seconds=round(simulated.wall_seconds, 3),
             setup_seconds=round(simulated.setup_seconds, 3),
             state_hash=simulated.state_hash,
-            backbone=simulated.backbone_fingerprint,
+            backbone=self._backbone(job.spec).fingerprint,
             data=data_hash(sources),
             provenance=provenance().model_dump(),
         )

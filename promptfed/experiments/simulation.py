@@ -14,8 +14,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,28 @@ from promptfed.coordinator.http.tokens import OPERATOR_FILE
 from promptfed.coordinator.settings import Settings
 from promptfed.experiments.asgi_transport import InProcess
 from promptfed.experiments.feature_warmup import warm
-from promptfed.experiments.preparation import Plan, Progress, checked, expected_backbone, open_site
+from promptfed.experiments.preparation import (
+    Plan,
+    Progress,
+    expect_backbone,
+    expect_usable,
+    open_site,
+    simulated_spec,
+)
 from promptfed.experiments.workers import AHEAD, Crew, crew
 from promptfed.runtime.services import Site
-from promptfed.sdk.backbone import described, open_backbone
-from promptfed.sdk.client import CommandError
+from promptfed.sdk import operations
+from promptfed.sdk.backbone import described, open_backbone, resolve
+from promptfed.sdk.client import AsyncCoordinator, CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.progress import Snapshot
-from promptfed.sdk.simulated import Simulated, seconds_of_clients
-from promptfed.sdk.simulation_operator import Operator
+from promptfed.sdk.follow import Snapshot
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.api_schemas import RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods import method_for, resolve_spec
-from promptfed.shared.tensors import decode
+from promptfed.shared.methods import method_for
+from promptfed.shared.spec import FederationSpec, TrainingSpec
 
 URL = "http://127.0.0.1"  # of a coordinator that no socket leads to
 POLL_SECONDS = 0.2
@@ -49,7 +58,7 @@ LEAVE_SECONDS = 10.0  # that an interrupted simulation may take to end
 
 
 def simulate(
-    spec: dict[str, Any],
+    spec: FederationSpec | Mapping[str, Any],
     sites: Sequence[Site],
     *,
     folder: Path | None = None,
@@ -60,7 +69,7 @@ def simulate(
     device: str = "cpu",
     allow_backbone: bool = False,
     progress: Progress | None = None,
-) -> Simulated:
+) -> FederationResult:
     """Run a federation to its end in this process.
 
     ``folder`` (new or empty; default: a temporary one) keeps what coordinator and clients keep. ``pool`` clients
@@ -75,14 +84,18 @@ def simulate(
     """
     with _torch_put_back(), _folder(folder) as place:
         started = time.monotonic()
-        raw, threads = checked(spec, sites, pool)
-        model = expected_backbone(raw, backbone) or open_backbone(raw, allow_backbone=allow_backbone, device=device)
-        _choose_kernels(raw, model)
-        raw, initial = described(raw, model)
+        expect_usable(sites, pool)
+        wanted = simulated_spec(resolve(spec), sites)
+        if backbone is not None:
+            expect_backbone(wanted.backbone, backbone)
+        else:
+            backbone = open_backbone(wanted.backbone, allow_backbone=allow_backbone, device=device)
+        _choose_kernels(wanted.training, backbone)
+        wanted, initial = described(wanted, backbone)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)
-        plan = Plan(raw, initial, threads, clients, place, pool, model, cache, progress or (lambda snapshot: None))
+        plan = Plan(wanted, initial, clients, place, pool, backbone, cache, progress or (lambda snapshot: None))
         try:
             return _in_a_thread(plan, started)
         except OSError as error:
@@ -100,9 +113,9 @@ def _torch_put_back() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
 
 
-def _choose_kernels(raw: dict[str, Any], backbone: Backbone) -> None:
+def _choose_kernels(training: TrainingSpec, backbone: Backbone) -> None:
     """Deterministic ones where a GPU needs them, for the whole run: clients switch them for each task, at once."""
-    if resolve_spec(raw).training.deterministic and backbone.device.type != "cpu":
+    if training.deterministic and backbone.device.type != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
@@ -122,13 +135,13 @@ def _folder(given: Path | None) -> Iterator[Path]:
     yield given
 
 
-def _in_a_thread(plan: Plan, started: float) -> Simulated:
+def _in_a_thread(plan: Plan, started: float) -> FederationResult:
     """Run the event loop in a thread of its own, since the caller may have one; Ctrl-C ends it from here."""
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Simulated]]] = []
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[FederationResult]]] = []
     interrupted = threading.Event()
-    result: concurrent.futures.Future[Simulated] = concurrent.futures.Future()
+    result: concurrent.futures.Future[FederationResult] = concurrent.futures.Future()
 
-    async def main() -> Simulated:
+    async def main() -> FederationResult:
         task = asyncio.current_task()
         assert task is not None
         running.append((asyncio.get_running_loop(), task))
@@ -146,7 +159,7 @@ def _in_a_thread(plan: Plan, started: float) -> Simulated:
     thread.start()
     try:
         while not result.done():
-            # Not one long wait: a signal that another thread got is only heard of between two.
+            # Not one long wait: a signal that another thread got is only received between two.
             concurrent.futures.wait([result], timeout=HEAR_SECONDS)
         return result.result()
     except KeyboardInterrupt:
@@ -159,24 +172,23 @@ def _in_a_thread(plan: Plan, started: float) -> Simulated:
         thread.join(LEAVE_SECONDS)
 
 
-async def _run(plan: Plan, started: float) -> Simulated:
+async def _run(plan: Plan, started: float) -> FederationResult:
     settings = _coordinator_settings(plan)
     app = create_app(settings)
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
-        operator = Operator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
-        federation = (await operator.post("/v1/federations", plan.spec))["id"]
-        path = f"/v1/federations/{federation}"
-        if plan.initial_state is not None:
-            await operator.call("PUT", f"{path}/initial-state", content=plan.initial_state)
-        token = (await operator.post(f"{path}/enrolment-tokens"))["token"]
+        api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
+        federation = str((await api.run(operations.create(plan.spec, plan.initial_state))).json["id"])
+        token = (await api.send(operations.mint_token(federation))).view.token
         await _warm(plan)
         async with crew(plan, http, federation, token) as clients:
             await clients.enrolled()
             begun = time.monotonic()
-            await operator.post(f"{path}/start")
-            await _follow(plan, operator, path, clients)
+            await api.send(operations.steer(federation, "start"))
+            await _follow(plan, api, federation, clients)
             ended = time.monotonic()
-            return await _result(plan, operator, path, ended - begun, begun - started)
+            result = await api.run(operations.take(federation, plan.spec.rounds))
+            _expect_all_evaluated(result.reports)
+            return replace(result, wall_seconds=ended - begun, setup_seconds=begun - started)
 
 
 def _coordinator_settings(plan: Plan) -> Settings:
@@ -193,7 +205,7 @@ def _coordinator_settings(plan: Plan) -> Settings:
 
 async def _warm(plan: Plan) -> None:
     """Compute the features of all images that clients will ask for, where the method lets them be kept."""
-    if not method_for(resolve_spec(plan.spec)).needs.cached_features:
+    if not method_for(plan.spec).needs.cached_features:
         return
     splits = [split for client in plan.clients for split in client.splits()]
     stop = threading.Event()
@@ -207,7 +219,7 @@ async def _warm(plan: Plan) -> None:
         await asyncio.wait({job})
 
 
-async def _follow(plan: Plan, operator: Operator, path: str, clients: Crew) -> None:
+async def _follow(plan: Plan, api: AsyncCoordinator, federation: str, clients: Crew) -> None:
     """Tell the progress until the federation has finished.
 
     Raises:
@@ -215,51 +227,30 @@ async def _follow(plan: Plan, operator: Operator, path: str, clients: Crew) -> N
     """
     last = None
     while True:
-        found = Snapshot.of(await operator.get(path))
-        if found != last:
-            plan.progress(found)
-            last = found
-        if found.state == "finished":
+        snapshot = Snapshot.of((await api.send(operations.get_federation(federation))).view)
+        if snapshot != last:
+            plan.progress(snapshot)
+            last = snapshot
+        if snapshot.state == "finished":
             return
-        if found.over:
-            why = await _failures(operator, path, found.round)
-            raise CommandError(f"the federation is {found.describe()}{why}", Exit.FEDERATION_ENDED_BADLY)
+        if snapshot.over:
+            why = _failures((await api.send(operations.get_round(federation, snapshot.round))).view)
+            raise CommandError(f"the federation is {snapshot.describe()}{why}", Exit.FEDERATION_ENDED_BADLY)
         await clients.wait(POLL_SECONDS)
 
 
-async def _failures(operator: Operator, path: str, round: int) -> str:
+def _failures(report: RoundReport) -> str:
     """What clients said of the tasks that they could not carry out."""
-    report = await operator.get(f"{path}/rounds/{round}")
-    failed = [one for phase in report["phases"] for one in phase["failed"]]
-    told = "; ".join(f"client {one['client']}: {one['type']}: {one['detail']}" for one in failed[:3])
+    failed = [failure for phase in report.phases for failure in phase.failed]
+    text = "; ".join(f"client {failure.client}: {failure.type}: {failure.detail}" for failure in failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
-    return f": {told}{more}" if told else ""
+    return f": {text}{more}" if text else ""
 
 
-def _expect_all_evaluated(reports: list[dict[str, Any]]) -> None:
+def _expect_all_evaluated(reports: Sequence[Mapping[str, Any]]) -> None:
     """Accuracies without those of clients that could not measure theirs would say something else."""
     for report in reports:
-        for one in report["evaluation"]["failed"] if report["evaluation"] else []:
-            text = f"client {one['client']} could not evaluate round {report['round']}: {one['type']}: {one['detail']}"
+        for failure in report["evaluation"]["failed"] if report["evaluation"] else []:
+            why = f"{failure['type']}: {failure['detail']}"
+            text = f"client {failure['client']} could not evaluate round {report['round']}: {why}"
             raise CommandError(text, Exit.FAILED)
-
-
-async def _result(plan: Plan, operator: Operator, path: str, wall: float, setup: float) -> Simulated:
-    federation = await operator.get(path)
-    reports = [report async for report in operator.pages(f"{path}/rounds", "rounds")]
-    _expect_all_evaluated(reports)
-    tensors, _ = decode((await operator.call("GET", f"{path}/prompts")).content)
-    return Simulated(
-        spec=federation["spec"],
-        federation=federation,
-        clients=[client async for client in operator.pages(f"{path}/clients", "clients")],
-        reports=reports,
-        state=tensors,
-        state_hash=federation["state_hash"],
-        backbone_fingerprint=plan.backbone.fingerprint,
-        bytes_up=sum(report["bytes_up"] for report in reports),
-        bytes_down=sum(report["bytes_down"] for report in reports),
-        client_seconds=seconds_of_clients(reports),
-        wall_seconds=wall,
-        setup_seconds=setup,
-    )

@@ -9,8 +9,8 @@ from statistics import fmean, stdev
 from promptfed.experiments.protocols import Protocol
 from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
-from promptfed.sdk.output import size
-from promptfed.sdk.simulated import Accuracy
+from promptfed.sdk.result import Accuracy
+from promptfed.sdk.text import size
 
 ZERO_SHOT = "zero-shot"
 VARIANT = "@"  # before the name of a further classifier, in a split's name

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from promptfed.cli.prompts import class_names as split_names
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.data import LocalSplit
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.snapshot import Taken
+from promptfed.sdk.result import FederationResult
+from promptfed.sdk.text import class_names as split_names
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Fixed, Method, MethodError, ServerContext
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec import BackboneShape, BackboneSpec, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
 
 TEMPLATE = "a photo of a {}."
@@ -32,15 +32,15 @@ NOBODY = ClientInfo("nobody", "evaluator", 0, ())
 
 
 @dataclass(frozen=True)
-class Learned:
+class AdaptedModel:
     """What a federation learned, and all that it takes to classify with it: a card holds the same.
 
     ``state`` is the global state after ``round``, ``domains`` are those of the trainers that declared one.
     """
 
     method: dict[str, Any]
-    backbone: dict[str, Any]
-    training: dict[str, Any]
+    backbone: BackboneSpec
+    training: TrainingSpec
     template: str
     rounds: int
     round: int
@@ -49,21 +49,19 @@ class Learned:
     state: Tensors
 
     @classmethod
-    def of(cls, taken: Taken, state: Tensors) -> Learned:
-        """From what a coordinator told, with its safetensors already read."""
-        spec = taken.spec
-        domains = [one["domain"] for one in taken.clients if one["role"] == "trainer" and one["domain"]]
-        known = {key: taken.federation["backbone"][key] for key in ("fingerprint", "shape")}
+    def of(cls, result: FederationResult) -> AdaptedModel:
+        """From what a coordinator told."""
+        spec, known = result.federation.spec, result.federation.backbone
         return cls(
-            method=spec["method"],
-            backbone=spec["backbone"] | known,
-            training=spec["training"],
-            template=spec["template"] or TEMPLATE,
-            rounds=spec["rounds"],
-            round=taken.round,
-            seed=spec["seed"],
-            domains=tuple(Domain.model_validate(domain) for domain in domains),
-            state=state,
+            method=spec.method,
+            backbone=spec.backbone.model_copy(update={"fingerprint": known.fingerprint, "shape": known.shape}),
+            training=spec.training,
+            template=spec.template or TEMPLATE,
+            rounds=spec.rounds,
+            round=result.round,
+            seed=spec.seed,
+            domains=tuple(client.domain for client in result.clients if client.role == "trainer" and client.domain),
+            state=result.state,
         )
 
     def make_method(self) -> Method:
@@ -78,9 +76,8 @@ class Learned:
         method = self.make_method()
         if method.personal and not method.state_tensors():
             return f"{method.name} shares nothing: each client keeps what it has learned"
-        shape = BackboneShape.model_validate(self.backbone["shape"])
         try:
-            method.admit(NOBODY, None, self._context(shape))
+            method.admit(NOBODY, None, self._context(self.backbone.shape))
         except MethodError:
             return f"{method.name} classifies with what each client keeps to itself, which the federation never sees"
         return None
@@ -91,9 +88,9 @@ class Learned:
         if reason is not None:
             raise CommandError(f"{reason}: ask a client's own service (`/v1/predict`)", Exit.BAD_INPUT)
 
-    def _context(self, shape: BackboneShape) -> ServerContext:
-        training = TrainingSpec.model_validate(self.training)
-        return ServerContext(training, shape, None, (), self.seed, self.rounds)
+    def _context(self, shape: BackboneShape | None) -> ServerContext:
+        assert shape is not None, "a global state is made of the shape"
+        return ServerContext(self.training, shape, None, (), self.seed, self.rounds)
 
     def serve(self, backbone: Backbone, class_names: Sequence[str]) -> Served:
         """The classifier over ``class_names``, and the template's.
@@ -102,7 +99,7 @@ class Learned:
             CommandError: there is none, the backbone is another one, or a name does not fit into it.
         """
         self.check_alone()
-        wanted = self.backbone["fingerprint"]
+        wanted = self.backbone.fingerprint
         if wanted != backbone.fingerprint:
             text = f"the backbone here is {backbone.fingerprint}, the federation's was {wanted}"
             raise CommandError(f"{text}: install the same version of promptfed and of the weights", Exit.BAD_INPUT)
@@ -126,7 +123,7 @@ class Learned:
             backbone=backbone,
             class_names=names,
             template=self.template,
-            training=TrainingSpec.model_validate(self.training),
+            training=self.training,
             client=NOBODY.name,
             domain=None,
             peers=tuple(ClientInfo(domain.name, "trainer", 0, (), domain) for domain in self.domains),
@@ -147,18 +144,19 @@ def predictor_of(served: Served) -> Predictor:
 
 def weights_of(served: Served) -> Tensors | None:
     """What plain open_clip code classifies with (`Fixed`), and ``zero_shot_weights (C, d_e)``."""
-    found = served.classifier.weights() if isinstance(served.classifier, Fixed) else None
-    if found is None:
+    weights = served.classifier.weights() if isinstance(served.classifier, Fixed) else None
+    if weights is None:
         return None
     template = served.template.weights() if isinstance(served.template, Fixed) else None
-    whole = found | ({"zero_shot_weights": template["class_weights"]} if template is not None else {})
-    return {name: tensor.detach().float().cpu().clone() for name, tensor in whole.items()}
+    if template is not None:
+        weights = weights | {"zero_shot_weights": template["class_weights"]}
+    return {name: tensor.detach().float().cpu().clone() for name, tensor in weights.items()}
 
 
-def class_names_of(taken: Taken) -> tuple[str, ...] | None:
+def class_names_of(result: FederationResult) -> tuple[str, ...] | None:
     """The class names that the spec gives, None where each client has its own."""
-    named = taken.spec["class_names"]
-    return tuple(named) if named else None
+    names = result.federation.spec.class_names
+    return tuple(names) if names else None
 
 
 def given_class_names(classes: str | None, data: str | None) -> tuple[str, ...] | None:

@@ -9,15 +9,17 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from promptfed.export.adapted_model import Learned, class_names_of, weights_of
+from pydantic import ValidationError
+
+from promptfed.export.adapted_model import AdaptedModel, class_names_of, weights_of
 from promptfed.export.model_card import (
     FORMAT,
     JSON_FILE,
     MARKDOWN_FILE,
     STATE_FILE,
     WEIGHTS_FILE,
+    Card,
     Contents,
     backbone_files,
     card_of,
@@ -25,17 +27,19 @@ from promptfed.export.model_card import (
     snippet,
 )
 from promptfed.export.model_card_markdown import markdown
+from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import console, print_json, size
-from promptfed.sdk.snapshot import Taken
+from promptfed.sdk.output import console, print_json
+from promptfed.sdk.result import FederationResult
+from promptfed.sdk.text import size
 from promptfed.shared.clip import Backbone
-from promptfed.shared.messages import Domain
-from promptfed.shared.tensors import TensorError, Tensors, decode, encode, state_hash
+from promptfed.shared.spec import SpecError
+from promptfed.shared.tensors import TensorError, decode, encode, state_hash
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExportOptions:
     """How to export: class names instead of the spec's, whether clients are numbered instead of named."""
 
     class_names: tuple[str, ...] | None = None
@@ -43,56 +47,45 @@ class Asked:
     allow_backbone: bool = False
 
 
-def export(taken: Taken, out: Path, asked: Asked, backbone: Backbone | None = None) -> dict[str, Any]:
+def export(result: FederationResult, out: Path, options: ExportOptions, backbone: Backbone | None = None) -> Card:
     """Write everything into ``out``, which must be new or empty; the card. What fails leaves nothing behind.
 
     Raises:
         CommandError: a folder, class names or a backbone that cannot be used.
     """
     check_new(out)
-    state, _ = decode(taken.body)
-    learned = Learned.of(taken, state)
-    names = asked.class_names or class_names_of(taken)
-    why_none = _why_no_weights(learned, names)
-    weights: Tensors | None = None
-    files = {STATE_FILE: taken.body}
+    model = AdaptedModel.of(result)
+    names = options.class_names or class_names_of(result)
+    why_none, weights = _why_no_weights(model, names), None
+    files = {STATE_FILE: result.body}
     if why_none is None and names is not None:
-        backbone = backbone or open_backbone_of(learned, asked.allow_backbone)
-        weights = weights_of(learned.serve(backbone, names))
+        backbone = backbone or open_backbone_of(model, options.allow_backbone)
+        weights = weights_of(model.serve(backbone, names))
         if weights is None:
-            why_none = f"{learned.method['name']} needs promptfed's own towers, or texts that depend on the image"
+            why_none = f"{model.method['name']} needs promptfed's own towers, or texts that depend on the image"
         else:
             files[WEIGHTS_FILE] = encode(weights)
-            files |= backbone_files(backbone) if carries_backbone(learned.backbone) else {}
-    source = "the federation's spec" if asked.class_names is None else "who exported it"
-    contents = Contents(names, source, state, weights, why_none, learned.missing() is None, files)
-    card = card_of(taken, learned, contents, asked.anonymous)
-    text = markdown(card, snippet(learned, weights) if weights is not None else None)
-    files[JSON_FILE] = (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode()
+            files |= backbone_files(backbone) if carries_backbone(model.backbone) else {}
+    source = "the federation's spec" if options.class_names is None else "who exported it"
+    contents = Contents(names, source, model.state, weights, why_none, model.missing() is None, files)
+    card = card_of(result, model, contents, options.anonymous)
+    text = markdown(card, snippet(model.backbone, weights) if weights is not None else None)
+    files[JSON_FILE] = (json.dumps(card.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
     files[MARKDOWN_FILE] = text.encode()
     _write(files, out)
     return card
 
 
-def _why_no_weights(learned: Learned, names: tuple[str, ...] | None) -> str | None:
-    reason = learned.missing()
-    if reason is not None:
-        return reason
-    if names is None:
+def _why_no_weights(model: AdaptedModel, names: tuple[str, ...] | None) -> str | None:
+    reason = model.missing()
+    if reason is None and names is None:
         return "the federation names no classes, each client used its own: export again with --classes or --data"
-    return None
+    return reason
 
 
-def open_backbone_of(learned: Learned, allow: bool) -> Backbone:
-    """The federation's backbone on the CPU.
-
-    Raises:
-        CommandError: it cannot be loaded here.
-    """
-    from promptfed.sdk.backbone import open_backbone
-
-    spec = {"name": "export", "method": learned.method, "backbone": learned.backbone}
-    return open_backbone(spec, allow_backbone=allow)
+def open_backbone_of(model: AdaptedModel, allow: bool) -> Backbone:
+    """The federation's backbone on the CPU. Raises CommandError where it cannot be loaded here."""
+    return open_backbone(model.backbone, allow_backbone=allow)
 
 
 def check_new(out: Path) -> None:
@@ -125,50 +118,52 @@ def _write(files: dict[str, bytes], out: Path) -> None:
             shutil.rmtree(made, ignore_errors=True)
 
 
-def read_export(folder: Path) -> tuple[Learned, tuple[str, ...] | None]:
+def read_export(folder: Path) -> tuple[AdaptedModel, tuple[str, ...] | None]:
     """What an export holds: all that it takes to classify, and its class names where it has any.
 
     Raises:
         CommandError: the folder is no export, of a later version, or its state is not the one that its card names.
     """
     try:
-        card = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
+        raw = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
         body = (folder / STATE_FILE).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         raise CommandError(f"{folder} is no export of promptfed's ({reason})", Exit.BAD_INPUT) from None
     try:
-        if card["format"] != FORMAT:
-            text = f"{folder} is an export of format {card['format']}, this promptfed reads {FORMAT}"
+        if raw["format"] != FORMAT:
+            text = f"{folder} is an export of format {raw['format']}, this promptfed reads {FORMAT}"
             raise CommandError(text, Exit.BAD_INPUT)
-        state, _ = decode(body)
-        _check_state(folder, card, body, state)
-        learned = Learned(
-            **{key: card[key] for key in ("method", "backbone", "training", "template", "rounds", "round", "seed")},
-            domains=tuple(Domain.model_validate(domain) for domain in card["domains"]),
-            state=state,
-        )
-        names = card["class_names"]
-    except (KeyError, TypeError, ValueError, TensorError) as error:
-        raise CommandError(f"{folder}: {JSON_FILE} or {STATE_FILE} is damaged: {error}", Exit.BAD_INPUT) from None
-    return learned, tuple(names) if names else None
+        card, (state, _) = Card.model_validate(raw, extra="ignore"), decode(body)
+        digest = hashlib.sha256(body).hexdigest()
+        if digest != card.files[STATE_FILE].sha256 or state_hash(state) != card.hashes.state:
+            raise CommandError(f"{folder}: {STATE_FILE} is not the one that {JSON_FILE} names", Exit.BAD_INPUT)
+    except (KeyError, TypeError, ValidationError, TensorError) as error:
+        reason = str(SpecError.from_validation(error) if isinstance(error, ValidationError) else error)
+        raise CommandError(f"{folder}: {JSON_FILE} or {STATE_FILE} is damaged: {reason}", Exit.BAD_INPUT) from None
+    model = AdaptedModel(
+        method=card.method,
+        backbone=card.backbone,
+        training=card.training,
+        template=card.template,
+        rounds=card.rounds,
+        round=card.round,
+        seed=card.seed,
+        domains=tuple(card.domains),
+        state=state,
+    )
+    return model, tuple(card.class_names) if card.class_names else None
 
 
-def _check_state(folder: Path, card: dict[str, Any], body: bytes, state: Tensors) -> None:
-    found = hashlib.sha256(body).hexdigest()
-    if found != card["files"][STATE_FILE]["sha256"] or state_hash(state) != card["hashes"]["state"]:
-        raise CommandError(f"{folder}: {STATE_FILE} is not the one that {JSON_FILE} names", Exit.BAD_INPUT)
-
-
-def show_export(card: dict[str, Any], out: Path, as_json: bool) -> None:
+def show_export(card: Card, out: Path, as_json: bool) -> None:
     """Tell what was written."""
     if as_json:
-        print_json(card)
+        print_json(card.model_dump(mode="json"))
         return
-    method, total = card["method"]["name"], sum(about["bytes"] for about in card["files"].values())
-    head = f"Wrote {out} ({size(total)}): {method} of {card['federation']['name']}, round {card['round']}."
+    total = sum(file.bytes for file in card.files.values())
+    head = f"Wrote {out} ({size(total)}): {card.method['name']} of {card.federation.name}, round {card.round}."
     lines = [head, f"Read {MARKDOWN_FILE} in it: it says how to use the rest."]
-    if card["use"]["why_not_open_clip"]:
-        lines.append(f"No class weights for plain open_clip code: {card['use']['why_not_open_clip']}.")
+    if card.use.why_not_open_clip:
+        lines.append(f"No class weights for plain open_clip code: {card.use.why_not_open_clip}.")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from statistics import fmean
 from typing import Any
 
-from promptfed.export.adapted_model import Learned
-from promptfed.sdk.snapshot import Taken
+from pydantic import BaseModel, Field
+
+from promptfed.export.adapted_model import AdaptedModel
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, tiny
+from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS
+from promptfed.shared.spec import BackboneSpec, TrainingSpec
 from promptfed.shared.tensors import Tensors, canonical_json, encode
 
 FORMAT = 1
@@ -27,7 +32,6 @@ STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (
     "card.md",
 )
 BACKBONE_FOLDER = "backbone"  # of weights that open_clip cannot load by name
-MOST_CLASSES = 12  # that the Markdown names one by one
 
 
 @dataclass(frozen=True)
@@ -47,123 +51,208 @@ class Contents:
     files: dict[str, bytes]
 
 
-def card_of(taken: Taken, learned: Learned, contents: Contents, anonymous: bool) -> dict[str, Any]:
+class Origin(BaseModel):
+    """The federation, and how it stood."""
+
+    name: str
+    id: str
+    state: str
+
+
+class Participant(BaseModel):
+    """A client, by its name or its number."""
+
+    name: str
+    role: str
+    domain: str | None
+    num_samples: int
+    num_classes: int
+    updates_counted: int
+
+
+class MeasuredAccuracy(BaseModel):
+    """What a client measured on one of its test sets, or on a variant of it (fractions)."""
+
+    client: str
+    role: str
+    split: str
+    adapted: float
+    zero_shot: float | None
+    num_samples: int
+
+
+class Accuracies(BaseModel):
+    """What clients measured last; ``mean`` is by role, over the clients' own test images."""
+
+    round: int
+    clients: list[MeasuredAccuracy]
+    mean: dict[str, dict[str, float]]
+
+
+class Use(BaseModel):
+    """What can classify with the export."""
+
+    open_clip: bool
+    promptfed: bool
+    why_not_open_clip: str | None
+
+
+class Hashes(BaseModel):
+    """Of the state, the backbone's weights and the spec."""
+
+    state: str
+    backbone: str | None
+    spec: str
+
+
+class TensorOf(BaseModel):
+    """A tensor of a safetensors file."""
+
+    shape: list[int]
+    dtype: str
+
+
+class CardFile(BaseModel):
+    """One file of the export."""
+
+    bytes: int
+    sha256: str
+    tensors: dict[str, TensorOf] | None = Field(None, exclude_if=lambda tensors: tensors is None)
+
+
+class Made(BaseModel):
+    """When the export was written, and by which version."""
+
+    at: str
+    promptfed: str
+
+
+class Card(BaseModel):
+    """The card as ``card.json`` holds it."""
+
+    format: int = FORMAT
+    federation: Origin
+    method: dict[str, Any]
+    summary: str
+    paper: str
+    backbone: BackboneSpec
+    template: str
+    class_names: list[str] | None
+    class_names_from: str | None
+    round: int
+    rounds: int
+    training: TrainingSpec
+    seed: int
+    domains: list[Domain]
+    participants: list[Participant]
+    accuracy: Accuracies | None
+    bytes: dict[str, int]
+    use: Use
+    hashes: Hashes
+    files: dict[str, CardFile]
+    made: Made
+
+
+def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, anonymous: bool) -> Card:
     """The card; with ``anonymous`` clients are numbered instead of named."""
-    found = taken.federation
-    kind = METHODS[learned.method["name"]]
+    federation, kind = result.federation, METHODS[model.method["name"]]
     tensors = {STATE_FILE: contents.state, WEIGHTS_FILE: contents.weights or {}}
-    return {
-        "format": FORMAT,
-        "federation": {"name": found["name"], "id": found["id"], "state": found["state"]},
-        "method": learned.method,
-        "summary": kind.summary,
-        "paper": kind.paper,
-        "backbone": learned.backbone,
-        "template": learned.template,
-        "class_names": list(contents.class_names) if contents.class_names else None,
-        "class_names_from": contents.names_from if contents.class_names else None,
-        "round": taken.round,
-        "rounds": learned.rounds,
-        "training": learned.training,
-        "seed": learned.seed,
-        "domains": [domain.model_dump() for domain in learned.domains],
-        "participants": _participants(taken, anonymous),
-        "accuracy": _accuracy(taken, anonymous),
-        "bytes": {key: sum(report[f"bytes_{key}"] for report in taken.reports) for key in ("up", "down")},
-        "use": {
-            "open_clip": contents.weights is not None,
-            "promptfed": contents.alone and contents.class_names is not None,
-            "why_not_open_clip": contents.why_none,
-        },
-        "hashes": {
-            "state": taken.state_hash,
-            "backbone": learned.backbone["fingerprint"],
-            "spec": "sha256:" + hashlib.sha256(canonical_json(taken.spec).encode()).hexdigest(),
-        },
-        "files": {name: _file(body, tensors.get(name)) for name, body in sorted(contents.files.items())},
-        "made": {
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "promptfed": metadata.version("promptfed"),
-        },
-    }
+    names = sorted(client.name for client in result.clients)
+    shown = {name: f"client {number}" if anonymous else name for number, name in enumerate(names, 1)}
+    return Card(
+        federation=Origin(name=federation.name, id=federation.id, state=federation.state),
+        method=model.method,
+        summary=kind.summary,
+        paper=kind.paper,
+        backbone=model.backbone,
+        template=model.template,
+        class_names=list(contents.class_names) if contents.class_names else None,
+        class_names_from=contents.names_from if contents.class_names else None,
+        round=result.round,
+        rounds=model.rounds,
+        training=model.training,
+        seed=model.seed,
+        domains=list(model.domains),
+        participants=_participants(result, shown),
+        accuracy=_accuracies(result, shown),
+        bytes={"up": result.bytes_up, "down": result.bytes_down},
+        use=Use(
+            open_clip=contents.weights is not None,
+            promptfed=contents.alone and contents.class_names is not None,
+            why_not_open_clip=contents.why_none,
+        ),
+        hashes=Hashes(
+            state=result.state_hash,
+            backbone=model.backbone.fingerprint,
+            spec="sha256:" + hashlib.sha256(canonical_json(result.spec).encode()).hexdigest(),
+        ),
+        files={name: _file(body, tensors.get(name)) for name, body in sorted(contents.files.items())},
+        made=Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=metadata.version("promptfed")),
+    )
 
 
-def _file(body: bytes, tensors: Tensors | None) -> dict[str, Any]:
-    about: dict[str, Any] = {"bytes": len(body), "sha256": hashlib.sha256(body).hexdigest()}
+def _file(body: bytes, tensors: Tensors | None) -> CardFile:
+    described = None
     if tensors is not None:
-        about["tensors"] = {
-            name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        described = {
+            name: TensorOf(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             for name, tensor in sorted(tensors.items())
         }
-    return about
+    return CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=described)
 
 
-def _shown(taken: Taken, anonymous: bool) -> dict[str, str]:
-    names = sorted(client["name"] for client in taken.clients)
-    return {name: f"client {number}" if anonymous else name for number, name in enumerate(names, 1)}
-
-
-def _participants(taken: Taken, anonymous: bool) -> list[dict[str, Any]]:
-    shown = _shown(taken, anonymous)
-    counted = [one["client"] for report in taken.reports for phase in report["phases"] for one in phase["counted"]]
+def _participants(result: FederationResult, shown: Mapping[str, str]) -> list[Participant]:
+    counted = [update.client for report in result.rounds for phase in report.phases for update in phase.counted]
     return [
-        {
-            "name": shown[client["name"]],
-            "role": client["role"],
-            "domain": client["domain"]["name"] if client["domain"] else None,
-            "num_samples": client["num_samples"],
-            "num_classes": client["num_classes"],
-            "updates_counted": counted.count(client["name"]),
-        }
-        for client in sorted(taken.clients, key=lambda client: client["name"])
+        Participant(
+            name=shown[client.name],
+            role=client.role,
+            domain=client.domain.name if client.domain else None,
+            num_samples=client.num_samples,
+            num_classes=client.num_classes,
+            updates_counted=counted.count(client.name),
+        )
+        for client in sorted(result.clients, key=lambda client: client.name)
     ]
 
 
-def _accuracy(taken: Taken, anonymous: bool) -> dict[str, Any] | None:
-    """What clients measured last; ``splits`` with their variants, fractions."""
-    found = taken.evaluation()
-    if found is None:
+def _accuracies(result: FederationResult, shown: Mapping[str, str]) -> Accuracies | None:
+    if result.evaluated_round is None:
         return None
-    round, clients = found
-    shown = _shown(taken, anonymous)
     rows = [
-        {
-            "client": shown.get(name, name),
-            "role": one["role"],
-            "split": split,
-            "adapted": result["accuracy"],
-            "zero_shot": _zero_shot(one, split),
-            "num_samples": result["num_samples"],
-        }
-        for name, one in sorted(clients.items())
-        for split, result in sorted(one["splits"].items())
+        MeasuredAccuracy(
+            client=shown.get(accuracy.client, accuracy.client),
+            role=accuracy.role,
+            split=accuracy.split,
+            adapted=accuracy.accuracy,
+            zero_shot=accuracy.zero_shot,
+            num_samples=accuracy.num_samples,
+        )
+        for accuracy in result.final()
     ]
-    return {"round": round, "clients": rows, "mean": _means(rows)}
+    return Accuracies(round=result.evaluated_round, clients=rows, mean=_means(rows))
 
 
-def _zero_shot(one: dict[str, Any], split: str) -> float | None:
-    found = one["zero_shot"].get(split.partition("@")[0])
-    return found["accuracy"] if found else None
-
-
-def _means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def _means(rows: list[MeasuredAccuracy]) -> dict[str, dict[str, float]]:
     """By role, over the clients' own test images."""
-    found = {}
-    for role in sorted({row["role"] for row in rows}):
-        mine = [row for row in rows if row["role"] == role and row["split"] == "test"]
-        values = {key: [row[key] for row in mine if row[key] is not None] for key in ("adapted", "zero_shot")}
-        found[role] = {key: fmean(some) for key, some in values.items() if some}
-    return found
+    means = {}
+    for role in sorted({row.role for row in rows}):
+        own = [row for row in rows if row.role == role and row.split == "test"]
+        columns: dict[str, list[float]] = {
+            "adapted": [row.adapted for row in own],
+            "zero_shot": [row.zero_shot for row in own if row.zero_shot is not None],
+        }
+        means[role] = {name: fmean(values) for name, values in columns.items() if values}
+    return means
 
 
-def carries_backbone(backbone: dict[str, Any]) -> bool:
+def carries_backbone(backbone: BackboneSpec) -> bool:
     """Whether open_clip could not load the backbone by its name alone."""
-    model, weights = backbone["model"], backbone["pretrained"]
-    named = weights not in (None, "random") or model.startswith("hf-hub:")  # whose name brings its weights
-    return model == tiny.MODEL or not named
+    named = backbone.pretrained not in (None, "random") or backbone.model.startswith("hf-hub:")  # brings its weights
+    return backbone.model == tiny.MODEL or not named
 
 
-def snippet(learned: Learned, weights: Tensors) -> str:
+def snippet(backbone: BackboneSpec, weights: Tensors) -> str:
     """Plain open_clip code that classifies one image with the exported weights."""
     if weights["class_weights"].ndim == 3:
         score = [
@@ -181,7 +270,7 @@ def snippet(learned: Learned, weights: Tensors) -> str:
         "from PIL import Image",
         "from safetensors.torch import load_file",
         "",
-        f"model, _, preprocess = open_clip.create_model_and_transforms({_arguments(learned.backbone)})",
+        f"model, _, preprocess = open_clip.create_model_and_transforms({_arguments(backbone)})",
         "model.eval()",
         f'weights = load_file("{WEIGHTS_FILE}")',
         f'class_names = json.load(open("{JSON_FILE}", encoding="utf-8"))["class_names"]',
@@ -197,13 +286,13 @@ def snippet(learned: Learned, weights: Tensors) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _arguments(backbone: dict[str, Any]) -> str:
+def _arguments(backbone: BackboneSpec) -> str:
     """How open_clip is asked for the very backbone; always in float32, in which the weights are."""
     if carries_backbone(backbone):
         return f'"local-dir:{BACKBONE_FOLDER}"'
     from open_clip import get_pretrained_cfg, is_pretrained_cfg
 
-    model, weights = backbone["model"], backbone["pretrained"]
+    model, weights = backbone.model, backbone.pretrained
     given = [json.dumps(model)] + ([f"pretrained={json.dumps(weights)}"] if weights is not None else [])
     if weights is not None and is_pretrained_cfg(model, weights):
         given += ["force_quick_gelu=True"] * bool(get_pretrained_cfg(model, weights).get("quick_gelu", False))

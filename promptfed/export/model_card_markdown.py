@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from promptfed.export.model_card import BACKBONE_FOLDER, JSON_FILE, STATE_FILE, WEIGHTS_FILE, carries_backbone
-from promptfed.sdk.output import percent, size
+from promptfed.export.model_card import (
+    BACKBONE_FOLDER,
+    JSON_FILE,
+    STATE_FILE,
+    WEIGHTS_FILE,
+    Accuracies,
+    Card,
+    Participant,
+    carries_backbone,
+)
+from promptfed.sdk.text import percent, size
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.insights import GeneratesPrompts
 
@@ -16,120 +26,111 @@ WHAT = {
     f"{BACKBONE_FOLDER}/open_clip_config.json": "the backbone, which open_clip cannot load by name",
     f"{BACKBONE_FOLDER}/open_clip_model.safetensors": "its weights",
 }
-COUNTS = ("num_samples", "num_classes", "updates_counted")
 
 
-def markdown(card: dict[str, Any], snippet: str | None) -> str:
+def markdown(card: Card, snippet: str | None) -> str:
     """The card's text; ``snippet`` is the code for plain open_clip, where there is some."""
-    method, backbone = card["method"], card["backbone"]
-    trained = sum(one["role"] == "trainer" for one in card["participants"])
-    tested = len(card["participants"]) - trained
-    made = card["made"]
+    backbone, name = card.backbone, card.method["name"]
+    trained = sum(participant.role == "trainer" for participant in card.participants)
+    facts = {
+        "method": f"{name}: {card.paper}",
+        "hyperparameters": _settings(card.method),
+        "training": _settings(card.training.model_dump(mode="json")),
+        "backbone": f"{backbone.model}, {backbone.pretrained or 'random'}, {backbone.precision}",
+        "classes": _classes(card),
+        "template": f"`{card.template}`",
+        "federation": f"{card.federation.state}, seed {card.seed}",
+        "participants": f"{trained} trained, {len(card.participants) - trained} only evaluated",
+        "sent": f"{size(card.bytes['up'])} up, {size(card.bytes['down'])} down, and not one image",
+        "state": f"`{card.hashes.state}`",
+        "backbone's weights": f"`{card.hashes.backbone}`",
+    }
+    files = [[f"`{name}`", WHAT[name], f"{file.bytes:,}", f"`{file.sha256}`"] for name, file in card.files.items()]
     parts = [
-        f"# {_plain(card['federation']['name'])}: {method['name']} after round {card['round']} of {card['rounds']}",
-        card["summary"],
-        _table(
-            ["", ""],
-            [
-                ["method", f"{method['name']}: {card['paper']}"],
-                ["hyperparameters", _settings(method)],
-                ["training", _settings(card["training"])],
-                ["backbone", f"{backbone['model']}, {backbone['pretrained'] or 'random'}, {backbone['precision']}"],
-                ["classes", _classes(card)],
-                ["template", f"`{card['template']}`"],
-                ["federation", f"{card['federation']['state']}, seed {card['seed']}"],
-                [
-                    "participants",
-                    f"{trained} trained, {tested} only evaluated",
-                ],
-                ["sent", f"{size(card['bytes']['up'])} up, {size(card['bytes']['down'])} down, and not one image"],
-                ["state", f"`{card['hashes']['state']}`"],
-                ["backbone's weights", f"`{card['hashes']['backbone']}`"],
-            ],
-        ),
+        f"# {_plain(card.federation.name)}: {name} after round {card.round} of {card.rounds}",
+        card.summary,
+        _table(["", ""], [[key, value] for key, value in facts.items()]),
         "## Accuracy",
-        _accuracies(card["accuracy"]),
+        _accuracies(card.accuracy),
         "## Participants",
-        _participants(card["participants"]),
+        _participants(card.participants),
         "## Use",
         *_use(card, snippet),
         "## Files",
-        _table(
-            ["file", "what", "bytes", "SHA-256"],
-            [
-                [f"`{name}`", WHAT[name], f"{about['bytes']:,}", f"`{about['sha256']}`"]
-                for name, about in card["files"].items()
-            ],
-        ),
-        f"`{JSON_FILE}` holds the same for programs. Made by promptfed {made['promptfed']}, {made['at']}.",
+        _table(["file", "what", "bytes", "SHA-256"], files),
+        f"`{JSON_FILE}` holds the same for programs. Made by promptfed {card.made.promptfed}, {card.made.at}.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _use(card: dict[str, Any], snippet: str | None) -> list[str]:
-    name, use = card["method"]["name"], card["use"]
-    found = []
+def _use(card: Card, snippet: str | None) -> list[str]:
+    name, use = card.method["name"], card.use
+    parts = []
     if snippet is not None:
-        found += [f"With open_clip alone, in this folder:\n\n```python\n{snippet}```"]
-        if "k, C" in _weights_shape(card):
-            found += ["An image takes the class weights of the domain that it looks most like."]
-    elif use["why_not_open_clip"]:
-        found += [f"There are no class weights for plain open_clip code: {use['why_not_open_clip']}."]
-    if use["promptfed"]:
-        found += ["With promptfed:\n\n```\npromptfed predict image.png --export .\n```"]
-    if METHODS[name].personal and card["use"]["open_clip"]:
+        parts += [f"With open_clip alone, in this folder:\n\n```python\n{snippet}```"]
+        if _has_a_mixture(card):
+            parts += ["An image takes the class weights of the domain that it looks most like."]
+    elif use.why_not_open_clip:
+        parts += [f"There are no class weights for plain open_clip code: {use.why_not_open_clip}."]
+    if use.promptfed:
+        parts += ["With promptfed:\n\n```\npromptfed predict image.png --export .\n```"]
+    if METHODS[name].personal and use.open_clip:
         text = "each client's own predictions add what it keeps to itself, and its own service answers with them"
-        found += [f"These are the weights of what the clients share; {text} (`/v1/predict`)."]
+        parts += [f"These are the weights of what the clients share; {text} (`/v1/predict`)."]
     if issubclass(METHODS[name], GeneratesPrompts):
         text = "for others, `promptfed export --classes` again, or `promptfed prompts generate`"
-        found += [f"{name} learns a generator: it made the context for exactly these class names; {text}."]
-    if carries_backbone(card["backbone"]) and snippet is not None:
-        found += [f"The backbone is in no registry of open_clip's, so it lies in `{BACKBONE_FOLDER}/`."]
-    if card["round"] < card["rounds"]:
-        found += [f"The federation had {card['rounds']} rounds to go through: this is a state on the way."]
-    return found
+        parts += [f"{name} learns a generator: it made the context for exactly these class names; {text}."]
+    if carries_backbone(card.backbone) and snippet is not None:
+        parts += [f"The backbone is in no registry of open_clip's, so it lies in `{BACKBONE_FOLDER}/`."]
+    if card.round < card.rounds:
+        parts += [f"The federation had {card.rounds} rounds to go through: this is a state on the way."]
+    return parts
 
 
-def _weights_shape(card: dict[str, Any]) -> str:
-    about = card["files"].get(WEIGHTS_FILE)
-    return "k, C" if about and len(about["tensors"]["class_weights"]["shape"]) == 3 else "C"
+def _has_a_mixture(card: Card) -> bool:
+    """Whether there are class weights ``(k, C, d_e)`` of each domain, not ``(C, d_e)``."""
+    file = card.files.get(WEIGHTS_FILE)
+    return file is not None and file.tensors is not None and len(file.tensors["class_weights"].shape) == 3
 
 
-def _classes(card: dict[str, Any]) -> str:
-    names = card["class_names"]
+def _classes(card: Card) -> str:
+    names = card.class_names
     if not names:
         return "not named: each client used its own"
     shown = ", ".join(_plain(name) for name in names[:MOST_CLASSES])
     more = f" and {len(names) - MOST_CLASSES} more" if len(names) > MOST_CLASSES else ""
-    return f"{len(names)} (from {card['class_names_from']}): {shown}{more}"
+    return f"{len(names)} (from {card.class_names_from}): {shown}{more}"
 
 
-def _accuracies(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _accuracies(measured: Accuracies | None) -> str:
+    if measured is None:
         return "Nobody has measured any yet."
     rows = [
-        [_plain(one["client"]), one["role"], one["split"], *_percents(one), str(one["num_samples"])]
-        for one in found["clients"]
+        [_plain(row.client), row.role, row.split, percent(row.zero_shot), percent(row.adapted), str(row.num_samples)]
+        for row in measured.clients
     ]
-    rows += [[f"mean of the {role}s", "", "test", *_percents(mean), ""] for role, mean in found["mean"].items() if mean]
+    for role, mean in measured.mean.items():
+        if mean:
+            columns = [percent(mean.get("zero_shot")), percent(mean.get("adapted"))]
+            rows.append([f"mean of the {role}s", "", "test", *columns, ""])
     table = _table(["client", "role", "test set", "zero-shot", "adapted", "images"], rows)
-    return f"Measured by the clients on their own test images after round {found['round']}.\n\n{table}"
+    return f"Measured by the clients on their own test images after round {measured.round}.\n\n{table}"
 
 
-def _percents(one: dict[str, Any]) -> list[str]:
-    return [percent(one.get("zero_shot")), percent(one.get("adapted"))]
-
-
-def _participants(found: list[dict[str, Any]]) -> str:
+def _participants(participants: list[Participant]) -> str:
     rows = [
-        [_plain(one["name"]), one["role"], _plain(one["domain"] or "-"), *(str(one[key]) for key in COUNTS)]
-        for one in found
+        [_plain(client.name), client.role, _plain(client.domain or "-"), *map(str, _counts(client))]
+        for client in participants
     ]
     return _table(["client", "role", "domain", "images", "classes", "updates counted"], rows)
 
 
-def _settings(found: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {_plain(str(value))}" for key, value in found.items() if key != "name") or "none"
+def _counts(client: Participant) -> tuple[int, int, int]:
+    return client.num_samples, client.num_classes, client.updates_counted
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {_plain(str(value))}" for key, value in settings.items() if key != "name") or "none"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

@@ -10,10 +10,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from promptfed.library.result import Result
+from promptfed.sdk import operations
 from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, CommandError, Coordinator, open_coordinator
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.progress import Snapshot, Watcher, follow, pages
-from promptfed.sdk.snapshot import take
+from promptfed.sdk.follow import Snapshot, follow
+from promptfed.sdk.progress import Watcher
 
 
 def connect(url: str | None = None, *, token: str | None = None, token_file: Path | str | None = None) -> Connection:
@@ -61,23 +62,21 @@ class Connection:
         Raises:
             CommandError: the spec or the backbone is wrong, or the coordinator refuses.
         """
-        from promptfed.sdk.backbone import with_backbone
+        from promptfed.sdk.backbone import resolve, with_backbone
 
         named = {"name": method} if isinstance(method, str) else method
-        raw, tensors = with_backbone(spec | {"name": name, "method": named}, allow_backbone)
-        made = self._api.post("/v1/federations", raw)
-        if tensors is not None:
-            headers = {"Content-Type": "application/octet-stream"}
-            self._api.call("PUT", f"/v1/federations/{made['id']}/initial-state", content=tensors, headers=headers)
-        return Federation(self._api, made["id"], allow_backbone)
+        resolved, initial_state = with_backbone(resolve(spec | {"name": name, "method": named}), allow_backbone)
+        created = self._api.run(operations.create(resolved, initial_state))
+        return Federation(self._api, created.json["id"], allow_backbone)
 
     def federation(self, name: str) -> Federation:
         """The federation of that name or id. Raises CommandError where there is none."""
-        return Federation(self._api, self._api.get(f"/v1/federations/{name}")["id"])
+        return Federation(self._api, self._api.send(operations.get_federation(name)).json["id"])
 
     def federations(self) -> list[Federation]:
         """All federations."""
-        return [Federation(self._api, one["id"]) for one in pages(self._api, "/v1/federations", "federations")]
+        pages = self._api.run(operations.list_federations())
+        return [Federation(self._api, found["id"]) for page in pages for found in page.json["federations"]]
 
 
 class Federation:
@@ -87,13 +86,13 @@ class Federation:
         self._api, self.id, self._allow = api, id, allow_backbone
 
     def __repr__(self) -> str:
-        found = self.status()
-        return f"<Federation {found['name']}: {found['state']}, round {found['round']} of {found['spec']['rounds']}>"
+        view = self._api.send(operations.get_federation(self.id)).view
+        return f"<Federation {view.name}: {view.state}, round {view.round} of {view.spec.rounds}>"
 
     def status(self) -> dict[str, Any]:
         """What ``GET /v1/federations/{id}`` answers: resolved spec, state, round, who is awaited."""
-        found: dict[str, Any] = self._api.get(self._path)
-        return found
+        status: dict[str, Any] = self._api.send(operations.get_federation(self.id)).json
+        return status
 
     @property
     def state(self) -> str:
@@ -102,27 +101,28 @@ class Federation:
 
     def clients(self) -> list[dict[str, Any]]:
         """Who has enrolled."""
-        return list(pages(self._api, f"{self._path}/clients", "clients"))
+        pages = self._api.run(operations.list_clients(self.id))
+        return [client for page in pages for client in page.json["clients"]]
 
     def enrolment_token(self) -> str:
         """A fresh token for those who are to join."""
-        return str(self._api.post(f"{self._path}/enrolment-tokens")["token"])
+        return self._api.send(operations.mint_token(self.id)).view.token
 
     def start(self) -> Self:
         """Start the rounds; confirms the backbone that the first client enrolled with."""
-        return self._do("start")
+        return self._steer("start")
 
     def pause(self) -> Self:
         """Ask nobody until it is resumed."""
-        return self._do("pause")
+        return self._steer("pause")
 
     def resume(self) -> Self:
         """Go on after a pause."""
-        return self._do("resume")
+        return self._steer("resume")
 
     def cancel(self) -> Self:
         """End for good."""
-        return self._do("cancel")
+        return self._steer("cancel")
 
     def wait(self, seconds: float | None = None, *, progress: bool | None = None) -> Result:
         """What it came to, once it has finished.
@@ -142,18 +142,14 @@ class Federation:
             for snapshot in follow(self._api, self.id, look):
                 watcher.show(snapshot)
         if snapshot is None or snapshot.state != "finished":
-            told = snapshot.describe() if snapshot is not None else "unknown"
-            raise CommandError(f"the federation is {told}", Exit.FEDERATION_ENDED_BADLY)
+            state = snapshot.describe() if snapshot is not None else "unknown"
+            raise CommandError(f"the federation is {state}", Exit.FEDERATION_ENDED_BADLY)
         return self.result()
 
     def result(self, round: int | None = None) -> Result:
         """What it has come to after ``round``, or after its last finished one."""
-        return Result(take(self._api, self.id, round), allow_backbone=self._allow)
+        return Result(self._api.run(operations.take(self.id, round)), allow_backbone=self._allow)
 
-    @property
-    def _path(self) -> str:
-        return f"/v1/federations/{self.id}"
-
-    def _do(self, verb: str) -> Self:
-        self._api.post(f"{self._path}/{verb}")
+    def _steer(self, verb: str) -> Self:
+        self._api.send(operations.steer(self.id, verb))
         return self

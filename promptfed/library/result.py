@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,16 +12,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
-from promptfed.export.adapted_model import Learned, predictor_of, weights_of
-from promptfed.export.export import Asked, export, open_backbone_of
+from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
+from promptfed.export.export import ExportOptions, export, open_backbone_of
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import percent
-from promptfed.sdk.simulated import Accuracy, accuracies_of
-from promptfed.sdk.snapshot import Taken
+from promptfed.sdk.result import Accuracy, FederationResult
+from promptfed.sdk.text import percent
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import Role
-from promptfed.shared.tensors import Tensors, decode
+from promptfed.shared.tensors import Tensors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,15 +41,15 @@ class Prediction:
     domains: dict[str, float] | None
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Prediction:
+    def of(cls, answer: Mapping[str, Any]) -> Prediction:
         """From what a predictor answers."""
-        rows, domains = found["classes"], found["domains"]
+        rows, domains = answer["classes"], answer["domains"]
         template = {row["name"]: row["zero_shot"] for row in rows}
         return cls(
-            class_name=found["class_name"],
+            class_name=answer["class_name"],
             probabilities={row["name"]: row["probability"] for row in rows},
             zero_shot=None if None in template.values() else template,
-            domains={one["name"]: one["share"] for one in domains} if domains else None,
+            domains={domain["name"]: domain["share"] for domain in domains} if domains else None,
         )
 
 
@@ -63,7 +62,7 @@ class Result:
         backbone: the frozen model, where it is loaded already; else it is loaded when it is first needed.
     """
 
-    taken: Taken
+    taken: FederationResult
     backbone: Backbone | None = None
     allow_backbone: bool = False
     _predictors: dict[tuple[str, ...], Predictor] = field(default_factory=dict)
@@ -83,10 +82,10 @@ class Result:
         """``sha256:<hex>`` of the global state: the same spec, seed, data and machine give the same."""
         return self.taken.state_hash
 
-    @cached_property
+    @property
     def state(self) -> Tensors:
         """The global state by name: prompts, aggregators, a generator."""
-        return decode(self.taken.body)[0]
+        return self.taken.state
 
     @property
     def reports(self) -> list[dict[str, Any]]:
@@ -95,10 +94,7 @@ class Result:
 
     def accuracies(self, round: int | None = None) -> list[Accuracy]:
         """What clients measured after ``round``, or in the last evaluation, by client and test set (fractions)."""
-        if round is None:
-            found = self.taken.evaluation()
-            round = found[0] if found is not None else None
-        return [one for report in self.reports if report["round"] == round for one in accuracies_of(report)]
+        return self.taken.final() if round is None else self.taken.accuracies(round)
 
     def mean(self, role: Role = "trainer", column: Column = "adapted") -> float | None:
         """Mean over the clients of ``role`` on their own test images; None where there is none.
@@ -108,18 +104,15 @@ class Result:
         """
         _check(role, get_args(Role))
         _check(column, get_args(Column))
-        return _mean([one for one in self.accuracies() if one.role == role and one.split == "test"], column)
+        return _mean(_own(self.accuracies(), role), column)
 
     def curve(self, role: Role = "trainer") -> dict[int, float]:
         """The mean of ``role`` after each evaluated round. Raises CommandError where there is no such role."""
         _check(role, get_args(Role))
-        found = {}
-        for report in self.reports:
-            rows = [one for one in accuracies_of(report) if one.role == role and one.split == "test"]
-            mean = _mean(rows, "adapted")
-            if mean is not None:
-                found[int(report["round"])] = mean
-        return found
+        by_round: dict[int, list[Accuracy]] = {}
+        for accuracy in _own(self.taken.accuracies(), role):
+            by_round.setdefault(accuracy.round, []).append(accuracy)
+        return {round: fmean(row.accuracy for row in rows) for round, rows in by_round.items()}
 
     def predict(self, image: Image | Path | str | bytes, class_names: Sequence[str] | None = None) -> Prediction:
         """Classify an image (a PIL image, a file, or its bytes) as an evaluator of the federation does.
@@ -130,7 +123,7 @@ class Result:
         """
         names = self._names(class_names)
         if names not in self._predictors:
-            self._predictors[names] = predictor_of(self._learned.serve(self._loaded(), names))
+            self._predictors[names] = predictor_of(self._model.serve(self._loaded(), names))
         try:
             return Prediction.of(self._predictors[names].predict(_bytes(image)))
         except (BadImage, TooManyPixels) as error:
@@ -142,12 +135,12 @@ class Result:
         FaST-PT's hard mixture has ``class_weights (k, C, d_e)``, ``domain_weight`` and ``domain_bias``. None where the
         method needs promptfed's own towers, or texts that depend on the image.
         """
-        return weights_of(self._learned.serve(self._loaded(), self._names(class_names)))
+        return weights_of(self._model.serve(self._loaded(), self._names(class_names)))
 
     def export(self, folder: Path | str, class_names: Sequence[str] | None = None, *, anonymous: bool = False) -> Path:
         """Write state, class weights and a card into a new ``folder``, as `promptfed export` does."""
         names = tuple(class_names) if class_names is not None else None
-        export(self.taken, Path(folder), Asked(names, anonymous, self.allow_backbone), self.backbone)
+        export(self.taken, Path(folder), ExportOptions(names, anonymous, self.allow_backbone), self.backbone)
         return Path(folder)
 
     def track(self, where: str) -> None:
@@ -158,16 +151,16 @@ class Result:
             record(tracker, self.taken)
 
     @cached_property
-    def _learned(self) -> Learned:
-        return Learned.of(self.taken, self.state)
+    def _model(self) -> AdaptedModel:
+        return AdaptedModel.of(self.taken)
 
     def _loaded(self) -> Backbone:
         if self.backbone is None:
-            self.backbone = open_backbone_of(self._learned, self.allow_backbone)
+            self.backbone = open_backbone_of(self._model, self.allow_backbone)
         return self.backbone
 
     def _names(self, given: Sequence[str] | None) -> tuple[str, ...]:
-        names = given if given is not None else self.spec["class_names"]
+        names = given if given is not None else class_names_of(self.taken)
         if not names:
             raise CommandError("the spec names no classes: give class_names", Exit.BAD_INPUT)
         return tuple(names)
@@ -176,7 +169,7 @@ class Result:
         return f"<Result {self._title()}>"
 
     def __str__(self) -> str:
-        rows = [_cells(one) for one in self.accuracies()]
+        rows = [_cells(accuracy) for accuracy in self.accuracies()]
         widths = [max(len(row[place]) for row in [HEAD, *rows]) for place in range(len(HEAD))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [HEAD, *rows]]
         return "\n".join([self._title(), *lines])
@@ -184,25 +177,31 @@ class Result:
     def _repr_html_(self) -> str:
         """As a notebook shows it; names of clients are text."""
         body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(one)) + "</tr>"
-            for one in self.accuracies()
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(accuracy)) + "</tr>"
+            for accuracy in self.accuracies()
         )
         head = "".join(f"<th>{name}</th>" for name in HEAD)
         return f"<p>{html.escape(self._title())}</p><table><tr>{head}</tr>{body}</table>"
 
     def _title(self) -> str:
-        return f"{self.spec['name']}: {self.spec['method']['name']} after round {self.round} of {self.spec['rounds']}"
+        spec = self.taken.federation.spec
+        return f"{spec.name}: {spec.method['name']} after round {self.round} of {spec.rounds}"
 
 
 HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted"]
 
 
-def _cells(one: Accuracy) -> list[str]:
-    return [one.client, one.role, one.domain or "-", one.split, percent(one.zero_shot), percent(one.accuracy)]
+def _cells(row: Accuracy) -> list[str]:
+    return [row.client, row.role, row.domain or "-", row.split, percent(row.zero_shot), percent(row.accuracy)]
+
+
+def _own(accuracies: Sequence[Accuracy], role: Role) -> list[Accuracy]:
+    """Those of the clients of ``role`` on their own test images."""
+    return [accuracy for accuracy in accuracies if accuracy.role == role and accuracy.split == "test"]
 
 
 def _mean(rows: Sequence[Accuracy], column: Column) -> float | None:
-    values = [one.accuracy if column == "adapted" else one.zero_shot for one in rows]
+    values = [row.accuracy if column == "adapted" else row.zero_shot for row in rows]
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 

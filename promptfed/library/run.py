@@ -10,14 +10,11 @@ from typing import Any
 from promptfed.experiments.simulation import simulate
 from promptfed.library.result import Result
 from promptfed.runtime.services import Site
-from promptfed.sdk.backbone import open_backbone
+from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.progress import Watcher
-from promptfed.sdk.simulated import Simulated
-from promptfed.sdk.snapshot import Taken
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.tensors import encode
 
 Data = Mapping[str, str | Source] | Sequence[str | Source]
 
@@ -58,12 +55,12 @@ def run(
     sources = SharedSources()
     named = {"name": method} if isinstance(method, str) else method
     sites = _all_sites(sources, data, unseen, tests or {})
-    whole = {"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named}
-    model = backbone or open_backbone(whole, allow_backbone=allow_backbone, device=device)
+    resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
+    model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device)
     quiet = not (sys.stderr.isatty() if progress is None else progress)
-    with Watcher(whole.get("rounds"), quiet=quiet) as watcher:
-        found = simulate(
-            whole,
+    with Watcher(resolved.rounds, quiet=quiet) as watcher:
+        result = simulate(
+            resolved,
             sites,
             folder=Path(folder) if folder is not None else None,
             pool=pool,
@@ -71,30 +68,24 @@ def run(
             sources=sources,
             progress=watcher.show,
         )
-    return Result(taken_of(found), model, allow_backbone)
-
-
-def taken_of(found: Simulated) -> Taken:
-    """A simulated federation as if it had been taken from a coordinator."""
-    body = encode(found.state)
-    return Taken(found.federation, found.clients, found.reports, found.rounds, body, found.state_hash)
+    return Result(result, model, allow_backbone)
 
 
 def _all_sites(sources: SharedSources, data: Data, unseen: Data, tests: Mapping[str, str | Source]) -> list[Site]:
-    further = {name: _uri(sources, f"test-{name}", one) for name, one in tests.items()}
+    further = {name: _uri(sources, f"test-{name}", source) for name, source in tests.items()}
     trainers = [Site(name, uri, "trainer", further) for name, uri in _sites(sources, data, "client")]
     return trainers + [Site(name, uri, "evaluator") for name, uri in _sites(sources, unseen, "unseen")]
 
 
 def _sites(sources: SharedSources, data: Data, kind: str) -> list[tuple[str, str]]:
-    named = data.items() if isinstance(data, Mapping) else ((f"{kind}-{k}", one) for k, one in enumerate(data))
-    return [(name, _uri(sources, name, one)) for name, one in named]
+    named = data.items() if isinstance(data, Mapping) else ((f"{kind}-{k}", source) for k, source in enumerate(data))
+    return [(name, _uri(sources, name, source)) for name, source in named]
 
 
-def _uri(sources: SharedSources, name: str, one: str | Source) -> str:
-    """``one`` as it is, or a URI that stands for it in this run."""
-    if isinstance(one, str):
-        return one
+def _uri(sources: SharedSources, name: str, source: str | Source) -> str:
+    """``source`` as it is, or a URI that stands for it in this run."""
+    if isinstance(source, str):
+        return source
     uri = f"given:{name}"
-    sources.add(uri, one)
+    sources.add(uri, source)
     return uri

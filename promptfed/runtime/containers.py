@@ -20,6 +20,7 @@ from requests.exceptions import RequestException
 
 from promptfed.runtime.processes import revive
 from promptfed.runtime.services import Services, Site, client_options
+from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator
 from promptfed.sdk.exit_codes import Exit
 
@@ -120,10 +121,10 @@ class Containers:
         """
         left: list[str] = []
         for _ in range(STOP_TRIES):  # an interrupted request may have made something after we looked
-            found = self._ours()
-            if not found:
+            ours = self._ours()
+            if not ours:
                 return
-            left = [reason for one, options in found if (reason := _removed(one, options))]
+            left = [reason for thing, options in ours if (reason := _removed(thing, options))]
         if left:
             raise CommandError(f"could not remove {', '.join(left)}: remove it with `docker`", Exit.FAILED)
 
@@ -132,9 +133,9 @@ class Containers:
         mine = {"label": f"{LABEL}={self.id}"}
         containers = self.engine.containers.list(all=True, filters=mine, ignore_removed=True)
         return [
-            *((one, {"force": True, "v": True}) for one in containers),
-            *((one, {}) for one in self.engine.networks.list(filters=mine)),
-            *((one, {"force": True}) for one in self.engine.volumes.list(filters=mine)),
+            *((container, {"force": True, "v": True}) for container in containers),
+            *((network, {}) for network in self.engine.networks.list(filters=mine)),
+            *((volume, {"force": True}) for volume in self.engine.volumes.list(filters=mine)),
         ]
 
     def _keep_logs(self) -> None:
@@ -177,7 +178,7 @@ class ContainerFederation(Services):
         self.containers.start(name, "client", command, mounts, device_requests=requests)
 
     def watch(self) -> list[str]:
-        """As ``containers`` does."""
+        """Start again what died of ``containers``."""
         return self.containers.watch()
 
     def _start_coordinator(self, port: int) -> Coordinator:
@@ -191,7 +192,7 @@ class ContainerFederation(Services):
         )
         url = f"http://{LOOPBACK}:{port}"
         with Coordinator(url, "none-yet", meanwhile=self.watch) as starting:
-            starting.get("/readyz")
+            starting.send(operations.READY)
         code, output = self._coordinator.handle.exec_run(["cat", "/data/operator.token"])
         if code != 0:
             raise CommandError(f"cannot read the operator token: {output.decode(errors='replace')}", Exit.FAILED)
@@ -276,14 +277,14 @@ def _engine_errors() -> Iterator[None]:
         raise CommandError(f"the Docker engine refuses: {reason}", Exit.FAILED) from None
 
 
-def _removed(one: Any, options: dict[str, bool]) -> str | None:
+def _removed(thing: Any, options: dict[str, bool]) -> str | None:
     """Remove something; what it is and why it stays, if it does."""
     try:
-        one.remove(**options)
+        thing.remove(**options)
     except NotFound:
         return None
     except APIError as error:
-        return f"{one.name} ({_reason(error)})"
+        return f"{thing.name} ({_reason(error)})"
     return None
 
 
@@ -305,6 +306,6 @@ def _archive(name: str, text: str) -> bytes:
 
 def _free_port() -> int:
     """A port that nothing listens on now. The engine would choose another after each restart of the container."""
-    with socket.socket() as found:
-        found.bind((LOOPBACK, 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listening:
+        listening.bind((LOOPBACK, 0))
+        return int(listening.getsockname()[1])

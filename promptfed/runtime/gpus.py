@@ -22,13 +22,13 @@ def choose_gpus(asked: str, find: Callable[[], list[str]]) -> list[str]:
         return []
     if asked != "auto" and not (asked.isdecimal() and int(asked) > 0):
         raise CommandError(f"--gpus {asked} is not known: use auto, none or a number", Exit.BAD_INPUT)
-    found = find()
+    gpus = find()
     if asked == "auto":
-        return found
-    if int(asked) > len(found):
-        text = f"--gpus {asked} asks for more GPUs than there are ({len(found)}): use auto, none or a smaller number"
+        return gpus
+    if int(asked) > len(gpus):
+        text = f"--gpus {asked} asks for more GPUs than there are ({len(gpus)}): use auto, none or a smaller number"
         raise CommandError(text, Exit.BAD_INPUT)
-    return found[: int(asked)]
+    return gpus[: int(asked)]
 
 
 def gpus_of_torch() -> list[str]:

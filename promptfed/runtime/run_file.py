@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from promptfed.cli.federation import read_spec
 from promptfed.runtime.services import Site
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.files import read_spec
 from promptfed.shared.spec import NAME_PATTERN, Name, SpecError
 
 INDEX, COUNT = "{index}", "{count}"
@@ -47,9 +47,9 @@ class ClientEntry(BaseModel):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run file holds: a spec as it is POSTed, and the clients in the file's order."""
+    """What a run file holds: a spec as it is written, and the clients in the file's order."""
 
-    spec: dict[str, Any]
+    spec: Mapping[str, Any]
     sites: tuple[Site, ...]
 
 
@@ -70,14 +70,14 @@ def read_run(path: Path, clients: int | None = None) -> Run:
 
 
 def _entries(raw: Any, path: Path) -> list[ClientEntry]:
-    found = raw if isinstance(raw, list) else [raw]
-    if not found:
+    listed = raw if isinstance(raw, list) else [raw]
+    if not listed:
         raise CommandError(f"{path}: `clients` is empty: list at least one", Exit.BAD_INPUT)
     entries = []
-    for number, one in enumerate(found):
+    for number, entry in enumerate(listed):
         where = f"clients.{number}" if isinstance(raw, list) else "clients"
         try:
-            entries.append(ClientEntry.model_validate(one))
+            entries.append(ClientEntry.model_validate(entry))
         except ValidationError as error:
             raise CommandError(f"{path}: {SpecError.from_validation(error, where)}", Exit.BAD_INPUT) from None
     return entries

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from promptfed.runtime.processes import Processes
+from promptfed.sdk import operations
 from promptfed.sdk.client import CommandError, Coordinator
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.output import write_private
-from promptfed.sdk.progress import pages
+from promptfed.sdk.files import write_private
 
 START_SECONDS = 60.0
 ENROL_SECONDS = 120.0
@@ -60,19 +60,14 @@ class Services(ABC):
     def watch(self) -> list[str]:
         """Start again what died; the names of those started again. Raises ProcessFailed as `revive` does."""
 
-    def create(self, spec: dict[str, Any], initial_state: bytes | None = None) -> str:
+    def create(self, spec: operations.Spec, initial_state: bytes | None = None) -> str:
         """Create a federation; its id. ``initial_state`` is a safetensors body that only a backbone could make."""
-        federation = str(self.api.post("/v1/federations", spec)["id"])
-        if initial_state is not None:
-            path = f"/v1/federations/{federation}/initial-state"
-            headers = {"Content-Type": "application/octet-stream"}
-            self.api.call("PUT", path, content=initial_state, headers=headers)
-        return federation
+        return str(self.api.run(operations.create(spec, initial_state)).json["id"])
 
     def enrol(
         self, federation: str, sites: Sequence[Site], progress: Callable[[int], None], gpus: Sequence[str] = ()
     ) -> None:
-        """Start the clients of ``sites`` and wait until all have enrolled; ``progress`` hears how many have.
+        """Start the clients of ``sites`` and wait until all have enrolled; ``progress`` receives how many have.
 
         ``gpus`` are dealt out in turn; where there are none, clients compute on the CPU.
 
@@ -80,13 +75,14 @@ class Services(ABC):
             CommandError: they did not enrol in time.
             ProcessFailed: one of them ended.
         """
-        self.hand_out(self.api.post(f"/v1/federations/{federation}/enrolment-tokens")["token"])
+        self.hand_out(self.api.send(operations.mint_token(federation)).view.token)
         for number, site in enumerate(sites):
             self.start_client(federation, site, gpus[number % len(gpus)] if gpus else None)
         seconds = ENROL_SECONDS + ENROL_SECONDS_EACH * len(sites)
         deadline = time.monotonic() + seconds
         while True:
-            enrolled = sum(1 for _ in pages(self.api, f"/v1/federations/{federation}/clients", "clients"))
+            pages = self.api.run(operations.list_clients(federation))
+            enrolled = sum(len(page.json["clients"]) for page in pages)
             progress(enrolled)
             if enrolled == len(sites):
                 return
@@ -124,7 +120,7 @@ class LocalFederation(Services):
         self.processes.start(f"client-{site.name}", ["-m", "promptfed.client_service", *arguments])
 
     def watch(self) -> list[str]:
-        """As ``processes`` does."""
+        """Start again what died of ``processes``."""
         return self.processes.watch()
 
     @property

@@ -1,36 +1,55 @@
-"""What the command does for the coordinator, which has no backbone: the fingerprint, and a context made of words."""
+"""What the command does for the coordinator, which has no backbone: the fingerprint, and a context made of words.
+
+Here a spec comes in at the door (`resolve`); behind it there is only `FederationSpec`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
+from promptfed.shared.api_schemas import FederationView
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.methods import check_fits, method_for, resolve_spec
 from promptfed.shared.methods.core.base import MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
+from promptfed.shared.spec import BackboneShape, BackboneSpec, FederationSpec, SpecError
 from promptfed.shared.tensors import encode
 
 
-def with_backbone(raw: dict[str, Any], allow_backbone: bool) -> tuple[dict[str, Any], bytes | None]:
+def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
+    """A spec as somebody wrote it, with nothing left open. One that is resolved stays as it is.
+
+    Raises:
+        CommandError: with a dotted path for every offence.
+    """
+    if isinstance(raw, FederationSpec):
+        return raw
+    try:
+        return resolve_spec(dict(raw))
+    except SpecError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+
+
+def with_backbone(spec: FederationSpec, allow_backbone: bool) -> tuple[FederationSpec, bytes | None]:
     """The spec with the backbone's fingerprint and shape, and the initial state where only a backbone can make it.
 
     Raises:
-        CommandError: the spec or the backbone is wrong.
+        CommandError: the backbone cannot be loaded, or is another one; or the method cannot run with it.
     """
-    return described(raw, open_backbone(raw, allow_backbone=allow_backbone))
+    return described(spec, open_backbone(spec.backbone, allow_backbone=allow_backbone))
 
 
-def open_backbone(raw: dict[str, Any], *, allow_backbone: bool, device: str = "cpu") -> Backbone:
+def open_backbone(spec: BackboneSpec, *, allow_backbone: bool, device: str = "cpu") -> Backbone:
     """The backbone that a spec names.
 
     Raises:
-        CommandError: the spec is wrong, or the backbone cannot be loaded.
+        CommandError: it cannot be loaded.
     """
     try:
-        spec = resolve_spec(raw).backbone
         return load_backbone(
             spec.model,
             spec.pretrained,
@@ -38,26 +57,21 @@ def open_backbone(raw: dict[str, Any], *, allow_backbone: bool, device: str = "c
             device=device,
             allow_unregistered=allow_backbone,
         )
-    except (SpecError, BackboneError) as error:
+    except BackboneError as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None
 
 
-def described(raw: dict[str, Any], backbone: Backbone) -> tuple[dict[str, Any], bytes | None]:
-    """As `with_backbone`, where the backbone is at hand.
-
-    Raises:
-        CommandError: the spec is wrong, or names another backbone.
-    """
+def described(spec: FederationSpec, backbone: Backbone) -> tuple[FederationSpec, bytes | None]:
+    """As `with_backbone`, where the backbone is at hand."""
     try:
-        spec = resolve_spec(raw)
-        found = check_fingerprint(backbone, spec.backbone.fingerprint)
-        shape = shape_of(backbone)
-        check_fits(method_for(spec), shape)
+        fingerprint = check_fingerprint(backbone, spec.backbone.fingerprint)
+        shape, method = shape_of(backbone), method_for(spec)
+        check_fits(method, shape)
         if spec.class_names is not None and spec.template is not None:
-            method_for(spec).check_texts(backbone, tuple(spec.class_names), spec.template)
-        section = spec.backbone.model_dump() | {"fingerprint": found, "shape": shape.model_dump()}
-        return raw | {"backbone": section}, _initial_state(spec, backbone, shape)
-    except (SpecError, BackboneError, MethodError) as error:
+            method.check_texts(backbone, tuple(spec.class_names), spec.template)
+        described = BackboneSpec(**dict(spec.backbone) | {"fingerprint": fingerprint, "shape": shape})
+        return spec.model_copy(update={"backbone": described}), _initial_state(spec, backbone, shape)
+    except (BackboneError, MethodError) as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None
 
 
@@ -67,11 +81,35 @@ def check_fingerprint(backbone: Backbone, wanted: str | None) -> str:
     Raises:
         CommandError: it is not the one that is ``wanted``.
     """
-    found = backbone.fingerprint
-    if wanted not in (None, found):
-        text = f"backbone.fingerprint is {wanted}, but the backbone here is {found}"
+    if wanted not in (None, backbone.fingerprint):
+        text = f"backbone.fingerprint is {wanted}, but the backbone here is {backbone.fingerprint}"
         raise CommandError(text, Exit.BAD_INPUT)
-    return found
+    return backbone.fingerprint
+
+
+def backbone_of(federation: FederationView, allow_backbone: bool) -> Backbone:
+    """The backbone of a federation at a coordinator.
+
+    Raises:
+        CommandError: it cannot be loaded, or is another one here.
+    """
+    backbone = open_backbone(federation.spec.backbone, allow_backbone=allow_backbone)
+    check_fingerprint(backbone, federation.backbone.fingerprint)
+    return backbone
+
+
+def text_features(backbone: Backbone, names: Sequence[str]) -> list[list[float]]:
+    """Normalised features of the bare names ``(C, d_e)``.
+
+    Raises:
+        CommandError: a name does not fit into the backbone.
+    """
+    try:
+        features = name_features(backbone, names).cpu()
+    except BackboneError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    # Nine digits are all that a float32 has; Python would write seventeen.
+    return [[float(f"{value:.9g}") for value in row] for row in features.tolist()]
 
 
 def _initial_state(spec: FederationSpec, backbone: Backbone, shape: BackboneShape) -> bytes | None:

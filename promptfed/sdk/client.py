@@ -1,16 +1,24 @@
-"""A coordinator's API as the command sees it: one client, errors in one line that says what to do."""
+"""The operator's client of a coordinator's API: requests, answers, and the two transports that carry them.
+
+What is asked and how an answer is read (`promptfed.sdk.operations`) knows no transport: an operation is a generator
+that yields requests and is sent their answers. `Coordinator` carries them over a network, `AsyncCoordinator` to a
+coordinator in this process.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from promptfed.sdk.exit_codes import Exit
 
@@ -19,6 +27,9 @@ URL_VARIABLE = "PROMPTFED_COORDINATOR"
 RESTART_SECONDS = 60.0
 RETRY_SECONDS = 0.2
 TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
+
+View = TypeVar("View", bound=BaseModel)
+T = TypeVar("T")
 
 
 class CommandError(Exception):
@@ -29,14 +40,55 @@ class CommandError(Exception):
         self.exit = exit
 
 
-@dataclass
-class Answer:
-    """A successful answer: status, headers and body."""
+@dataclass(frozen=True)
+class Request(Generic[View]):
+    """One request, and the model of its answer; ``options`` are httpx's: params, json, content, headers, timeout."""
 
-    status: int
+    verb: str
+    path: str
+    model: type[View]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer(Generic[View]):
+    """A successful answer. Reports can have megabytes, so it is read only where ``json`` or ``view`` is asked for."""
+
+    model: type[View]
+    url: str
     headers: Mapping[str, str]
     body: bytes
-    json: Any
+
+    @cached_property
+    def json(self) -> Any:
+        """What the coordinator said, with keys that this promptfed does not know. CommandError if it is no JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            raise CommandError(f"{self.url} answers no JSON: is that a coordinator's address?", Exit.FAILED) from None
+
+    @cached_property
+    def view(self) -> View:
+        """The same as a model, without unknown keys. CommandError if it is something else."""
+        return parse(self.model, self.json)
+
+
+def parse(model: type[View], raw: object) -> View:
+    """What a coordinator said, as ``model``; keys of a later version are passed over.
+
+    Raises:
+        CommandError: something is missing, or has a value that this promptfed does not know.
+    """
+    try:
+        return model.model_validate(raw, extra="ignore")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        text = f"this promptfed does not understand the coordinator's answer ({where}: {first['msg']})"
+        raise CommandError(f"{text}: use the coordinator's version", Exit.FAILED) from None
+
+
+Operation = Generator[Request[Any], Answer[Any], T]
 
 
 class Coordinator:
@@ -49,9 +101,9 @@ class Coordinator:
     def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
         self.url = url.rstrip("/")
         self._meanwhile = meanwhile
-        self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=timeout)
+        self._http = httpx.Client(base_url=self.url, headers=_authorization(token), timeout=timeout)
 
-    def __enter__(self) -> Coordinator:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -63,46 +115,77 @@ class Coordinator:
         """Let the connections go."""
         self._http.close()
 
-    def call(self, verb: str, path: str, **request: Any) -> Answer:
-        """Send one request.
+    def run(self, operation: Operation[T]) -> T:
+        """What ``operation`` returns. Raises CommandError as `send` does."""
+        try:
+            request = next(operation)
+            while True:
+                request = operation.send(self.send(request))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def send(self, request: Request[View]) -> Answer[View]:
+        """The answer to one request.
 
         Raises:
             CommandError: the coordinator cannot be reached, or it refused; the problem's detail and path are told.
         """
         try:
-            response = self._send(verb, path, **request)
+            return _answer(request, self._response(request))
         except httpx.TransportError as error:
             text = f"cannot reach the coordinator at {self.url} ({error}): is it running? See --coordinator"
             raise CommandError(text, Exit.UNREACHABLE) from None
-        is_json = "json" in response.headers.get("content-type", "")
-        if response.is_success:
-            body = response.json() if is_json and response.content else None
-            return Answer(response.status_code, response.headers, response.content, body)
-        raise CommandError(*_refusal(response, response.json() if is_json else {}))
 
-    def _send(self, verb: str, path: str, **request: Any) -> httpx.Response:
+    def _response(self, request: Request[View]) -> httpx.Response:
         deadline = time.monotonic() + RESTART_SECONDS
         while True:
             try:
-                return self._http.request(verb, path, **request)
+                return self._http.request(request.verb, request.path, **request.options)
             except httpx.TransportError as error:
                 # What was not sent, or only reads, can be sent again.
-                harmless = verb == "GET" or isinstance(error, httpx.ConnectError)
+                harmless = request.verb == "GET" or isinstance(error, httpx.ConnectError)
                 if self._meanwhile is None or not harmless or time.monotonic() > deadline:
                     raise
             self._meanwhile()
             time.sleep(RETRY_SECONDS)
 
-    def get(self, path: str, **query: Any) -> Any:
-        """The JSON that ``path`` answers."""
-        return self.call("GET", path, params=query).json
 
-    def post(self, path: str, body: Any = None, **request: Any) -> Any:
-        """The JSON that ``path`` answers to ``body``."""
-        return self.call("POST", path, json=body, **request).json
+class AsyncCoordinator:
+    """Calls one coordinator over ``http``, which others may use too, with an operator token."""
+
+    def __init__(self, http: httpx.AsyncClient, token: str):
+        self._http, self._authorization = http, _authorization(token)
+
+    async def run(self, operation: Operation[T]) -> T:
+        """As `Coordinator.run`."""
+        try:
+            request = next(operation)
+            while True:
+                request = operation.send(await self.send(request))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def send(self, request: Request[View]) -> Answer[View]:
+        """The answer to one request. Raises CommandError where the coordinator refused, with its reason."""
+        headers = self._authorization | request.options.get("headers", {})
+        options = {**request.options, "headers": headers}
+        return _answer(request, await self._http.request(request.verb, request.path, **options))
 
 
-def _refusal(response: httpx.Response, problem: dict[str, Any]) -> tuple[str, Exit]:
+def _authorization(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _answer(request: Request[View], response: httpx.Response) -> Answer[View]:
+    if response.is_success:
+        return Answer(request.model, str(response.url), response.headers, response.content)
+    is_json = "json" in response.headers.get("content-type", "")
+    raise CommandError(*_refusal(response, response.json() if is_json else {}))
+
+
+def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str, Exit]:
     detail = problem.get("detail") or problem.get("title") or response.reason_phrase
     places = "; ".join(f"{item['path']}: {item['detail']}" for item in problem.get("errors", []) if "path" in item)
     text = f"{detail}{f' ({places})' if places and places not in str(detail) else ''}"

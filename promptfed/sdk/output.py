@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -38,20 +36,6 @@ def table(title: str | None, columns: list[str], rows: list[list[str]]) -> Table
     return made
 
 
-def percent(value: float | None) -> str:
-    """An accuracy as people write it."""
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def size(count: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
-
-
 @contextmanager
 def reporting_errors() -> Iterator[None]:
     """Turn a CommandError into one line on stderr and its exit code, and Ctrl-C into 130."""
@@ -63,20 +47,3 @@ def reporting_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         messages.print("promptfed: interrupted")
         raise typer.Exit(Exit.INTERRUPTED) from None
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a secret so that only its owner can read it."""
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
-
-
-def write_file(path: Path, body: bytes) -> None:
-    """Write bytes. Raises CommandError where that fails."""
-    try:
-        path.write_bytes(body)
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None

@@ -8,7 +8,7 @@ federation anywhere, running or finished, can be followed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +16,11 @@ from typing import Any, Protocol, Self
 
 from promptfed.sdk.client import CommandError, Coordinator
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.progress import ENDED, Snapshot, follow, pages
-from promptfed.sdk.snapshot import Taken
+from promptfed.sdk.follow import ENDED, Snapshot, follow
+from promptfed.sdk.operations import get_federation, get_rounds
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.api_schemas import FederationView, RoundReport
+from promptfed.shared.spec import FederationSpec
 
 FEDERATION_TAG, ROUND_TAG = "promptfed.federation", "promptfed.round"
 EXPERIMENT = "promptfed"
@@ -49,7 +52,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def begin(self, name: str, id: str, settings: dict[str, str]) -> int:
-        """As `Tracker` says. A second run replaces the first: what stands from round 0 on is not shown any more."""
+        """Open a file. A second run replaces the first: what stands from round 0 on is not shown any more."""
         try:
             self._writer = self._make(str(self._folder / f"{name}-{id}"), purge_step=0)
         except OSError as error:
@@ -59,13 +62,11 @@ class TensorBoard:
         return -1
 
     def log(self, round: int, metrics: dict[str, float]) -> None:
-        """As `Tracker` says."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
 
     def close(self, state: str | None) -> None:
-        """As `Tracker` says."""
         if self._writer is not None:
             self._writer.close()
 
@@ -81,40 +82,37 @@ class MLflow:
             raise _missing("mlflow") from None
         self._error: type[Exception] = MlflowException
         self._run = ""
-        with self._told(uri):
+        with self._refusals(uri):
             self._client = MlflowClient(tracking_uri=uri)
 
     def begin(self, name: str, id: str, settings: dict[str, str]) -> int:
-        """As `Tracker` says: a run that was left off is gone on with."""
-        with self._told(name):
+        """Open a run, or go on with one that was left off."""
+        with self._refusals(name):
             known = self._client.get_experiment_by_name(EXPERIMENT)
             experiment = known.experiment_id if known is not None else self._client.create_experiment(EXPERIMENT)
-            found = self._client.search_runs([experiment], f"tags.`{FEDERATION_TAG}` = '{id}'", max_results=1)
-            if found:
-                self._run = found[0].info.run_id
-                return int(found[0].data.tags.get(ROUND_TAG, -1))
-            made = self._client.create_run(experiment, run_name=name, tags={FEDERATION_TAG: id})
-            self._run = made.info.run_id
+            runs = self._client.search_runs([experiment], f"tags.`{FEDERATION_TAG}` = '{id}'", max_results=1)
+            if runs:
+                self._run = runs[0].info.run_id
+                return int(runs[0].data.tags.get(ROUND_TAG, -1))
+            self._run = self._client.create_run(experiment, run_name=name, tags={FEDERATION_TAG: id}).info.run_id
             for key, value in settings.items():
                 self._client.log_param(self._run, key, value[:500])
         return -1
 
     def log(self, round: int, metrics: dict[str, float]) -> None:
-        """As `Tracker` says."""
-        with self._told(f"round {round}"):
+        with self._refusals(f"round {round}"):
             for name, value in metrics.items():
                 self._client.log_metric(self._run, NOT_IN_MLFLOW.sub(":", name), value, step=round)
             self._client.set_tag(self._run, ROUND_TAG, str(round))
 
     def close(self, state: str | None) -> None:
-        """As `Tracker` says."""
         if self._run and state is not None:
             status = {"finished": "FINISHED", "cancelled": "KILLED"}.get(state, "FAILED")
-            with self._told("the end"):
+            with self._refusals("the end"):
                 self._client.set_terminated(self._run, status)
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _refusals(self, what: str) -> Iterator[None]:
         try:
             yield
         except self._error as error:
@@ -122,7 +120,7 @@ class MLflow:
             raise CommandError(f"MLflow refuses {what}: {text}", Exit.FAILED) from None
 
 
-class _Closing:
+class OpenTracker:
     """A tracker that is closed with its block; ``state`` is set by who knows how the federation stands."""
 
     def __init__(self, tracker: Tracker):
@@ -137,13 +135,13 @@ class _Closing:
     ) -> None:
         self._tracker.close(self.state)
 
-    def begin(self, federation: dict[str, Any]) -> int:
-        """The run of ``federation``, as its coordinator tells of it."""
-        return self._tracker.begin(federation["name"], federation["id"], settings_of(federation["spec"]))
+    def begin(self, federation: FederationView) -> int:
+        """Open the run of ``federation``; the last round that it already holds, -1 for none."""
+        return self._tracker.begin(federation.name, federation.id, settings_of(federation.spec))
 
-    def log(self, report: dict[str, Any]) -> None:
-        """One round's report."""
-        self._tracker.log(report["round"], metrics_of(report))
+    def log(self, report: RoundReport) -> None:
+        """Write one round's numbers."""
+        self._tracker.log(report.round, metrics_of(report))
 
 
 TRACKERS: dict[str, Callable[[str], Tracker]] = {
@@ -156,7 +154,7 @@ def _missing(extra: str) -> CommandError:
     return CommandError(f"{extra} is not installed: pip install 'promptfed[{extra}]'", Exit.BAD_INPUT)
 
 
-def open_tracker(where: str) -> _Closing:
+def open_tracker(where: str) -> OpenTracker:
     """The tracker of ``tensorboard:FOLDER`` or ``mlflow:URI``.
 
     Raises:
@@ -165,70 +163,75 @@ def open_tracker(where: str) -> _Closing:
     kind, _, place = where.partition(":")
     if kind not in TRACKERS or not place:
         raise CommandError(f"{where!r} is no tracker: write tensorboard:FOLDER or mlflow:URI", Exit.BAD_INPUT)
-    return _Closing(TRACKERS[kind](place))
+    return OpenTracker(TRACKERS[kind](place))
 
 
-def record(tracker: _Closing, taken: Taken) -> None:
-    """Write all rounds of what was taken."""
-    last = tracker.begin(taken.federation)
-    for report in taken.reports:
-        if report["round"] > last:
+def record(tracker: OpenTracker, result: FederationResult) -> None:
+    """Write all rounds of a result."""
+    last = tracker.begin(result.federation)
+    for report in result.rounds:
+        if report.round > last:
             tracker.log(report)
-    tracker.state = taken.federation["state"]
+    tracker.state = result.federation.state
 
 
 def track(
-    api: Coordinator, federation: str, trackers: list[_Closing], told: Callable[[Snapshot, int], None]
+    api: Coordinator, federation: str, trackers: list[OpenTracker], progress: Callable[[Snapshot, int], None]
 ) -> Snapshot:
-    """Follow a federation and write each round once it is over; ``told`` hears of every change and the last round
+    """Follow a federation and write each round once it is over; ``progress`` receives every change, and the last round
     written."""
-    last = [tracker.begin(api.get(f"/v1/federations/{federation}")) for tracker in trackers]
+    view = api.send(get_federation(federation)).view
+    last = [tracker.begin(view) for tracker in trackers]
     for snapshot in follow(api, federation):
         for report in _over(api, federation, min(last), ended=snapshot.state in ENDED):
             for place, tracker in enumerate(trackers):
-                if report["round"] > last[place]:
+                if report.round > last[place]:
                     tracker.log(report)
-                    last[place] = report["round"]
-        told(snapshot, min(last))
+                    last[place] = report.round
+        progress(snapshot, min(last))
     for tracker in trackers:
         tracker.state = snapshot.state if snapshot.state != "paused" else None
     return snapshot
 
 
-def _over(api: Coordinator, federation: str, last: int, ended: bool) -> Iterator[dict[str, Any]]:
+def _over(api: Coordinator, federation: str, last: int, ended: bool) -> Iterator[RoundReport]:
     """Reports of the rounds behind ``last`` that are over: all, where the federation has ``ended``."""
     after = str(last) if last >= 0 else None
-    for report in pages(api, f"/v1/federations/{federation}/rounds", "rounds", after):
-        if ended or report["ended_at"] is not None:
-            yield report
+    while True:
+        page = api.send(get_rounds(federation, after)).view
+        yield from (report for report in page.rounds if ended or report.ended_at is not None)
+        after = page.next
+        if after is None:
+            return
 
 
-def settings_of(spec: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def settings_of(spec: FederationSpec) -> dict[str, str]:
     """A resolved spec as flat text: ``training.learning_rate`` and so on."""
-    found: dict[str, str] = {}
-    for key, value in spec.items():
-        if isinstance(value, dict):
-            found |= settings_of(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = str(value)
-    return found
+    return _flat(spec.model_dump(mode="json"), "")
 
 
-def metrics_of(report: dict[str, Any]) -> dict[str, float]:
+def _flat(section: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for key, value in section.items():
+        settings |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: str(value)}
+    return settings
+
+
+def metrics_of(report: RoundReport) -> dict[str, float]:
     """The numbers of a round: ``loss/PHASE``, ``accuracy/ROLE/SPLIT`` and of each client, bytes, seconds."""
-    found: dict[str, float] = {f"bytes/{way}": report[f"bytes_{way}"] for way in ("up", "down")}
-    if report["seconds"] is not None:
-        found["seconds/round"] = report["seconds"]
-    for phase in report["phases"]:
-        found |= {f"{name}/{phase['phase']}": value for name, value in phase["metrics"].items()}
-        found |= {f"{name}/{phase['phase']}": value for name, value in phase["measured"].get("phase", {}).items()}
-        found |= {f"{key}/{phase['phase']}": len(phase[key]) for key in ("asked", "counted")}
-        found |= {f"norm/{phase['phase']}/{one['client']}": one["norm"] for one in phase["updates"]}
-    evaluation = report["evaluation"]
-    if evaluation is not None:
-        for role, splits in evaluation["by_split"].items():
+    metrics: dict[str, float] = {"bytes/up": report.bytes_up, "bytes/down": report.bytes_down}
+    if report.seconds is not None:
+        metrics["seconds/round"] = report.seconds
+    for phase in report.phases:
+        metrics |= {f"{name}/{phase.phase}": value for name, value in phase.metrics.items()}
+        metrics |= {f"{name}/{phase.phase}": value for name, value in phase.measured.phase.items()}
+        metrics |= {f"asked/{phase.phase}": len(phase.asked), f"counted/{phase.phase}": len(phase.counted)}
+        metrics |= {f"norm/{phase.phase}/{update.client}": update.norm for update in phase.updates}
+    if report.evaluation is not None:
+        for role, splits in report.evaluation.by_split.items():
             for split, means in splits.items():
-                found |= {f"{name}/{role}/{split}": value for name, value in means.items()}
-        for client, one in evaluation["clients"].items():
-            found |= {f"accuracy/client {client}/{name}": split["accuracy"] for name, split in one["splits"].items()}
-    return {name: float(value) for name, value in found.items()}
+                metrics |= {f"{name}/{role}/{split}": value for name, value in means.items()}
+        for client, measured in report.evaluation.clients.items():
+            own = {name: split.accuracy for name, split in measured.splits.items()}
+            metrics |= {f"accuracy/client {client}/{name}": accuracy for name, accuracy in own.items()}
+    return {name: float(value) for name, value in metrics.items()}

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from promptfed.sdk.client import Coordinator
-from promptfed.sdk.snapshot import Taken, take
+from promptfed.sdk.operations import take
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
 from promptfed.shared.data import open_source
 from promptfed.shared.tensors import Tensors, decode, encode, state_hash
@@ -86,13 +87,13 @@ def api(server: InThread) -> Coordinator:
     return Coordinator(server.url, (server.settings.data_dir / "operator.token").read_text().strip())
 
 
-def taken(server: InThread, method: str) -> Taken:
+def taken(server: InThread, method: str) -> FederationResult:
     """What `promptfed export` takes of the federation of ``method``."""
     with api(server) as calls:
-        return take(calls, method.replace("_", "-"))
+        return calls.run(take(method.replace("_", "-")))
 
 
-def with_state(found: Taken, **tensors: torch.Tensor) -> Taken:
+def with_state(found: FederationResult, **tensors: torch.Tensor) -> FederationResult:
     """The same federation, with other tensors in its state."""
     state: Tensors = decode(found.body)[0] | tensors
     return replace(found, body=encode(state), state_hash=state_hash(state))

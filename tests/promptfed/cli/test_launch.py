@@ -23,7 +23,7 @@ from promptfed.runtime.gpus import choose_gpus, gpus_of_engine
 from promptfed.runtime.processes import ProcessFailed
 from promptfed.runtime.run_file import read_run
 from promptfed.runtime.services import Services, Site
-from promptfed.sdk.client import CommandError
+from promptfed.sdk.client import Answer, CommandError, Coordinator, Request
 from promptfed.sdk.exit_codes import Exit
 from promptfed.shared.spec import parse_spec
 from tests import ROOT
@@ -47,30 +47,31 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-class Api:
+class Api(Coordinator):
     """A coordinator that answers what `Services` asks of it."""
 
     def __init__(self) -> None:
+        super().__init__("http://nowhere", "token")
         self.calls: list[tuple[Any, ...]] = []
         self.enrolled = 0
 
-    def post(self, path: str, body: Any = None) -> dict[str, str]:
-        self.calls.append(("POST", path, body))
-        return {"id": "fed-1", "token": "enrol-me"}
-
-    def call(self, verb: str, path: str, **request: Any) -> None:
-        self.calls.append((verb, path, request["content"]))
-
-    def get(self, path: str, **_: Any) -> dict[str, Any]:
-        assert path == "/v1/federations/fed-1/clients"
-        return {"clients": [{}] * self.enrolled, "next": None}
+    def send(self, request: Request[Any]) -> Answer[Any]:
+        if request.verb == "GET":
+            assert request.path == "/v1/federations/fed-1/clients"
+            answer: dict[str, Any] = {"clients": [{}] * self.enrolled, "next": None}
+        else:
+            self.calls.append(
+                (request.verb, request.path, request.options.get("json") or request.options.get("content"))
+            )
+            answer = {"id": "fed-1", "token": "enrol-me", "expires_at": "2026-01-01T00:00:00Z"}
+        return Answer(request.model, self.url, {}, json.dumps(answer).encode())
 
 
 class Fake(Services):
     """Services that only remember what they were told to start; each client enrols at the next look."""
 
     def __init__(self) -> None:
-        self.api = Api()  # type: ignore[assignment]
+        self.api: Api = Api()
         self.started: list[tuple[str, str | None]] = []
         self.token = ""
         self.dies: str | None = None
@@ -86,7 +87,7 @@ class Fake(Services):
     def watch(self) -> list[str]:
         if self.dies:
             raise ProcessFailed(self.dies)
-        self.api.enrolled += 1  # type: ignore[attr-defined]
+        self.api.enrolled += 1
         return []
 
 
@@ -116,8 +117,8 @@ def test_an_initial_state_is_sent_where_there_is_one() -> None:
     services = Fake()
     assert services.create({"name": "x"}) == "fed-1"
     assert services.create({"name": "y"}, b"tensors") == "fed-1"
-    assert [call[2] for call in services.api.calls] == [{"name": "x"}, {"name": "y"}, b"tensors"]  # type: ignore[attr-defined]
-    assert services.api.calls[-1][:2] == ("PUT", "/v1/federations/fed-1/initial-state")  # type: ignore[attr-defined]
+    assert [call[2] for call in services.api.calls] == [{"name": "x"}, {"name": "y"}, b"tensors"]
+    assert services.api.calls[-1][:2] == ("PUT", "/v1/federations/fed-1/initial-state")
 
 
 @pytest.mark.parametrize(

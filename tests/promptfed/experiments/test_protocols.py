@@ -6,7 +6,7 @@ import pytest
 
 from promptfed.experiments.protocols import PROTOCOLS, Setting, with_options
 from promptfed.sdk.client import CommandError
-from promptfed.sdk.simulated import Accuracy
+from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
 
 SYMBOLS = "symbols:{domain}?topic=weather&per_class=2&test_per_class=2"

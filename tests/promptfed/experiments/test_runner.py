@@ -22,7 +22,7 @@ from promptfed.experiments.runner import Bench, Runner, costs, measured, run_all
 from promptfed.experiments.tables import TableRow, cell, markdown, rows_of, scores_of
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.simulated import Accuracy
+from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=3"

@@ -19,7 +19,7 @@ from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.progress import Snapshot
+from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods.core.base import Classifier, ClientContext, MethodError, TrainResult
@@ -59,7 +59,7 @@ def test_it_runs_to_its_end(backbone: Backbone, features: FeatureCache, tmp_path
     found = simulate(
         spec(), [*SITES, referee], folder=tmp_path, backbone=backbone, features=features, progress=seen.append
     )
-    assert found.federation["state"] == "finished"
+    assert found.federation.state == "finished"
     assert seen[-1].state == "finished"
     rounds = [one.round for one in seen]
     assert rounds == sorted(rounds)

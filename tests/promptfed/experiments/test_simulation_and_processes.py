@@ -15,8 +15,9 @@ import torch
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation, Site
-from promptfed.sdk.progress import follow, pages
-from promptfed.sdk.simulated import Simulated
+from promptfed.sdk import operations
+from promptfed.sdk.follow import follow
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, load_backbone, tiny
 
 DATA = "symbols:{}?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=2&client={}"
@@ -54,17 +55,14 @@ def spec(method: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def in_processes(
-    local: LocalFederation, spec: dict[str, Any], sites: list[Site]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run the spec with a process for each site: the federation and its reports."""
+def in_processes(local: LocalFederation, spec: dict[str, Any], sites: list[Site]) -> FederationResult:
+    """Run the spec with a process for each site."""
     federation = local.create(spec)
     local.enrol(federation, sites, lambda count: None)
-    local.api.post(f"/v1/federations/{federation}/start")
+    local.api.send(operations.steer(federation, "start"))
     for last in follow(local.api, federation, between=local.watch):
         assert last.state in ("enrolling", "running", "finished"), last.describe()
-    found = local.api.get(f"/v1/federations/{federation}")
-    return found, list(pages(local.api, f"/v1/federations/{federation}/rounds", "rounds"))
+    return local.api.run(operations.accuracies(federation))
 
 
 def measured(reports: list[dict[str, Any]]) -> list[Any]:
@@ -79,11 +77,11 @@ def measured(reports: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
-def assert_same(simulated: Simulated, federation: dict[str, Any], reports: list[dict[str, Any]]) -> None:
-    assert simulated.federation["state"] == federation["state"] == "finished"
-    assert measured(simulated.reports) == measured(reports)
-    assert simulated.state_hash == federation["state_hash"]
-    assert simulated.bytes_down == sum(report["bytes_down"] for report in reports)
+def assert_same(simulated: FederationResult, real: FederationResult) -> None:
+    assert simulated.federation.state == real.federation.state == "finished"
+    assert measured(simulated.reports) == measured(real.reports)
+    assert simulated.state_hash == real.federation.state_hash
+    assert simulated.bytes_down == sum(report["bytes_down"] for report in real.reports)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +98,4 @@ def test_the_states_are_the_same(
 ) -> None:
     wanted = spec(method, **changes)
     simulated = simulate(wanted, sites, backbone=backbone, pool=2)
-    assert_same(simulated, *in_processes(local, wanted, sites))
+    assert_same(simulated, in_processes(local, wanted, sites))

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
-from promptfed.export.adapted_model import Learned, predictor_of
-from promptfed.export.export import Asked, export, read_export
+from promptfed.export import export as exporting
+from promptfed.export.adapted_model import AdaptedModel, predictor_of
+from promptfed.export.export import ExportOptions, read_export
 from promptfed.export.model_card import snippet
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.snapshot import Taken
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.text_features import name_features
@@ -43,7 +44,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone) ->
         yield server
 
 
-def mixing(coordinator: InThread, backbone: Backbone) -> Taken:
+def mixing(coordinator: InThread, backbone: Backbone) -> FederationResult:
     """FaST-PT's federation as it is after its last round: both domains have a prompt, and φ tells them apart."""
     draws = torch.Generator().manual_seed(3)
     keys = sorted(domain_key(f"a {name} of a {{}}") for name in DOMAINS)
@@ -69,9 +70,14 @@ def run_snippets(*folders: Path) -> list[torch.Tensor]:
     return [load_file(folder / "logits.safetensors")["logits"] for folder in folders]
 
 
-def ours(found: Taken, backbone: Backbone) -> dict[str, Any]:
-    learned = Learned.of(found, decode(found.body)[0])
-    return predictor_of(learned.serve(backbone, NAMES)).predict(png())
+def export(result: FederationResult, folder: Path, options: ExportOptions, backbone: Backbone) -> dict[str, Any]:
+    """Write the export; its card, as JSON has it."""
+    return exporting.export(result, folder, options, backbone).model_dump(mode="json")
+
+
+def ours(found: FederationResult, backbone: Backbone) -> dict[str, Any]:
+    model = AdaptedModel.of(found)
+    return predictor_of(model.serve(backbone, NAMES)).predict(png())
 
 
 def png() -> bytes:
@@ -87,8 +93,8 @@ def test_the_cards_code_answers_as_promptfed_does_without_promptfed(
 ) -> None:
     """Once with the text of one context, once with FaST-PT's texts of each domain: two kinds of code."""
     both = [exports.taken(coordinator, "fedtpg"), mixing(coordinator, backbone)]
-    folders = [tmp_path / found.federation["name"] for found in both]
-    cards = [export(found, folder, Asked(), backbone) for found, folder in zip(both, folders, strict=True)]
+    folders = [tmp_path / found.federation.name for found in both]
+    cards = [export(found, folder, ExportOptions(), backbone) for found, folder in zip(both, folders, strict=True)]
     for found, card, logits in zip(both, cards, run_snippets(*folders), strict=True):
         expected = {row["name"]: row["probability"] for row in ours(found, backbone)["classes"]}
         given = dict(zip(card["class_names"], logits.softmax(-1)[0].tolist(), strict=True))
@@ -97,7 +103,7 @@ def test_the_cards_code_answers_as_promptfed_does_without_promptfed(
 
 def test_class_weights_are_the_prompts_text_features(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     found = exports.taken(coordinator, "promptfl")
-    export(found, tmp_path / "out", Asked(), backbone)
+    export(found, tmp_path / "out", ExportOptions(), backbone)
     weights = load_file(tmp_path / "out" / "class_weights.safetensors")
     context = load_file(tmp_path / "out" / "prompts.safetensors")["context"]
     expected = backbone.encode_prompts(context, backbone.class_prompts(NAMES, 4), path="plain")
@@ -111,7 +117,7 @@ def test_fedtpg_makes_the_context_for_the_given_names(
     coordinator: InThread, backbone: Backbone, tmp_path: Path
 ) -> None:
     found, names = exports.taken(coordinator, "fedtpg"), ("violin", "cactus", "moon")
-    card = export(found, tmp_path / "out", Asked(("violin", "cactus", "moon")), backbone)
+    card = export(found, tmp_path / "out", ExportOptions(("violin", "cactus", "moon")), backbone)
     method = make_method({"name": "fedtpg", "m": 4})
     context = method.context_of(decode(found.body)[0], name_features(backbone, names))  # type: ignore[attr-defined]
     expected = backbone.encode_prompts(context, backbone.class_prompts(names, 4), path="plain")
@@ -128,7 +134,7 @@ def test_every_method_exports_what_it_has_and_nothing_wrong(
     plain, with_towers, not_at_all = set(), set(), set()
     for method in SPECS:
         folder = tmp_path / method
-        card = export(exports.taken(coordinator, method), folder, Asked(), backbone)
+        card = export(exports.taken(coordinator, method), folder, ExportOptions(), backbone)
         text = (folder / "card.md").read_text()
         has_weights = (folder / "class_weights.safetensors").exists()
         assert has_weights == card["use"]["open_clip"] == ("```python" in text)
@@ -139,9 +145,9 @@ def test_every_method_exports_what_it_has_and_nothing_wrong(
         assert card["use"]["why_not_open_clip"] in text
         assert ("promptfed predict" in text) == card["use"]["promptfed"]
         if method in not_at_all:
-            learned, _ = read_export(folder)
+            model, _ = read_export(folder)
             with pytest.raises(CommandError, match="/v1/predict"):
-                learned.serve(backbone, NAMES)
+                model.serve(backbone, NAMES)
     assert plain == {"promptfl", "fedpgp", "fedtpg", "fast_pt", "zero_shot"}
     assert with_towers == {"fedclip", "plan"}
     assert not_at_all == {"pfedpg", "coop"}
@@ -151,7 +157,7 @@ def test_the_shared_part_of_a_personal_method_is_called_that(
     coordinator: InThread, backbone: Backbone, tmp_path: Path
 ) -> None:
     found = exports.taken(coordinator, "fedpgp")
-    export(found, tmp_path / "out", Asked(), backbone)
+    export(found, tmp_path / "out", ExportOptions(), backbone)
     weights = load_file(tmp_path / "out" / "class_weights.safetensors")["class_weights"]
     shared = decode(found.body)[0]["global_context"]
     expected = backbone.encode_prompts(shared, backbone.class_prompts(NAMES, 4), path="plain")
@@ -161,7 +167,7 @@ def test_the_shared_part_of_a_personal_method_is_called_that(
 
 def test_the_card_tells_what_it_is(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     found = exports.taken(coordinator, "promptfl")
-    card = export(found, tmp_path / "out", Asked(), backbone)
+    card = export(found, tmp_path / "out", ExportOptions(), backbone)
     assert json.loads((tmp_path / "out" / "card.json").read_text()) == card
     assert card["hashes"]["state"] == found.state_hash
     assert card["backbone"]["fingerprint"] == backbone.fingerprint
@@ -171,13 +177,13 @@ def test_the_card_tells_what_it_is(coordinator: InThread, backbone: Backbone, tm
     for name, about in card["files"].items():
         body = (tmp_path / "out" / name).read_bytes()
         assert (len(body), hashlib.sha256(body).hexdigest()) == (about["bytes"], about["sha256"])
-    hidden = export(found, tmp_path / "hidden", Asked(anonymous=True), backbone)
+    hidden = export(found, tmp_path / "hidden", ExportOptions(anonymous=True), backbone)
     assert [one["name"] for one in hidden["participants"]] == ["client 1", "client 2"]
 
 
 def test_names_of_others_are_no_markup_in_the_card(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     found = exports.taken(coordinator, "promptfl")
-    export(found, tmp_path / "out", Asked(("<img src=x>", "[a](b) | c")), backbone)
+    export(found, tmp_path / "out", ExportOptions(("<img src=x>", "[a](b) | c")), backbone)
     text = (tmp_path / "out" / "card.md").read_text()
     assert "<img" not in text.replace("\\<img", "")
     assert "\\[a\\](b) \\| c" in text
@@ -187,8 +193,8 @@ def test_without_class_names_the_state_alone_is_exported(
     coordinator: InThread, backbone: Backbone, tmp_path: Path
 ) -> None:
     found = exports.taken(coordinator, "promptfl")
-    found.federation["spec"]["class_names"] = None
-    card = export(found, tmp_path / "out", Asked(), backbone)
+    found.federation.spec.class_names = None
+    card = export(found, tmp_path / "out", ExportOptions(), backbone)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["card.json", "card.md", "prompts.safetensors"]
     assert "--classes" in card["use"]["why_not_open_clip"]
 
@@ -207,18 +213,17 @@ def test_without_class_names_the_state_alone_is_exported(
 def test_the_code_asks_open_clip_for_the_very_backbone(
     coordinator: InThread, model: str, pretrained: str | None, arguments: str
 ) -> None:
-    found = exports.taken(coordinator, "promptfl")
-    learned = Learned.of(found, decode(found.body)[0])
-    learned.backbone.update(model=model, pretrained=pretrained)
-    code = snippet(learned, {"class_weights": torch.zeros(4, 96)})
+    learned = AdaptedModel.of(exports.taken(coordinator, "promptfl"))
+    backbone = learned.backbone.model_copy(update={"model": model, "pretrained": pretrained})
+    code = snippet(backbone, {"class_weights": torch.zeros(4, 96)})
     assert f"create_model_and_transforms({arguments})" in code
     compile(code, "card.md", "exec")
 
 
 def test_a_damaged_export_is_refused(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    export(exports.taken(coordinator, "zero_shot"), folder, Asked(), backbone)
-    export(exports.taken(coordinator, "promptfl"), tmp_path / "other", Asked(), backbone)
+    export(exports.taken(coordinator, "zero_shot"), folder, ExportOptions(), backbone)
+    export(exports.taken(coordinator, "promptfl"), tmp_path / "other", ExportOptions(), backbone)
     (folder / "prompts.safetensors").write_bytes((tmp_path / "other" / "prompts.safetensors").read_bytes())
     with pytest.raises(CommandError, match="not the one that card"):
         read_export(folder)
@@ -231,7 +236,7 @@ def test_a_damaged_export_is_refused(coordinator: InThread, backbone: Backbone, 
 
 def test_another_backbone_is_refused(coordinator: InThread, backbone: Backbone) -> None:
     found = exports.taken(coordinator, "promptfl")
-    found.federation["backbone"]["fingerprint"] = "sha256:" + "0" * 64
+    found.federation.backbone.fingerprint = "sha256:" + "0" * 64
     with pytest.raises(CommandError, match="the backbone here is"):
         ours(found, backbone)
 

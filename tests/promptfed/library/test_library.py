@@ -95,7 +95,8 @@ def test_export_from_a_notebook(result: promptfed.Result, tmp_path: Path) -> Non
 
 
 def test_a_notebook_shows_a_table_of_text(result: promptfed.Result) -> None:
-    hostile = replace(result.taken, federation=result.taken.federation | {"spec": result.spec | {"name": "<b>"}})
+    spec = result.taken.federation.spec.model_copy(update={"name": "<b>"})
+    hostile = replace(result.taken, federation=result.taken.federation.model_copy(update={"spec": spec}))
     shown = promptfed.Result(hostile)._repr_html_()
     assert shown.count("<tr>") == 4
     assert "<b>" not in shown

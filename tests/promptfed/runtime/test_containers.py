@@ -20,7 +20,7 @@ from promptfed.runtime.containers import (
 )
 from promptfed.runtime.processes import MAX_RESTARTS, ProcessFailed
 from promptfed.runtime.services import Site
-from promptfed.sdk.client import CommandError
+from promptfed.sdk.client import CommandError, Request
 from promptfed.sdk.exit_codes import Exit
 from tests.support.fake_docker import FakeEngine, Thing
 
@@ -41,8 +41,8 @@ class Answering:
     def close(self) -> None:
         pass
 
-    def get(self, path: str) -> None:
-        self.asked.append(path)
+    def send(self, request: Request[Any]) -> None:
+        self.asked.append(request.path)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +14,84 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.sdk.client import CommandError
 from promptfed.sdk.exit_codes import Exit
-from promptfed.sdk.snapshot import Taken
+from promptfed.sdk.result import FederationResult
 from promptfed.sdk.trackers import metrics_of, open_tracker, record, settings_of
+from promptfed.shared.api_schemas import BackboneView, ClientCounts, FederationView, RoundReport
 from promptfed.shared.spec import FederationSpec
 from tests.support.coordinators import in_thread
 
-FEDERATION = {
-    "name": "styles",
-    "id": "fed-1",
-    "state": "finished",
-    "spec": FederationSpec(name="styles", method={"name": "promptfl", "m": 4}).model_dump(),
-}
+SPEC = FederationSpec(name="styles", method={"name": "promptfl", "m": 4})
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+FEDERATION = FederationView(
+    name="styles",
+    id="fed-1",
+    state="finished",
+    reason=None,
+    round=2,
+    phase=None,
+    spec=SPEC,
+    created_at=NOW,
+    started_at=NOW,
+    ended_at=NOW,
+    backbone=BackboneView(fingerprint=None, shape=None, confirmed=True),
+    clients=ClientCounts(trainers=2, evaluators=0, withdrawn=0),
+    stage=None,
+    asked=[],
+    answered=[],
+    failed=[],
+    awaited=[],
+    state_hash=None,
+)
 
 
 def report(round: int) -> dict[str, Any]:
     """As the coordinator makes one; the numbers are the round's own."""
-    phase = {
+    now = NOW.isoformat()
+    stage = {
+        "opened_at": now,
+        "deadline": now,
+        "closed_at": now,
+        "completed_at": now,
+        "seconds": 1.0,
+        "asked": ["a", "b"],
+        "answered": ["a"],
+        "failed": [],
+        "expired": [],
+        "withdrawn": [],
+        "bytes_up": 1,
+        "bytes_down": 1,
+    }
+    update = {"client": "a", "task_id": "t", "sha256": "0", "bytes": 1, "norm": 2.0, "received_at": now, "metrics": {}}
+    phase = stage | {
         "phase": "train",
+        "sample_size": 2,
+        "extended": False,
         "metrics": {"loss": 1.0 / (round + 1)},
         "measured": {"phase": {"spread": 0.25}},
-        "asked": ["a", "b"],
-        "counted": ["a"],
-        "updates": [{"client": "a", "norm": 2.0}],
+        "counted": [{"client": "a", "sha256": "0", "weight": 1.0}],
+        "updates": [update | {"verdict": "counted", "weight": 1.0, "influence": None, "distance": None}],
+        "state_hash": None,
     }
-    evaluation = {
+    splits = {"test": {"accuracy": 0.75, "num_samples": 4}}
+    evaluation = stage | {
         "by_split": {"trainer": {"test@adapted": {"accuracy": 0.5 + round / 10}, "test": {"zero_shot": 0.25}}},
-        "clients": {"a": {"splits": {"test": {"accuracy": 0.75}}}},
+        "mean": {},
+        "clients": {
+            "a": {
+                "role": "trainer",
+                "domain": None,
+                "splits": splits,
+                "zero_shot": {},
+                "metrics": {},
+                "received_at": now,
+            }
+        },
     }
     return {
         "round": round,
+        "state_hash": None,
+        "started_at": now,
+        "ended_at": now,
         "bytes_up": 10 * round,
         "bytes_down": 20,
         "seconds": 1.5,
@@ -50,11 +100,11 @@ def report(round: int) -> dict[str, Any]:
     }
 
 
-TAKEN = Taken(FEDERATION, [], [report(0), report(1), report(2)], 2, b"", "sha256:0")
+RESULT = FederationResult(FEDERATION, SPEC.model_dump(mode="json"), [report(0), report(1), report(2)])
 
 
 def test_a_reports_numbers_have_names_of_their_own() -> None:
-    found = metrics_of(report(1))
+    found = metrics_of(RoundReport.model_validate(report(1)))
     assert found["loss/train"] == 0.5
     assert found["spread/train"] == 0.25
     assert found["norm/train/a"] == 2.0
@@ -63,7 +113,7 @@ def test_a_reports_numbers_have_names_of_their_own() -> None:
     assert found["zero_shot/trainer/test"] == 0.25
     assert found["accuracy/client a/test"] == 0.75
     assert (found["bytes/up"], found["seconds/round"]) == (10.0, 1.5)
-    assert settings_of(FEDERATION["spec"])["training.batch_size"] == "32"
+    assert settings_of(SPEC)["training.batch_size"] == "32"
 
 
 @pytest.mark.parametrize("where", ["tensorboard", "tensorboard:", "wandb:x", ""])
@@ -92,7 +142,7 @@ def test_tensorboards_event_file(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
     for _ in range(2):  # a second time replaces the first
         with open_tracker(f"tensorboard:{tmp_path}") as tracker:
-            record(tracker, TAKEN)
+            record(tracker, RESULT)
     found = events(tmp_path / "styles-fed-1")
     assert found["loss/train"] == pytest.approx({1: 0.5, 2: 1 / 3})
     assert found["accuracy/trainer/test@adapted"] == pytest.approx({0: 0.5, 1: 0.6, 2: 0.7})
@@ -105,9 +155,9 @@ def test_mlflows_database(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     with open_tracker(f"mlflow:{uri}") as tracker:
         tracker.begin(FEDERATION)
-        tracker.log(report(0))  # then it was killed
+        tracker.log(RoundReport.model_validate(report(0)))  # then it was killed
     with open_tracker(f"mlflow:{uri}") as tracker:
-        record(tracker, TAKEN)
+        record(tracker, RESULT)
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("promptfed")
     (run,) = client.search_runs([experiment.experiment_id])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
-from promptfed.sdk.simulated import Simulated
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import Source
 from promptfed.shared.data.sharing import SharedSources
@@ -80,7 +80,7 @@ def images() -> list[CountedImages]:
 
 
 @pytest.fixture(scope="module")
-def over_http(backbone: Backbone, images: list[CountedImages]) -> Simulated:
+def over_http(backbone: Backbone, images: list[CountedImages]) -> FederationResult:
     sources = SharedSources()
     for name in CLIENTS:
         sources.add(name, source_of(name, images))
@@ -161,7 +161,7 @@ class ByHand:
         return weights
 
 
-def test_what_was_worked_out_by_hand_comes_over_http(backbone: Backbone, over_http: Simulated) -> None:
+def test_what_was_worked_out_by_hand_comes_over_http(backbone: Backbone, over_http: FederationResult) -> None:
     hand = ByHand(backbone)
     start = {**{f"{kind}_prompts": hand.prompts[kind] for kind in KINDS}, **hand.aggregators}
     for number in range(1, ROUNDS + 1):
@@ -184,7 +184,7 @@ def test_what_was_worked_out_by_hand_comes_over_http(backbone: Backbone, over_ht
                     assert measured["clients"][client][f"gamma_{kind}_{block}"] == pytest.approx(float(gamma), rel=1e-4)
 
 
-def test_what_travels(over_http: Simulated) -> None:
+def test_what_travels(over_http: FederationResult) -> None:
     prompts = 2 * (2 * 24) + 3 * (2 * 32)
     aggregators = sum(blocks * (2 * d + 2 * (2 * d * (d // 8) + d // 8 + d)) for blocks, d in ((2, 24), (3, 32)))
     for report in over_http.reports[1:]:
@@ -197,9 +197,11 @@ def test_what_travels(over_http: Simulated) -> None:
         assert first["state_hash"] != second["state_hash"] == report["state_hash"]
 
 
-def test_rounds_and_phases_look_at_images_that_are_there(over_http: Simulated, images: list[CountedImages]) -> None:
+def test_rounds_and_phases_look_at_images_that_are_there(
+    over_http: FederationResult, images: list[CountedImages]
+) -> None:
     train = [one for one in images if len(one) in CLIENTS.values()]
     assert [len(one.decoded) for one in train] == [7, 5]
     # For its digest, for the frozen tower's feature, and for everything that comes after: not once a round or phase.
     assert {count for one in images for count in one.decoded.values()} == {3}
-    assert over_http.rounds == ROUNDS
+    assert over_http.round == ROUNDS

@@ -19,7 +19,7 @@ from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.asgi_transport import InProcess
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
-from promptfed.sdk.simulated import Simulated
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain, Peer, Task
@@ -233,7 +233,7 @@ def test_the_image_tower_sees_each_image_once(
     assert len(reported(found, "unseen", "test")) == 3
 
 
-def reported(found: Simulated, client: str, split: str) -> list[float]:
+def reported(found: FederationResult, client: str, split: str) -> list[float]:
     return [one.accuracy for one in found.accuracies() if (one.client, one.split) == (client, split)]
 
 

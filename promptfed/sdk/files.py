@@ -1,0 +1,46 @@
+"""Files that the operator names: what goes wrong with one is a CommandError of one line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """A spec from a YAML or JSON file, as it is written there.
+
+    Raises:
+        CommandError: the file cannot be read, is no YAML, or holds no mapping.
+    """
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}", Exit.BAD_INPUT) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} is not YAML: {' '.join(str(error).split())}", Exit.BAD_INPUT) from None
+    if not isinstance(raw, dict):
+        raise CommandError(f"{path} must hold a mapping, such as `name: eyes`", Exit.BAD_INPUT)
+    return raw
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a secret so that only its owner can read it."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
+
+
+def write_file(path: Path, body: bytes) -> None:
+    """Write bytes."""
+    try:
+        path.write_bytes(body)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None

@@ -1,0 +1,68 @@
+"""Following a federation over the API until nothing more will happen by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.operations import get_federation
+from promptfed.shared.api_schemas import FederationView
+
+ENDED = ("finished", "failed", "cancelled")
+POLL_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A federation at one moment."""
+
+    state: str
+    reason: str | None
+    round: int
+    rounds: int
+    phase: str | None
+    answered: tuple[str, ...]
+    awaited: tuple[str, ...]
+
+    @classmethod
+    def of(cls, federation: FederationView) -> Snapshot:
+        """What of a federation is shown while it runs."""
+        return cls(
+            state=federation.state,
+            reason=federation.reason,
+            round=federation.round,
+            rounds=federation.spec.rounds,
+            phase=federation.phase,
+            answered=tuple(federation.answered),
+            awaited=tuple(awaited.name for awaited in federation.awaited),
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, or stands still until an operator does something."""
+        return self.state in ENDED or (self.state == "paused" and self.reason == "quorum_missed")
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.state != "running":
+            return f"{self.state}{f' ({self.reason})' if self.reason else ''}"
+        waiting = f", waiting for {', '.join(self.awaited[:4])}" if self.awaited else ""
+        return f"{self.phase or 'between phases'}: {len(self.answered)} answered{waiting}"
+
+
+def follow(
+    api: Coordinator, federation: str, between: Callable[[], object] = lambda: None, poll: float = POLL_SECONDS
+) -> Iterator[Snapshot]:
+    """Snapshots at every change until nothing more will happen by itself; ``between`` runs between two looks."""
+    last = None
+    while True:
+        snapshot = Snapshot.of(api.send(get_federation(federation)).view)
+        if snapshot != last:
+            yield snapshot
+            last = snapshot
+        if snapshot.over:
+            return
+        between()
+        time.sleep(poll)

@@ -1,0 +1,205 @@
+"""The operator's side of the API: each request with the model of its answer, and what takes several requests.
+
+Nothing here sends anything: `Coordinator.send` and `Coordinator.run` do, or `AsyncCoordinator`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel
+
+from promptfed.sdk.client import Answer, CommandError, Operation, Request, View
+from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.api_schemas import (
+    ClientPage,
+    ClientView,
+    DryRun,
+    FederationPage,
+    FederationView,
+    Health,
+    MintedToken,
+    PromptsView,
+    RoundPage,
+    RoundReport,
+    SuppliedState,
+)
+from promptfed.shared.insight_schemas import LexiconView
+from promptfed.shared.replay_schemas import ReplayReport
+from promptfed.shared.spec import FederationSpec
+
+Page = TypeVar("Page", FederationPage, ClientPage, RoundPage)
+
+ReplayQuestion = Mapping[str, object]  # aggregation and without, as the coordinator takes them
+Spec = FederationSpec | Mapping[str, Any]  # resolved, or as somebody wrote it
+FEDERATIONS = "/v1/federations"
+Accept = Literal["application/json", "application/octet-stream"]
+ROUNDS_AT_ONCE = 20  # with a thousand clients the report of each has megabytes
+READY = Request("GET", "/readyz", Health)
+REPLAY_SECONDS = 600.0  # that one round may take
+
+
+def dry_run(spec: Spec) -> Request[DryRun]:
+    """The spec as it would be read back; nothing is created."""
+    return Request("POST", FEDERATIONS, DryRun, {"json": _sent(spec), "params": {"dry_run": "true"}})
+
+
+def create(spec: Spec, initial_state: bytes | None = None) -> Operation[Answer[FederationView]]:
+    """A new federation; ``initial_state`` is a safetensors body that only a backbone could make."""
+    created = yield from _one(Request("POST", FEDERATIONS, FederationView, {"json": _sent(spec)}))
+    if initial_state is not None:
+        yield _upload(f"{FEDERATIONS}/{created.json['id']}/initial-state", SuppliedState, initial_state)
+    return created
+
+
+def get_federation(federation: str) -> Request[FederationView]:
+    """One federation by its name or id."""
+    return Request("GET", f"{FEDERATIONS}/{federation}", FederationView)
+
+
+def list_federations() -> Operation[list[Answer[FederationPage]]]:
+    """All federations, oldest first."""
+    return _pages(lambda after: Request("GET", FEDERATIONS, FederationPage, _query(after=after)))
+
+
+def steer(federation: str, verb: str) -> Request[FederationView]:
+    """``start``, ``pause``, ``resume`` or ``cancel`` a federation."""
+    return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", FederationView)
+
+
+def mint_token(federation: str) -> Request[MintedToken]:
+    """A fresh enrolment token."""
+    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", MintedToken)
+
+
+def list_clients(federation: str) -> Operation[list[Answer[ClientPage]]]:
+    """Who has enrolled, in order of name."""
+    path = f"{FEDERATIONS}/{federation}/clients"
+    return _pages(lambda after: Request("GET", path, ClientPage, _query(after=after)))
+
+
+def get_rounds(federation: str, after: str | None = None) -> Request[RoundPage]:
+    """Reports of the rounds behind ``after``, a page of them."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/rounds", RoundPage, _query(after=after, limit=ROUNDS_AT_ONCE))
+
+
+def get_round(federation: str, round: int) -> Request[RoundReport]:
+    """The report of one round."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/rounds/{round}", RoundReport)
+
+
+def get_prompts(
+    federation: str, round: int | str = "latest", accept: Accept = "application/octet-stream"
+) -> Request[PromptsView]:
+    """The global state after a round, as JSON or as a safetensors body under its hash."""
+    path, options = f"{FEDERATIONS}/{federation}/prompts", _query(round=round)
+    return Request("GET", path, PromptsView, options | {"headers": {"Accept": accept}})
+
+
+def generate_prompts(
+    federation: str, round: str, class_names: list[str], text_features: list[list[float]]
+) -> Request[PromptsView]:
+    """Prompts for classes that no client need have, of whose bare names ``text_features (C, d_e)`` are given."""
+    options = _query(round=round) | {"json": {"class_names": class_names, "text_features": text_features}}
+    return Request("POST", f"{FEDERATIONS}/{federation}/prompts/generate", PromptsView, options)
+
+
+def get_lexicon(federation: str) -> Request[LexiconView]:
+    """What the coordinator knows of the backbone's words, and which class names it asks for."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/lexicon", LexiconView)
+
+
+def put_lexicon(federation: str, content: bytes) -> Request[LexiconView]:
+    """Supply the backbone's words, as safetensors."""
+    return _upload(f"{FEDERATIONS}/{federation}/lexicon", LexiconView, content)
+
+
+def replay(
+    federation: str, round: int, question: ReplayQuestion, accept: Accept = "application/json"
+) -> Request[ReplayReport]:
+    """Compute a round again; its report, or its state as a safetensors body."""
+    options = {"json": question, "headers": {"Accept": accept}, "timeout": REPLAY_SECONDS}
+    return Request("POST", f"{FEDERATIONS}/{federation}/rounds/{round}/replay", ReplayReport, options)
+
+
+def accuracies(federation: str) -> Operation[FederationResult]:
+    """A federation with its reports, without its state and clients."""
+    answer = yield from _one(get_federation(federation))
+    reports = yield from _reports(federation)
+    return FederationResult(answer.view, answer.json["spec"], reports)
+
+
+def take(federation: str, round: int | None = None) -> Operation[FederationResult]:
+    """Everything about a federation after ``round``, or after its last finished one.
+
+    Raises:
+        CommandError: the coordinator refuses, or what came over the network is not the state that it names.
+    """
+    answer = yield from _one(get_federation(federation))
+    reports = yield from _reports(federation)
+    if round is None:
+        round = max((report["round"] for report in reports if report["state_hash"]), default=0)
+    state = yield from _one(get_prompts(federation, round))
+    state_hash = state.headers["etag"].strip('"')
+    _check(state.body, state_hash)
+    clients = yield from list_clients(federation)
+    return FederationResult(
+        federation=answer.view,
+        spec=answer.json["spec"],
+        reports=[report for report in reports if report["round"] <= round],
+        clients=clients_of(clients),
+        round=round,
+        body=state.body,
+        state_hash=state_hash,
+    )
+
+
+def clients_of(pages: list[Answer[ClientPage]]) -> list[ClientView]:
+    """All clients of the pages."""
+    return [client for page in pages for client in page.view.clients]
+
+
+def _one(request: Request[View]) -> Operation[Answer[View]]:
+    answer: Answer[View] = yield request
+    return answer
+
+
+def _pages(request: Callable[[str | None], Request[Page]]) -> Operation[list[Answer[Page]]]:
+    """All pages of a list, from that which ``request`` asks for without a place to go on from."""
+    pages: list[Answer[Page]] = []
+    after: str | None = None
+    while not pages or after is not None:
+        pages.append((yield from _one(request(after))))
+        after = pages[-1].json["next"]
+    return pages
+
+
+def _reports(federation: str) -> Operation[list[Any]]:
+    pages = yield from _pages(lambda after: get_rounds(federation, after))
+    return [report for page in pages for report in page.json["rounds"]]
+
+
+def _query(**values: str | int | None) -> dict[str, Any]:
+    return {"params": {name: value for name, value in values.items() if value is not None}}
+
+
+def _upload(path: str, model: type[View], content: bytes) -> Request[View]:
+    return Request("PUT", path, model, {"content": content, "headers": {"Content-Type": "application/octet-stream"}})
+
+
+def _sent(spec: Spec) -> Any:
+    """As it was written: what it leaves open stays open for the coordinator."""
+    return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, BaseModel) else spec
+
+
+def _check(body: bytes, expected: str) -> None:
+    from promptfed.shared.tensors import TensorError, decode, state_hash
+
+    try:
+        actual = state_hash(decode(body)[0])
+    except TensorError as error:
+        raise CommandError(f"the coordinator's state cannot be read: {error}", Exit.FAILED) from None
+    if actual != expected:
+        raise CommandError(f"the state has the hash {actual}, not {expected}: it was damaged on its way", Exit.FAILED)

@@ -1,0 +1,117 @@
+"""What a federation came to, wherever it ran: told by its coordinator, for commands, library, trackers and benches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from promptfed.sdk.client import parse
+from promptfed.shared.api_schemas import ClientEvaluation, ClientView, FederationView, RoundReport
+
+if TYPE_CHECKING:
+    from promptfed.shared.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One client's accuracy on one of its test sets after a round, with the template's beside it (fractions)."""
+
+    round: int
+    client: str
+    role: str
+    domain: str | None
+    split: str
+    accuracy: float
+    zero_shot: float | None
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class FederationResult:
+    """A federation after ``round``.
+
+    ``spec`` is the resolved one and ``reports`` (by round, from 0) are what ``GET .../rounds`` answers; both are kept
+    as they came, since reports can have megabytes. ``body`` is the global state as safetensors and ``state_hash`` its
+    name; they and ``clients`` are empty where only accuracies were asked for. Of a simulation, ``wall_seconds`` is the
+    time from the start of the first round to the end, and ``setup_seconds`` what came before it (data, features,
+    enrolment).
+    """
+
+    federation: FederationView
+    spec: dict[str, Any]
+    reports: list[dict[str, Any]]
+    clients: Sequence[ClientView] = ()
+    round: int = 0
+    body: bytes = b""
+    state_hash: str = ""
+    wall_seconds: float = 0.0
+    setup_seconds: float = 0.0
+
+    @cached_property
+    def state(self) -> Tensors:
+        """The global state by name."""
+        from promptfed.shared.tensors import decode
+
+        return decode(self.body)[0]
+
+    @cached_property
+    def rounds(self) -> list[RoundReport]:
+        """The reports as models."""
+        return [parse(RoundReport, report) for report in self.reports]
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of all updates."""
+        return sum(report["bytes_up"] for report in self.reports)
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes of all payloads."""
+        return sum(report["bytes_down"] for report in self.reports)
+
+    @property
+    def client_seconds(self) -> float:
+        """What all clients spent on tasks, in seconds, by their own clocks."""
+        updates = (update for report in self.rounds for phase in report.phases for update in phase.updates)
+        evaluations = (one for report in self.rounds if report.evaluation for one in report.evaluation.clients.values())
+        trained = sum(update.metrics.get("train_seconds", 0.0) for update in updates)
+        return trained + sum(one.metrics.get("evaluate_seconds", 0.0) for one in evaluations)
+
+    @property
+    def evaluated_round(self) -> int | None:
+        """The last round after which clients measured accuracies; None where there is none yet."""
+        return next((report["round"] for report in reversed(self.reports) if _measured(report)), None)
+
+    def accuracies(self, round: int | None = None) -> list[Accuracy]:
+        """What clients measured after ``round``, or in all evaluated rounds; in order of round, client and split."""
+        reports = (report for report in self.reports if round in (None, report["round"]))
+        return [accuracy for report in reports for accuracy in _accuracies(report)]
+
+    def final(self) -> list[Accuracy]:
+        """What clients measured in the last evaluation."""
+        return [] if self.evaluated_round is None else self.accuracies(self.evaluated_round)
+
+
+def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
+    measured: dict[str, Any] = report["evaluation"]["clients"] if report["evaluation"] else {}
+    return measured
+
+
+def _accuracies(report: Mapping[str, Any]) -> Iterator[Accuracy]:
+    for client, raw in sorted(_measured(report).items()):
+        evaluation = parse(ClientEvaluation, raw)
+        for split, result in sorted(evaluation.splits.items()):
+            plain = split.partition("@")[0]  # a further classifier's split is reported as split@variant
+            zero_shot = evaluation.zero_shot.get(plain)
+            yield Accuracy(
+                round=report["round"],
+                client=client,
+                role=evaluation.role,
+                domain=evaluation.domain,
+                split=split,
+                accuracy=result.accuracy,
+                zero_shot=zero_shot.accuracy if zero_shot else None,
+                num_samples=result.num_samples,
+            )

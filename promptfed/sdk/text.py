@@ -1,0 +1,33 @@
+"""Numbers and names as people write them."""
+
+from __future__ import annotations
+
+from promptfed.sdk.client import CommandError
+from promptfed.sdk.exit_codes import Exit
+from promptfed.shared.spec import check_class_names
+
+
+def percent(value: float | None) -> str:
+    """An accuracy as people write it."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def size(count: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def class_names(text: str) -> list[str]:
+    """The names of ``a, b, c``.
+
+    Raises:
+        CommandError: none, or one twice.
+    """
+    try:
+        return check_class_names([name.strip() for name in text.split(",") if name.strip()])
+    except ValueError as error:
+        raise CommandError(f"--classes {error}", Exit.BAD_INPUT) from None
