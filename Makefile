@@ -4,6 +4,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Installs promptfed with $$extras by uv, which takes a third of pip's time, or by pip where uv is not to be had or fails.
+# uv reads none of pip's settings: the index and the certificates that stand there are handed on.
+define install
+setting() { $(PIP) config get "global.$$1" 2>/dev/null; }; \
+index=$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$$(setting index-url)}}; \
+cert=$${SSL_CERT_FILE:-$${PIP_CERT:-$$(setting cert)}}; \
+echo "installing promptfed[$$extras]"; \
+{ $(PIP) install -q -c constraints.txt uv && \
+  env $${index:+UV_DEFAULT_INDEX="$$index"} $${cert:+SSL_CERT_FILE="$$cert"} \
+    $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[$$extras]"; } || \
+{ echo "without uv: pip takes over"; $(PIP) install -q -c constraints.txt -e ".[$$extras]"; }
+endef
 # Processes that tests run in; those of one file stay together.
 WORKERS ?= 2
 
@@ -14,7 +27,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "promptfed needs Python 3.11 or later: make PYTHON=/path/to/python")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test]'
+	@extras=test; $(install)
 	@touch $@
 
 demo: $(READY)
@@ -30,7 +43,7 @@ test: lint
 
 # Also what wants the extras: the documentation, experiment trackers.
 test-all: lint
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,docs,mlflow,tensorboard]'
+	@extras=test,docs,mlflow,tensorboard; $(install)
 	$(BIN)/python -m pytest $(ARGS)
 
 # Kills, attacks and partitions at length, about an hour and a half: what docs/reliability.md tells.
@@ -42,7 +55,7 @@ test-docker: $(READY)
 
 # The pages of docs/ as a site in build/docs; a link that leads nowhere is an error.
 docs: $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	@extras=docs; $(install)
 	$(BIN)/python docs/tables.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
 

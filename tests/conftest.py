@@ -15,6 +15,16 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line of what was skipped and how to get it: a reason reads `what: how`."""
+    reasons = {report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")}
+    groups = {what: how.partition(";")[0] for what, _, how in (reason.partition(": ") for reason in reasons)}
+    if config.option.markexpr == "not slow":
+        groups["kills, attacks and partitions at length"] = "make test-faults"
+    if groups:
+        terminalreporter.write_line("skipped: " + ", ".join(f"{what} ({groups[what]})" for what in sorted(groups)))
+
+
 @pytest.fixture(autouse=True)
 def logging_is_put_back() -> Iterator[None]:
     """A service that is started in this process sets up logging to a stream that ends with its test."""

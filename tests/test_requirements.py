@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from packaging.requirements import Requirement
@@ -86,6 +87,14 @@ def test_a_service_imports_with_what_its_image_installs(service: str, absent: se
         [sys.executable, "-c", SCRIPT, f"promptfed.{service}", *sorted(hidden)], capture_output=True, text=True
     )
     assert done.stdout == "imported\n", done.stderr
+
+
+def test_the_constraints_fix_every_version_that_the_tests_run_with() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    fixed = {canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lists = [one for part in (ROOT / "requirements").glob("*.txt") for one in listed(part.stem)]
+    assert needed([*lists, *(Requirement(text) for text in extras["test"])]) <= fixed
 
 
 def test_the_lists_name_nothing_twice() -> None:

@@ -78,7 +78,7 @@ def postgres() -> Iterator[PostgresServer]:
     try:
         server = PostgresServer()
     except NoServer as error:
-        pytest.skip(f"PostgreSQL: {error}")
+        pytest.skip(f"tests on PostgreSQL: {error}")
     yield server
     server.remove()
 

@@ -79,9 +79,9 @@ def engine() -> None:
         try:
             done = docker(*arguments)
         except OSError as error:
-            pytest.skip(f"the command docker cannot be run: {error}")
+            pytest.skip(f"tests of the images: they need a Docker engine with Compose; {error}")
         if done.returncode != 0:
-            pytest.skip(f"`docker {' '.join(arguments)}` failed: {' '.join(done.stderr.split())}")
+            pytest.skip(f"tests of the images: `docker {' '.join(arguments)}` failed; {' '.join(done.stderr.split())}")
 
 
 @pytest.fixture(scope="session")

@@ -81,7 +81,7 @@ def test_it_goes_on_after_a_kill_and_ends(finished: Finished) -> None:
     assert set(load(finished.prompts)) == {"context"}
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="tests with curl: apt-get install curl")
 def test_the_documented_look_at_it(finished: Finished, tmp_path: Path) -> None:
     (block,) = documented("bash")
     script = block.replace("docker compose", f"docker compose -p {finished.project.name} --project-directory {ROOT}")

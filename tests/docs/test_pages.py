@@ -100,7 +100,7 @@ def test_every_page_is_in_the_navigation() -> None:
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     for module in ("sphinx", "myst_parser", "furo"):
-        pytest.importorskip(module, reason="the extra 'docs' is not installed")
+        pytest.importorskip(module, reason="the documentation's build: make test-all")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="tests with curl: apt-get install curl")
 def test_the_federation_by_curl(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     assert text.count(MARK) == 1

@@ -265,7 +265,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
     if done.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+        pytest.skip(f"a file system that is full: run as root; {done.stderr.decode().strip()}")
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 

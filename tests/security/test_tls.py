@@ -14,7 +14,7 @@ from promptfed.client_service.coordinator_client import http_to
 from promptfed.coordinator.__main__ import main
 from tests.support.coordinators import Forked
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="TLS tests: apt-get install openssl")
 
 
 def certificate(folder: Path, name: str, *options: str) -> tuple[Path, Path]:

@@ -135,7 +135,7 @@ def _binaries() -> Path:
     for place in places:
         if all(os.access(Path(place) / name, os.X_OK) for name in ("initdb", "pg_ctl")):
             return Path(place)
-    raise NoServer("neither on the path nor under /usr/lib/postgresql are there initdb and pg_ctl")
+    raise NoServer("apt-get install postgresql; no initdb and pg_ctl on the path or under /usr/lib/postgresql")
 
 
 def _as_somebody_else() -> str | None:

@@ -1,8 +1,7 @@
-"""A headless Chromium, the system's own; tests skip with the reason where it or its driver library is not there."""
+"""A page of a coordinator of its own in Chromium, and what a visitor does there."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,30 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.browser import browser
 from tests.support.coordinators import InThread, in_thread
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+__all__ = ["browser"]
+
 PATIENCE = 40_000  # ms; a busy machine is slow, a page that is wrong stays wrong
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 WATCH = """
 window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective));
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium for a module; it ends with it, since the driver keeps an event loop in this thread."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
-    path = next((found for name in NAMES if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium")
-    with api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from playwright.sync_api import Error, expect
 
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import FakeClient, drive, trained, update_body
 from tests.web.conftest import PATIENCE, Visit, visit
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
-expect = playwright.expect
 expect.set_options(timeout=PATIENCE)
 
 if TYPE_CHECKING:
@@ -225,7 +224,7 @@ def test_the_policy_forbids_markup_made_of_text_and_the_tests_would_see_it(
 ) -> None:
     made = visit(browser, coordinator)
     made.open()
-    with pytest.raises(playwright.Error, match="TrustedHTML"):
+    with pytest.raises(Error, match="TrustedHTML"):
         made.page.evaluate("document.body.innerHTML = '<b>x</b>'")
     made.page.evaluate("document.body.setAttribute('style', 'color: red')")
     # Both are told a moment later, by events.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,11 +18,9 @@ from promptfed.client_service.monitor import Monitor, Status
 from promptfed.client_service.serving.api import create_app
 from promptfed.client_service.serving.page import HEADERS
 from promptfed.client_service.serving.prediction import BadImage, Predictor
+from tests.support.browser import browser
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
+__all__ = ["browser"]
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -59,14 +56,6 @@ def served(token: str | None) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(10)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ ctypes.CDLL(None).malloc_stats()
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_stats"), reason="the C library is not glibc")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_stats"), reason="glibc's allocator: run with glibc")
 @pytest.mark.parametrize(("variable", "most"), [(None, 2), ("1", 1)])
 def test_threads_share_heaps(variable: str | None, most: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "MALLOC_ARENA_MAX"}

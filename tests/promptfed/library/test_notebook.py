@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 from tests import ROOT
-
-nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed")
-nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
-pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 
 NOTEBOOK = ROOT / "examples" / "federation.ipynb"
 

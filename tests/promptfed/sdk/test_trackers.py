@@ -139,7 +139,7 @@ def events(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_tensorboards_event_file(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    pytest.importorskip("tensorboard", reason="trackers: make test-all")
     for _ in range(2):  # a second time replaces the first
         with open_tracker(f"tensorboard:{tmp_path}") as tracker:
             record(tracker, RESULT)
@@ -151,7 +151,7 @@ def test_tensorboards_event_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mlflows_database(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="the extra 'mlflow' is not installed")
+    mlflow = pytest.importorskip("mlflow", reason="trackers: make test-all")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     with open_tracker(f"mlflow:{uri}") as tracker:
         tracker.begin(FEDERATION)
@@ -173,7 +173,7 @@ def test_mlflows_database(tmp_path: Path) -> None:
 
 
 def test_the_command_follows_a_federation(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    pytest.importorskip("tensorboard", reason="trackers: make test-all")
     with in_thread(tmp_path / "data") as server:
         federation = server.create(name="styles")
         server.enrol(federation, "a", "b")
@@ -193,7 +193,7 @@ def test_the_command_follows_a_federation(tmp_path: Path) -> None:
 
 
 def test_a_simulation_is_tracked_too(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    pytest.importorskip("tensorboard", reason="trackers: make test-all")
     run = tmp_path / "run.yaml"
     site = "{name: site-%s, data: 'symbols:neon?topic=music&per_class=2&test_per_class=1'}"
     run.write_text(f"name: small\nmethod: {{name: promptfl, m: 4}}\nrounds: 1\nclients: [{site % 'a'}, {site % 'b'}]\n")

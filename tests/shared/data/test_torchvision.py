@@ -118,7 +118,7 @@ def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path, uri: str, com
 
 
 def hub_folder(tmp_path: Path, splits: tuple[str, ...]) -> Path:
-    datasets = pytest.importorskip("datasets", reason="the extra promptfed[hf] is not installed")
+    datasets = pytest.importorskip("datasets", reason="Hugging Face data: pip install '.[hf]'")
     features = datasets.Features(
         {
             "picture": datasets.Image(),
