@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from promptfed.library.connection import Connection, Federation, connect
     from promptfed.library.result import Prediction, Result
     from promptfed.library.run import run
-    from promptfed.sdk.client import CommandError
+    from promptfed.sdk.errors import CommandError
     from promptfed.sdk.result import Accuracy
 
 _WHERE = {
     "Accuracy": "promptfed.sdk.result",
-    "CommandError": "promptfed.sdk.client",
+    "CommandError": "promptfed.sdk.errors",
     "Connection": "promptfed.library.connection",
     "Federation": "promptfed.library.connection",
     "Prediction": "promptfed.library.result",

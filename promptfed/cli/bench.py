@@ -19,8 +19,7 @@ from promptfed.experiments.provenance import Provenance, provenance
 from promptfed.experiments.results import Run, write_json
 from promptfed.experiments.runner import Bench, Job, Runner, run_all
 from promptfed.experiments.tables import TableRow, cells, interleaved, markdown, rows_of
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
 from promptfed.sdk.output import console, messages, print_json, table
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from promptfed.cli.launch import accuracies, conduct, new_folder, show
 from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
 from promptfed.runtime.services import LocalFederation, Site
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import print_json
 from promptfed.sdk.progress import Watcher
 from promptfed.sdk.result import FederationResult

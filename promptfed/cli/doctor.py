@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from promptfed.client_service.joining.doctor import Examination, Patient
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json
 
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}

@@ -10,8 +10,8 @@ import typer
 from promptfed.cli.replay import RULES, question
 from promptfed.cli.replay import replay as replay_rounds
 from promptfed.sdk import operations
-from promptfed.sdk.client import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, CommandError, open_coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, open_coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file, write_private
 from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.output import console, print_json, reporting_errors, table

@@ -16,8 +16,7 @@ from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_s
 from promptfed.runtime.run_file import Run, check_trainers, read_run
 from promptfed.runtime.services import LocalFederation, Services, Site
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import follow
 from promptfed.sdk.output import console, print_json
 from promptfed.sdk.progress import Watcher, result_table

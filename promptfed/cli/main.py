@@ -9,8 +9,8 @@ import typer
 
 from promptfed.cli.federation import TokenFile, Url, federation_app
 from promptfed.cli.prompts import prompts_app
-from promptfed.sdk.client import CommandError, open_coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import open_coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import reporting_errors
 
 app = typer.Typer(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, table
 from promptfed.shared.methods import METHODS, describe
 from promptfed.shared.spec import SpecError

@@ -12,8 +12,8 @@ from rich.table import Table
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, given_class_names, predictor_of
 from promptfed.export.export import open_backbone_of, read_export
-from promptfed.sdk.client import CommandError, Coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.operations import take
 from promptfed.sdk.output import console, print_json, table
 from promptfed.sdk.text import percent

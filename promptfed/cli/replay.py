@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.table import Table
 
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_file
 from promptfed.sdk.follow import ENDED
 from promptfed.sdk.output import console, print_json, table

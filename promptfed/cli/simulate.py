@@ -19,7 +19,7 @@ from promptfed.experiments.simulation import simulate
 from promptfed.runtime.processes import interrupt_on_sigterm
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.backbone import resolve
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import Exit
 from promptfed.sdk.files import write_file
 from promptfed.sdk.output import console, messages, print_json, table
 from promptfed.sdk.progress import Watcher, result_table

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from promptfed.sdk.client import CommandError, Coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.output import console, print_json
 from promptfed.sdk.progress import Watcher

@@ -10,8 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json
 from promptfed.sdk.text import size
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from promptfed.runtime.run_file import check_trainers
 from promptfed.runtime.services import Site
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source, Split

@@ -19,8 +19,7 @@ from promptfed.experiments.entries import RawSpec, parse_entry
 from promptfed.experiments.protocols import PROTOCOLS, Setting
 from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import PAPER, TableRow
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.spec import merged
 
 PAPERS, EMBEDDED = (Path(__file__).parent / folder for folder in ("papers", "embedded"))

@@ -13,8 +13,7 @@ from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
 
 from promptfed.runtime.services import Site
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import DataError, open_source
 

@@ -15,8 +15,7 @@ from promptfed.experiments.provenance import data_hash, provenance
 from promptfed.experiments.results import JsonObject, Run, read_run, write_json
 from promptfed.experiments.simulation import simulate
 from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.sharing import SharedSources

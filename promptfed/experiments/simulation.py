@@ -40,8 +40,8 @@ from promptfed.experiments.workers import AHEAD, Crew, crew
 from promptfed.runtime.services import Site
 from promptfed.sdk import operations
 from promptfed.sdk.backbone import described, open_backbone, resolve
-from promptfed.sdk.client import AsyncCoordinator, CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import AsyncCoordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api_schemas import RoundReport

@@ -17,8 +17,7 @@ from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
 from promptfed.experiments.preparation import Plan
 from promptfed.runtime.services import Site
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 
 AHEAD = 2  # clients that fetch or send while as many as the pool has threads compute
 PATIENCE_SECONDS = 20.0  # of a client whose coordinator answers nothing but errors

@@ -14,8 +14,7 @@ import torch
 
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.data import LocalSplit
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.text import class_names as split_names
 from promptfed.shared.clip import Backbone, BackboneError, shape_of

@@ -28,8 +28,7 @@ from promptfed.export.model_card import (
 )
 from promptfed.export.model_card_markdown import markdown
 from promptfed.sdk.backbone import open_backbone
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.text import size

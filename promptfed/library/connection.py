@@ -6,13 +6,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from promptfed.library.result import Result
 from promptfed.sdk import operations
-from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, CommandError, Coordinator, open_coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import DEFAULT_URL, URL_VARIABLE, Coordinator, open_coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.progress import Watcher
 
@@ -44,9 +43,7 @@ class Connection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import percent
 from promptfed.shared.clip import Backbone

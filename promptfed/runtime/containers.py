@@ -21,8 +21,8 @@ from requests.exceptions import RequestException
 from promptfed.runtime.processes import revive
 from promptfed.runtime.services import Services, Site, client_options
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError, Exit
 
 LABEL = "promptfed.launch"
 IMAGES = {"coordinator": "promptfed-coordinator", "client": "promptfed-client"}

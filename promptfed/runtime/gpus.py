@@ -6,8 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 
 QUERY = ("--query-gpu=uuid", "--format=csv,noheader")
 

@@ -11,8 +11,8 @@ from typing import Self
 
 from promptfed.runtime.processes import Processes
 from promptfed.sdk import operations
-from promptfed.sdk.client import CommandError, Coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_private
 
 START_SECONDS = 60.0

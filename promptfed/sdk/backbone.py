@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api_schemas import FederationView
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.methods import check_fits, method_for, resolve_spec

@@ -14,13 +14,12 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
@@ -30,14 +29,6 @@ TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
 
 View = TypeVar("View", bound=BaseModel)
 T = TypeVar("T")
-
-
-class CommandError(Exception):
-    """Ends the command: ``text`` goes to stderr in one line, ``exit`` is the exit code."""
-
-    def __init__(self, text: str, exit: Exit):
-        super().__init__(text)
-        self.exit = exit
 
 
 @dataclass(frozen=True)
@@ -106,9 +97,7 @@ class Coordinator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 
 
 def read_spec(path: Path) -> dict[str, Any]:

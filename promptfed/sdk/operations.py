@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from promptfed.sdk.client import Answer, CommandError, Operation, Request, View
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Answer, Operation, Request, View
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api_schemas import (
     ClientPage,

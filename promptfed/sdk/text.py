@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.spec import check_class_names
 
 

@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
-from promptfed.sdk.client import CommandError, Coordinator
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import ENDED, Snapshot, follow
 from promptfed.sdk.operations import get_federation, get_rounds
 from promptfed.sdk.result import FederationResult
@@ -130,9 +129,7 @@ class OpenTracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._tracker.close(self.state)
 
     def begin(self, federation: FederationView) -> int:

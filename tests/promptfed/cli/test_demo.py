@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from promptfed.cli.demo import demo_sites, demo_spec
 from promptfed.cli.main import app
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import Exit
 from promptfed.shared.data.demo import DEMOS
 
 DEMO = [sys.executable, "-m", "promptfed", "demo"]

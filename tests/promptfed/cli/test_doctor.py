@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from promptfed.cli.main import app
 from promptfed.client_service.__main__ import main as client
 from promptfed.client_service.joining import doctor as doctor_module
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import Exit
 from promptfed.shared.clip import shape_of
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.runtime.processes import Processes
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import Exit
 from promptfed.shared.clip import load_backbone
 
 FINGERPRINT = "sha256:" + "1" * 64

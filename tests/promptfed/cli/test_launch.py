@@ -23,8 +23,8 @@ from promptfed.runtime.gpus import choose_gpus, gpus_of_engine
 from promptfed.runtime.processes import ProcessFailed
 from promptfed.runtime.run_file import read_run
 from promptfed.runtime.services import Services, Site
-from promptfed.sdk.client import Answer, CommandError, Coordinator, Request
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Answer, Coordinator, Request
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.spec import parse_spec
 from tests import ROOT
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import Exit
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.text_features import name_features

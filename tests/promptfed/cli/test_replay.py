@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from promptfed.cli.main import app
 from promptfed.coordinator.store.tables import TaskRow
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import Exit
 from promptfed.shared.tensors import state_hash
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import drive

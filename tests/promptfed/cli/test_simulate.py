@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.cli.simulate import MOST_ROWS, _table, summaries
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.tensors import state_hash
 from tests import ROOT

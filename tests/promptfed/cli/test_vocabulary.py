@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from promptfed.cli.vocabulary import make_lexicon, supply_words, vocabulary, whole_words
-from promptfed.sdk.client import CommandError, Coordinator
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError
 from promptfed.shared.clip import Backbone, load_backbone, shape_of, tiny
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.tensors import decode

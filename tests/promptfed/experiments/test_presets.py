@@ -17,8 +17,7 @@ from promptfed.cli.main import app
 from promptfed.experiments.presets import preset_names, read_preset
 from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.tables import TableRow, interleaved
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.registry import SCHEMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from promptfed.experiments.protocols import PROTOCOLS, Setting, with_options
-from promptfed.sdk.client import CommandError
+from promptfed.sdk.errors import CommandError
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
 

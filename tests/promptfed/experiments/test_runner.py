@@ -20,8 +20,7 @@ from promptfed.experiments.provenance import data_hash
 from promptfed.experiments.results import Run, read_run, write_json
 from promptfed.experiments.runner import Bench, Runner, costs, measured, run_all
 from promptfed.experiments.tables import TableRow, cell, markdown, rows_of, scores_of
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
 

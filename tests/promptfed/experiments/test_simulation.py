@@ -17,8 +17,7 @@ from torch import Tensor
 
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data.sharing import SharedSources

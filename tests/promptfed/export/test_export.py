@@ -19,8 +19,7 @@ from promptfed.export import export as exporting
 from promptfed.export.adapted_model import AdaptedModel, predictor_of
 from promptfed.export.export import ExportOptions, read_export
 from promptfed.export.model_card import snippet
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method

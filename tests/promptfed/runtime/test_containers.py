@@ -20,8 +20,8 @@ from promptfed.runtime.containers import (
 )
 from promptfed.runtime.processes import MAX_RESTARTS, ProcessFailed
 from promptfed.runtime.services import Site
-from promptfed.sdk.client import CommandError, Request
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.client import Request
+from promptfed.sdk.errors import CommandError, Exit
 from tests.support.fake_docker import FakeEngine, Thing
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from promptfed.runtime.run_file import Run, read_run
 from promptfed.runtime.services import Site
-from promptfed.sdk.client import CommandError
+from promptfed.sdk.errors import CommandError
 
 HEAD = "name: run\nmethod: {name: promptfl}\nrounds: 2\n"
 

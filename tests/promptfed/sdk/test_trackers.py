@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.sdk.client import CommandError
-from promptfed.sdk.exit_codes import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.trackers import metrics_of, open_tracker, record, settings_of
 from promptfed.shared.api_schemas import BackboneView, ClientCounts, FederationView, RoundReport

@@ -22,7 +22,7 @@ from promptfed.client_service.worker import Worker
 from promptfed.experiments.asgi_transport import InProcess
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
-from promptfed.sdk.client import CommandError
+from promptfed.sdk.errors import CommandError
 from promptfed.shared.clip import Backbone, FeatureCache, shape_of
 from promptfed.shared.data import open_source
 from promptfed.shared.messages import Task

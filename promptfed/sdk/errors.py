@@ -1,4 +1,4 @@
-"""Exit codes of the command; `promptfed client` has those of `promptfed.client_service.exits`."""
+"""What ends a command, and the exit codes; `promptfed client` has those of `promptfed.client_service.exits`."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ class Exit(IntEnum):
     REFUSED = 6  # the coordinator says why
     FEDERATION_ENDED_BADLY = 7  # the federation failed, paused by itself or was cancelled
     INTERRUPTED = 130  # Ctrl-C
+
+
+class CommandError(Exception):
+    """Ends the command: ``text`` goes to stderr in one line, ``exit`` is the exit code."""
+
+    def __init__(self, text: str, exit: Exit):
+        super().__init__(text)
+        self.exit = exit
