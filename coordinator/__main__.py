@@ -4,46 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from promptfed.coordinator.settings import DEFAULT_PORT, Settings
+from promptfed.coordinator.settings import Settings
 from promptfed.shared.leaving import leave
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options. One that is not given leaves the variable, or the default."""
-    found = argparse.ArgumentParser(
+    """The options, one a setting. One that is not given leaves the variable, or the default."""
+    options = argparse.ArgumentParser(
         prog="coordinator", description=__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
-    add = found.add_argument
-    add("--data-dir", type=Path, help="database, blobs, operator token (default: coordinator-data)")
-    add(
-        "--database-url",
-        help="postgresql+psycopg://USER:PASSWORD@HOST/NAME (default, or where empty: SQLite in the data folder)",
-    )
-    add("--database-url-file", type=Path, help="a file that holds this URL: options can be seen by others")
-    add("--database-wait-seconds", type=float, help="how long to wait for the database at the start (default: 30)")
-    add("--host", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, help=f"port to listen on, 0 for any free one (default: {DEFAULT_PORT})")
-    add("--port-file", type=Path, help="write the base URL here once the coordinator answers")
-    add("--allow-plain-http", action="store_true", help="listen without TLS on an address that others can reach")
-    add("--tls-cert", type=Path, help="PEM certificate chain")
-    add("--tls-key", type=Path, help="PEM private key")
-    add("--max-uploads", type=int, help="uploads received at once (default: 8)")
-    add("--upload-wait-seconds", type=float, help="how long more uploads wait their turn before 503 (default: 20)")
-    add(
-        "--auth-failures-per-minute",
-        type=int,
-        help="wrong tokens that an address may send before it has to wait (default: 60)",
-    )
-    add("--token-hours", type=float, help="how long an enrolment token is good (default: 168)")
-    add("--bootstrap", type=Path, help="spec (YAML) of a federation to create if it is absent")
-    add("--enrolment-token-file", type=Path, help="where --bootstrap writes an enrolment token")
-    add("--enrolment-token-mode", type=lambda text: int(text, 8), help="octal mode of that file (default: 600)")
-    add("--log-level", choices=["debug", "info", "warning", "error"], help="default: info")
-    return found
+    for name, field in Settings.model_fields.items():
+        how: dict[str, Any] = {"type": _type_of(name, field), "choices": field.examples}
+        if field.annotation is bool:
+            how = {"action": "store_true"}
+        options.add_argument("--" + name.replace("_", "-"), help=_help_of(field), **how)
+    return options
+
+
+def _type_of(name: str, field: FieldInfo) -> Callable[[str], Any]:
+    if name == "enrolment_token_mode":
+        return lambda text: int(text, 8)
+    kinds = [kind for kind in (Path, float, int) if kind in (field.annotation, *get_args(field.annotation))]
+    return kinds[0] if kinds else str
+
+
+def _help_of(field: FieldInfo) -> str:
+    text = field.description or ""
+    if not field.default or "default" in text:
+        return text
+    default = f"default: {field.default:g}" if isinstance(field.default, float) else f"default: {field.default}"
+    return f"{text} ({default})" if text else default
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,37 +16,26 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 
-from promptfed.coordinator.api import clients, events, health, insights, methods, replays, results, tasks, web
+from promptfed.coordinator import problems
+from promptfed.coordinator.api import clients, events, health, insights, methods, page, replays, results, tasks
 from promptfed.coordinator.api import federations as federations_api
-from promptfed.coordinator.engine.metrics import Measures
-from promptfed.coordinator.engine.registry import Engine
-from promptfed.coordinator.http import tokens
-from promptfed.coordinator.http.auth_throttle import Guessing
+from promptfed.coordinator.engine.metrics import Metrics
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.engine.scheduler import Scheduler
+from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.uploads import Uploads
 from promptfed.coordinator.operations import bootstrap, federations
-from promptfed.coordinator.problems import (
-    BodyTooLarge,
-    HttpError,
-    InternalError,
-    InvalidRequest,
-    MethodNotAllowed,
-    NotFound,
-    Refusal,
-    StorageFull,
-    StoreAway,
-    UnreadableBody,
-    UploadTimeout,
-)
 from promptfed.coordinator.reports.insights import Insights
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.shared.messages import Problem
 
 log = logging.getLogger("promptfed.coordinator")
 
-ROUTERS = (methods, federations_api, clients, tasks, results, replays, insights, events, health, web)
+ROUTERS = (methods, federations_api, clients, tasks, results, replays, insights, events, health, page)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -65,7 +54,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for module in ROUTERS:
         app.include_router(module.router)
-    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(problems.Refusal, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(OSError, _store_failed)
@@ -100,37 +89,38 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     store: Store | None = getattr(app.state, "store", None)
     if store is None:
         store = await asyncio.to_thread(open_store, settings)
-    app.state.engine = engine = Engine(store.database, store.blobs, Measures())
-    app.state.insights = Insights(engine)
+    app.state.registry = registry = Registry(store.database, store.blobs, Metrics())
+    app.state.insights = Insights(registry)
     app.state.operator_digest = tokens.digest(tokens.operator_token(settings.data_dir))
     app.state.uploads = Uploads(
-        engine, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
+        registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )
-    app.state.guessing = Guessing(settings.auth_failures_per_minute)
+    app.state.auth_throttle = AuthThrottle(settings.auth_failures_per_minute)
+    scheduler = Scheduler(registry)
     try:
-        await engine.start()
-        await asyncio.to_thread(bootstrap.bootstrap, engine, settings)
+        await scheduler.start()
+        await asyncio.to_thread(bootstrap.bootstrap, registry, settings)
         yield
     finally:
-        await engine.stop()
+        await scheduler.stop()
         store.close()
 
 
-async def _answer(request: Request, refusal: Refusal) -> JSONResponse:
-    engine: Engine = request.app.state.engine
-    engine.measures.refused(refusal.kind, of_update=request.url.path.endswith("/update"))
+async def _answer(request: Request, refusal: problems.Refusal) -> JSONResponse:
+    registry: Registry = request.app.state.registry
+    registry.metrics.refused(refusal.kind, of_update=request.url.path.endswith("/update"))
     client = getattr(request.state, "client", None)
     if client is not None and refusal.status < 500:
         id, name = client
         try:
-            await asyncio.to_thread(federations.record_refusal, engine, id, name, refusal, request.url.path)
+            await asyncio.to_thread(federations.record_refusal, registry, id, name, refusal, request.url.path)
         except (SQLAlchemyError, DatabaseAway) as error:
             log.warning("a refusal could not be written down: %s", type(error).__name__)
     return refusal.response(request.url.path)
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refusal)
+    assert isinstance(error, problems.Refusal)
     return await _answer(request, error)
 
 
@@ -141,38 +131,44 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         for item in error.errors()
     ]
     text = "; ".join(f"{one['path']}: {one['detail']}" for one in errors[:5])
-    return await _answer(request, InvalidRequest(text, errors=errors))
+    return await _answer(request, problems.InvalidRequest(text, errors=errors))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    kinds: dict[int, Refusal] = {
-        400: UnreadableBody(str(error.detail)),
-        404: NotFound(f"there is nothing at {request.url.path}"),
-        405: MethodNotAllowed(f"{request.url.path} does not know {request.method}", headers=dict(error.headers or {})),
-        408: UploadTimeout(str(error.detail)),
-        413: BodyTooLarge("the body is too large for this call"),
+    kinds: dict[int, problems.Refusal] = {
+        400: problems.UnreadableBody(str(error.detail)),
+        404: problems.NotFound(f"there is nothing at {request.url.path}"),
+        405: problems.MethodNotAllowed(
+            f"{request.url.path} does not know {request.method}", headers=dict(error.headers or {})
+        ),
+        408: problems.UploadTimeout(str(error.detail)),
+        413: problems.BodyTooLarge("the body is too large for this call"),
     }
-    return await _answer(request, kinds.get(error.status_code) or HttpError(error.status_code, str(error.detail)))
+    return await _answer(
+        request, kinds.get(error.status_code) or problems.HttpError(error.status_code, str(error.detail))
+    )
 
 
 async def _store_failed(request: Request, error: Exception) -> JSONResponse:
     log.error("the store failed", exc_info=error)
-    engine: Engine = request.app.state.engine
-    if _is_full(engine, error):
-        return await _answer(request, StorageFull("the disk is full, nothing was stored: make room and send it again"))
-    return await _answer(request, InternalError("the coordinator's store failed; its log says why"))
+    registry: Registry = request.app.state.registry
+    if _is_full(registry, error):
+        return await _answer(
+            request, problems.StorageFull("the disk is full, nothing was stored: make room and send it again")
+        )
+    return await _answer(request, problems.InternalError("the coordinator's store failed; its log says why"))
 
 
-def _is_full(engine: Engine, error: Exception) -> bool:
+def _is_full(registry: Registry, error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, DBAPIError) and engine.database.backend.is_full(error)
+    return isinstance(error, DBAPIError) and registry.database.backend.is_full(error)
 
 
 async def _store_away(request: Request, error: Exception) -> JSONResponse:
-    return await _answer(request, StoreAway())
+    return await _answer(request, problems.StoreAway())
 
 
 async def _broken(request: Request, error: Exception) -> JSONResponse:
-    return await _answer(request, InternalError("something broke; the coordinator's log says what"))
+    return await _answer(request, problems.InternalError("something broke; the coordinator's log says what"))

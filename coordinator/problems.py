@@ -1,7 +1,4 @@
-"""Refusals: named classes with status, kind and title, answered as RFC 9457 problem details.
-
-Those of tasks and updates stand in `promptfed.coordinator.task_problems`.
-"""
+"""Refusals: named classes with status, kind and title, answered as RFC 9457 problem details."""
 
 from __future__ import annotations
 
@@ -21,6 +18,13 @@ class Refusal(Exception):
     status: ClassVar[int]
     kind: ClassVar[str]
     title: ClassVar[str]
+
+    def __init_subclass__(cls, *, kind: str, title: str, status: int | None = None) -> None:
+        """Declare a refusal; without a ``status`` it has its base's, or each one its own."""
+        super().__init_subclass__()
+        cls.kind, cls.title = kind, title
+        if status is not None:
+            cls.status = status
 
     def __init__(self, detail: str, *, headers: dict[str, str] | None = None, **members: Any):
         super().__init__(detail)
@@ -44,264 +48,291 @@ class Refusal(Exception):
 # Any request
 
 
-class InvalidRequest(Refusal):
+class InvalidRequest(Refusal, status=422, kind="invalid-request", title="The request is not what the schema says"):
     """A path, query, header or body that is not what the schema says."""
 
-    status, kind, title = 422, "invalid-request", "The request is not what the schema says"
 
-
-class UnreadableBody(Refusal):
+class UnreadableBody(Refusal, status=400, kind="unreadable-body", title="The body cannot be read"):
     """A JSON body that cannot be read at all."""
 
-    status, kind, title = 400, "unreadable-body", "The body cannot be read"
 
-
-class NotFound(Refusal):
+class NotFound(Refusal, status=404, kind="not-found", title="There is no such thing here"):
     """Nothing lies at this address, or nothing that this caller may know of."""
 
-    status, kind, title = 404, "not-found", "There is no such thing here"
 
-
-class MethodNotAllowed(Refusal):
+class MethodNotAllowed(Refusal, status=405, kind="method-not-allowed", title="This address does not know this verb"):
     """A verb that this address does not know."""
 
-    status, kind, title = 405, "method-not-allowed", "This address does not know this verb"
 
-
-class BodyTooLarge(Refusal):
+class BodyTooLarge(Refusal, status=413, kind="too-large", title="The body is too large"):
     """A body over the limit."""
 
-    status, kind, title = 413, "too-large", "The body is too large"
 
-
-class UploadTimeout(Refusal):
+class UploadTimeout(Refusal, status=408, kind="upload-timeout", title="The body took too long to arrive"):
     """A body that took too long to arrive."""
 
-    status, kind, title = 408, "upload-timeout", "The body took too long to arrive"
 
-
-class HttpError(Refusal):
+class HttpError(Refusal, kind="http-error", title="The request was refused"):
     """Another refusal of the HTTP layer."""
-
-    kind, title = "http-error", "The request was refused"
 
     def __init__(self, status: int, detail: str):
         super().__init__(detail)
         self.status = status  # type: ignore[misc]
 
 
-class InternalError(Refusal):
+class InternalError(Refusal, status=500, kind="internal-error", title="Something broke in the coordinator"):
     """Something broke here."""
 
-    status, kind, title = 500, "internal-error", "Something broke in the coordinator"
 
-
-class StorageFull(Refusal):
+class StorageFull(Refusal, status=507, kind="storage-full", title="The coordinator's disk is full"):
     """The disk is full: nothing was stored."""
 
-    status, kind, title = 507, "storage-full", "The coordinator's disk is full"
 
-
-class StoreAway(Refusal):
+class StoreAway(Refusal, status=503, kind="store-away", title="The coordinator's database is away"):
     """The database does not answer: nothing was stored, or it was and sending it again will be told so."""
-
-    status, kind, title = 503, "store-away", "The coordinator's database is away"
 
     def __init__(self) -> None:
         super().__init__("the coordinator's database is away: send it again later", headers={"Retry-After": "2"})
 
 
-class MethodAbsent(Refusal):
+class MethodAbsent(
+    Refusal, status=503, kind="method-absent", title="The coordinator does not have this federation's method"
+):
     """A federation whose method comes from a package that is not installed here any more, or is broken."""
-
-    status, kind, title = 503, "method-absent", "The coordinator does not have this federation's method"
 
     def __init__(self, detail: str) -> None:
         super().__init__(detail, headers={"Retry-After": "60"})
 
 
-class NotReady(Refusal):
+class NotReady(Refusal, status=503, kind="not-ready", title="The coordinator is not ready"):
     """The store or the engine does not work."""
-
-    status, kind, title = 503, "not-ready", "The coordinator is not ready"
 
 
 # Access
 
 
-class Unauthorized(Refusal):
+class Unauthorized(Refusal, status=401, kind="unauthorized", title="A valid bearer token is needed"):
     """No bearer token, or one that nobody has."""
-
-    status, kind, title = 401, "unauthorized", "A valid bearer token is needed"
 
     def __init__(self, detail: str):
         super().__init__(detail, headers={"WWW-Authenticate": "Bearer"})
 
 
-class TokenExpired(Unauthorized):
+class TokenExpired(Unauthorized, kind="token-expired", title="This enrolment token has expired"):
     """An enrolment token after its time."""
 
-    kind, title = "token-expired", "This enrolment token has expired"
 
-
-class TooManyFailures(Refusal):
+class TooManyFailures(
+    Refusal, status=429, kind="too-many-failures", title="Too many wrong tokens came from this address"
+):
     """Too many wrong tokens came from one address: no token of its is looked at for a while."""
-
-    status, kind, title = 429, "too-many-failures", "Too many wrong tokens came from this address"
 
     def __init__(self, detail: str, seconds: int):
         super().__init__(detail, headers={"Retry-After": str(seconds)})
 
 
-class WrongRole(Refusal):
+class WrongRole(Refusal, status=403, kind="wrong-role", title="This token is not for this call"):
     """A token of another kind than this call takes."""
 
-    status, kind, title = 403, "wrong-role", "This token is not for this call"
 
-
-class Withdrawn(Refusal):
+class Withdrawn(Refusal, status=403, kind="withdrawn", title="This client has been withdrawn"):
     """A client that the operator has withdrawn."""
-
-    status, kind, title = 403, "withdrawn", "This client has been withdrawn"
 
 
 # Federations
 
 
-class InvalidSpec(Refusal):
+class InvalidSpec(Refusal, status=422, kind="invalid-spec", title="The spec cannot be run"):
     """A spec that cannot be run; ``errors`` has the path of each offence."""
 
-    status, kind, title = 422, "invalid-spec", "The spec cannot be run"
 
-
-class NameTaken(Refusal):
+class NameTaken(Refusal, status=409, kind="name-taken", title="The name is taken"):
     """The name belongs to another federation, or to a client with another secret."""
 
-    status, kind, title = 409, "name-taken", "The name is taken"
 
-
-class KeyReused(Refusal):
+class KeyReused(
+    Refusal, status=422, kind="idempotency-key-reused", title="This Idempotency-Key came with another body before"
+):
     """An Idempotency-Key that came with another body before."""
 
-    status, kind, title = 422, "idempotency-key-reused", "This Idempotency-Key came with another body before"
 
-
-class WrongState(Refusal):
+class WrongState(Refusal, status=409, kind="wrong-state", title="The federation is not in a state for this"):
     """A call at the wrong moment; ``state`` is the federation's."""
 
-    status, kind, title = 409, "wrong-state", "The federation is not in a state for this"
 
-
-class NotEnoughClients(Refusal):
+class NotEnoughClients(Refusal, status=409, kind="not-enough-clients", title="Too few trainers are enrolled"):
     """A start with too few trainers; ``enrolled`` of ``needed``."""
 
-    status, kind, title = 409, "not-enough-clients", "Too few trainers are enrolled"
 
-
-class InitialStateMissing(Refusal):
+class InitialStateMissing(
+    Refusal, status=409, kind="initial-state-missing", title="The initial state has to be supplied"
+):
     """The method's initial state takes a backbone."""
 
-    status, kind, title = 409, "initial-state-missing", "The initial state has to be supplied"
 
-
-class InitialStateMismatch(Refusal):
+class InitialStateMismatch(
+    Refusal, status=409, kind="initial-state-mismatch", title="The supplied initial state does not fit"
+):
     """The supplied initial state is not what the method and the clients' backbone need."""
 
-    status, kind, title = 409, "initial-state-mismatch", "The supplied initial state does not fit"
 
-
-class CannotStart(Refusal):
+class CannotStart(
+    Refusal, status=409, kind="cannot-start", title="The method cannot run with this backbone and these clients"
+):
     """The method cannot run with this backbone and these clients."""
 
-    status, kind, title = 409, "cannot-start", "The method cannot run with this backbone and these clients"
 
-
-class NotAGenerator(Refusal):
+class NotAGenerator(Refusal, status=409, kind="not-a-generator", title="This method has no prompt generator"):
     """Prompts asked of a method that generates none."""
 
-    status, kind, title = 409, "not-a-generator", "This method has no prompt generator"
 
-
-class NoState(Refusal):
+class NoState(Refusal, status=404, kind="no-state", title="There is no state of this round"):
     """No state of this round is there (any more)."""
 
-    status, kind, title = 404, "no-state", "There is no state of this round"
 
-
-class UpdatesGone(Refusal):
+class UpdatesGone(Refusal, status=410, kind="updates-gone", title="The round's tensors are no longer kept"):
     """A replay of a round whose tensors were removed."""
 
-    status, kind, title = 410, "updates-gone", "The round's tensors are no longer kept"
 
-
-class NotAMean(Refusal):
+class NotAMean(Refusal, status=409, kind="not-a-mean", title="This method's aggregate is not a mean"):
     """Another rule asked of a method whose aggregate is not a mean."""
 
-    status, kind, title = 409, "not-a-mean", "This method's aggregate is not a mean"
 
-
-class TooFewUpdates(Refusal):
+class TooFewUpdates(Refusal, status=409, kind="too-few-updates", title="Too few updates are left to aggregate"):
     """A replay that leaves nothing, or too little for its rule, to aggregate."""
 
-    status, kind, title = 409, "too-few-updates", "Too few updates are left to aggregate"
 
-
-class NotAcceptable(Refusal):
+class NotAcceptable(Refusal, status=406, kind="not-acceptable", title="The answer cannot be given in this form"):
     """No form of the answer is among those accepted, or JSON would be too large."""
-
-    status, kind, title = 406, "not-acceptable", "The answer cannot be given in this form"
 
 
 # Enrolment
 
 
-class ProtocolVersion(Refusal):
+class ProtocolVersion(
+    Refusal, status=409, kind="protocol-version", title="The client speaks another version of the protocol"
+):
     """A client that speaks another version."""
 
-    status, kind, title = 409, "protocol-version", "The client speaks another version of the protocol"
 
-
-class OtherBackbone(Refusal):
+class OtherBackbone(Refusal, status=409, kind="other-backbone", title="The client's backbone is not the federation's"):
     """A client whose backbone is not the federation's."""
 
-    status, kind, title = 409, "other-backbone", "The client's backbone is not the federation's"
 
-
-class SecretTaken(Refusal):
+class SecretTaken(Refusal, status=409, kind="secret-taken", title="Another client has this secret"):
     """A secret that another client of the federation has."""
 
-    status, kind, title = 409, "secret-taken", "Another client has this secret"
 
-
-class LateJoin(Refusal):
+class LateJoin(Refusal, status=409, kind="late-join", title="This method takes no newcomers after the start"):
     """A newcomer to a running federation whose method does not take any."""
 
-    status, kind, title = 409, "late-join", "This method takes no newcomers after the start"
 
-
-class UnknownClass(Refusal):
+class UnknownClass(Refusal, status=422, kind="unknown-class", title="The federation does not have these classes"):
     """A client that names classes which the federation does not have."""
 
-    status, kind, title = 422, "unknown-class", "The federation does not have these classes"
 
-
-class DomainMissing(Refusal):
+class DomainMissing(Refusal, status=422, kind="domain-missing", title="This method needs each client's domain"):
     """A client without a domain where the method needs its description."""
 
-    status, kind, title = 422, "domain-missing", "This method needs each client's domain"
 
-
-class UnfitClient(Refusal):
+class UnfitClient(
+    Refusal, status=409, kind="unfit-client", title="The method cannot take this client beside the others"
+):
     """A client that the method cannot take beside the others, or back with what it says now."""
 
-    status, kind, title = 409, "unfit-client", "The method cannot take this client beside the others"
 
-
-class NoSamples(Refusal):
+class NoSamples(Refusal, status=422, kind="no-samples", title="A trainer needs at least one sample"):
     """A trainer without a training sample."""
 
-    status, kind, title = 422, "no-samples", "A trainer needs at least one sample"
 
+# Tasks and updates
+
+
+class Ended(Refusal, status=410, kind="federation-ended", title="The federation has ended"):
+    """The federation has ended: there will be no more tasks."""
+
+
+class WrongTaskKind(Refusal, status=409, kind="wrong-task-kind", title="This task wants another kind of answer"):
+    """An update for an evaluation task, or the other way round."""
+
+
+class PayloadGone(Refusal, status=410, kind="payload-gone", title="The payload is no longer kept"):
+    """The payload of a task that is long over was removed."""
+
+
+class DigestMissing(Refusal, status=400, kind="digest-missing", title="A Content-Digest with sha-256 is needed"):
+    """An update without a SHA-256 Content-Digest."""
+
+
+class DigestMismatch(Refusal, status=400, kind="digest-mismatch", title="The body does not have the announced digest"):
+    """A body that is not what its Content-Digest says."""
+
+
+class IncompleteBody(Refusal, status=400, kind="incomplete-body", title="The body was cut off"):
+    """A body that was cut off."""
+
+
+class TooManyUploads(Refusal, status=503, kind="too-many-uploads", title="Too many uploads are under way"):
+    """As many uploads as are allowed are under way."""
+
+
+class AlreadyAnswered(
+    Refusal, status=409, kind="already-answered", title="This task was already answered with something else"
+):
+    """The task was already answered with something else."""
+
+
+class PhaseClosed(Refusal, status=409, kind="phase-closed", title="The task's phase is closed"):
+    """The task's phase is over; ``round`` and ``phase`` are the current ones."""
+
+
+class NotSafetensors(Refusal, status=415, kind="not-safetensors", title="The body is not a safetensors file"):
+    """A body that is not a whole safetensors file."""
+
+
+class HeaderTooLarge(Refusal, status=422, kind="header-too-large", title="The safetensors header is too large"):
+    """A safetensors header over 1 MB."""
+
+
+class BadMetadata(Refusal, status=422, kind="bad-metadata", title="The metadata is not what an update must say"):
+    """Metadata that is not what an update must say about itself."""
+
+
+class WrongTask(Refusal, status=422, kind="wrong-task", title="The metadata names another task"):
+    """Metadata that names another task."""
+
+
+class UnknownTensor(Refusal, status=422, kind="unknown-tensor", title="A tensor was not asked for"):
+    """A tensor that was not asked for."""
+
+
+class MissingTensor(Refusal, status=422, kind="missing-tensor", title="A tensor is missing"):
+    """A tensor that was asked for and is not there."""
+
+
+class WrongShape(Refusal, status=422, kind="wrong-shape", title="A tensor has another shape"):
+    """A tensor of another shape."""
+
+
+class WrongDtype(Refusal, status=422, kind="wrong-dtype", title="A tensor has another dtype"):
+    """A tensor of another dtype."""
+
+
+class NotFinite(Refusal, status=422, kind="not-finite", title="A tensor holds NaN or infinity"):
+    """A tensor with NaN or infinity."""
+
+
+class NormTooLarge(Refusal, status=422, kind="norm-too-large", title="The update's norm is over the limit"):
+    """An update over the norm that the spec admits, or any federation."""
+
+
+class WrongPayload(Refusal, status=422, kind="wrong-payload", title="The update was made from another payload"):
+    """An update that was made from another payload than was served."""
+
+
+_OF_TENSORS: tuple[type[Refusal], ...]
+_OF_TENSORS = (NotSafetensors, HeaderTooLarge, BadMetadata, UnknownTensor, MissingTensor, WrongShape, WrongDtype)
+TENSOR_REFUSALS = {refusal.kind: refusal for refusal in (*_OF_TENSORS, NotFinite)}
 
 ANY_REQUEST: tuple[type[Refusal], ...] = (
     InvalidRequest,
@@ -321,15 +352,15 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
 )
 
 
+def for_callers(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for a route that asks for a token, and refuses with ``kinds``."""
+    return documented(*ANY_CALLER, *kinds)
+
+
 def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
     """OpenAPI responses for a route that refuses with ``kinds``, besides those of any request."""
-    by_status: dict[int, list[type[Refusal]]] = defaultdict(list)
+    texts: dict[int, dict[str, None]] = defaultdict(dict)  # as an ordered set
     for kind in (*kinds, *ANY_REQUEST):
-        by_status[kind.status].append(kind)
-    return {
-        status: {
-            "description": "; ".join(dict.fromkeys(f"`{kind.kind}`: {kind.title}" for kind in found)),
-            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-        }
-        for status, found in sorted(by_status.items())
-    }
+        texts[kind.status][f"`{kind.kind}`: {kind.title}"] = None
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {status: {"description": "; ".join(found), "content": content} for status, found in sorted(texts.items())}

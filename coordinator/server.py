@@ -18,15 +18,15 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from promptfed.coordinator import json_logs
 from promptfed.coordinator.app import create_app
-from promptfed.coordinator.http import tokens
+from promptfed.coordinator.engine import json_logs
 from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, Connection, raise_open_files
 from promptfed.coordinator.http.malloc import share_heaps
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.bootstrap import BootstrapFailed, read_spec
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.opening import open_store
 
@@ -64,9 +64,9 @@ class Server(uvicorn.Server):
             self._serving.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        engine = getattr(self._app.state, "engine", None)
-        if engine is not None:
-            engine.stop_waiting()
+        registry = getattr(self._app.state, "registry", None)
+        if registry is not None:
+            registry.stop_waiting()
 
 
 def serve(settings: Settings) -> int:
@@ -105,7 +105,7 @@ def serve(settings: Settings) -> int:
     server.run(sockets=[listening])
     if not server.started:
         return CANNOT_START
-    if app.state.engine.computing:
+    if app.state.registry.computing:
         # The interpreter would wait for the computing thread. Nothing is lost: it starts again from what is committed.
         logging.shutdown()
         os._exit(0)

@@ -21,29 +21,45 @@ class Settings(BaseSettings):
         env_prefix="PROMPTFED_COORDINATOR_", extra="forbid", hide_input_in_errors=True, env_ignore_empty=True
     )
 
-    data_dir: Path = Path("coordinator-data")
-    database_url: Annotated[SecretStr | None, Field(description="PostgreSQL; default: SQLite in the data folder")] = (
+    data_dir: Annotated[Path, Field(description="database, blobs, operator token")] = Path("coordinator-data")
+    database_url: Annotated[
+        SecretStr | None,
+        Field(
+            description="postgresql+psycopg://USER:PASSWORD@HOST/NAME "
+            "(default, or where empty: SQLite in the data folder)"
+        ),
+    ] = None
+    database_url_file: Annotated[
+        Path | None, Field(description="a file that holds this URL: options can be seen by others")
+    ] = None
+    database_wait_seconds: Annotated[
+        float, Field(ge=0, description="how long to wait for the database at the start")
+    ] = 30.0
+    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="port to listen on, 0 for any free one")] = DEFAULT_PORT
+    port_file: Annotated[Path | None, Field(description="write the base URL here once the coordinator answers")] = None
+    allow_plain_http: Annotated[bool, Field(description="listen without TLS on an address that others can reach")] = (
+        False
+    )
+    tls_cert: Annotated[Path | None, Field(description="PEM certificate chain")] = None
+    tls_key: Annotated[Path | None, Field(description="PEM private key")] = None
+    max_uploads: Annotated[int, Field(ge=1, le=1000, description="uploads received at once")] = 8
+    upload_wait_seconds: Annotated[
+        float, Field(ge=0, description="how long more uploads wait their turn before 503")
+    ] = 20.0
+    upload_timeout_seconds: Annotated[float, Field(gt=0, description="how long a request's body may take")] = 300.0
+    auth_failures_per_minute: Annotated[
+        int, Field(ge=1, description="wrong tokens that an address may send before it has to wait")
+    ] = 60
+    token_hours: Annotated[float, Field(gt=0, description="how long an enrolment token is good")] = 168.0
+    bootstrap: Annotated[Path | None, Field(description="spec (YAML) of a federation to create if it is absent")] = None
+    enrolment_token_file: Annotated[Path | None, Field(description="where --bootstrap writes an enrolment token")] = (
         None
     )
-    database_url_file: Annotated[Path | None, Field(description="a file that holds it")] = None
-    database_wait_seconds: Annotated[float, Field(ge=0, description="how long to wait for it at the start")] = 30.0
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535, description="0: any free port")] = DEFAULT_PORT
-    port_file: Annotated[Path | None, Field(description="the base URL is written here once it answers")] = None
-    allow_plain_http: bool = False
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    max_uploads: Annotated[int, Field(ge=1, le=1000)] = 8
-    upload_wait_seconds: Annotated[float, Field(ge=0, description="how long more uploads wait before 503")] = 20.0
-    upload_timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
-    auth_failures_per_minute: Annotated[
-        int, Field(ge=1, description="wrong tokens that an address may send before it is told to wait")
-    ] = 60
-    token_hours: Annotated[float, Field(gt=0, description="how long an enrolment token is good by default")] = 168.0
-    bootstrap: Annotated[Path | None, Field(description="spec of a federation to create if it is absent")] = None
-    enrolment_token_file: Annotated[Path | None, Field(description="where bootstrap writes a token")] = None
-    enrolment_token_mode: Annotated[int, Field(ge=0, le=0o777)] = 0o600
-    log_level: str = "info"
+    enrolment_token_mode: Annotated[
+        int, Field(ge=0, le=0o777, description="octal mode of that file (default: 600)")
+    ] = 0o600
+    log_level: Annotated[str, Field(examples=["debug", "info", "warning", "error"])] = "info"
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from torch import Tensor
 
 from promptfed.coordinator.aggregation.rules import Rule
-from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContext
@@ -25,54 +25,60 @@ Counted = tuple[str, float, str]
 """A counted update: its client, its weight, its digest."""
 
 
-def use_threads(live: Live) -> None:
+def use_threads(federation: Federation) -> None:
     """Compute with the spec's number of threads: sums over several may come out in another order."""
-    torch.set_num_threads(live.spec.training.threads)
+    torch.set_num_threads(federation.spec.training.threads)
 
 
-def initial_state(blobs: Blobs, live: Live, context: ServerContext) -> Tensors:
+def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) -> Tensors:
     """The state of round 0: made, or the supplied one fitted to the clients of ``context``.
 
     Raises:
         NeedsBackbone, MethodError, TensorError: there is none for these clients and this backbone.
     """
-    live.method.check_clients(context)
-    if live.supplied_state is not None:
-        supplied, _ = decode(blobs.read(live.supplied_state))
-        tensors = live.method.adopt(supplied, context)
+    federation.method.check_clients(context)
+    if federation.supplied_state is not None:
+        supplied, _ = decode(blobs.read(federation.supplied_state))
+        tensors = federation.method.adopt(supplied, context)
     else:
-        tensors = live.method.initial_state(context, initial_draws(live.spec.seed))
-    check_state(live, tensors, context)
+        tensors = federation.method.initial_state(context, initial_draws(federation.spec.seed))
+    check_state(federation, tensors, context)
     return tensors
 
 
-def joined(live: Live, state: Tensors, roster: Sequence[str], newcomers: Iterable[str]) -> Tensors:
+def joined(federation: Federation, state: Tensors, roster: Sequence[str], newcomers: Iterable[str]) -> Tensors:
     """The state after ``newcomers`` joined those of ``roster`` one by one; each sees a roster that ends with itself."""
     present = list(roster)
     for name in newcomers:
         present.append(name)
-        state = live.method.join(state, live.clients[name].info(), live.context(present))
-    check_state(live, state, live.context(present))
+        state = federation.method.join(state, federation.clients[name].info(), federation.context(present))
+    check_state(federation, state, federation.context(present))
     return state
 
 
 def after_phase(
-    live: Live, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], rule: Rule, context: ServerContext
+    federation: Federation,
+    state: Tensors,
+    phase: Phase,
+    updates: Iterable[ClientUpdate],
+    rule: Rule,
+    context: ServerContext,
 ) -> Tensors:
     """The state after ``phase`` of these updates, which ``rule`` makes one where the method takes their mean."""
-    after = live.method.aggregate(state, phase, updates, rule, context)
-    check_state(live, after, context)
+    after = federation.method.aggregate(state, phase, updates, rule, context)
+    check_state(federation, after, context)
     return after
 
 
-def check_state(live: Live, tensors: Tensors, context: ServerContext) -> None:
+def check_state(federation: Federation, tensors: Tensors, context: ServerContext) -> None:
     """Refuse tensors that are not a global state of this federation. Raises TensorError, MethodError.
 
     A symbol that the method's dims do not have is free: as many prompts as clients have answered, for one.
     """
-    dims = live.method.dims(context)
+    dims = federation.method.dims(context)
     expected = {
-        spec.name: (_shape(spec, tensors.get(spec.name), dims), spec.dtype) for spec in live.method.state_tensors()
+        spec.name: (_shape(spec, tensors.get(spec.name), dims), spec.dtype)
+        for spec in federation.method.state_tensors()
     }
     check(tensors, expected)
 

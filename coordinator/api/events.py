@@ -10,11 +10,11 @@ from fastapi import APIRouter, Header
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import select
 
-from promptfed.coordinator.api.deps import EngineOf, Operated
+from promptfed.coordinator import problems
+from promptfed.coordinator.api.deps import Operated, RegistryOf
 from promptfed.coordinator.domain.run_state import ENDED
-from promptfed.coordinator.engine.registry import EVENTS, Engine
+from promptfed.coordinator.engine.registry import EVENTS, Registry
 from promptfed.coordinator.engine.wakeups import wait
-from promptfed.coordinator.problems import ANY_CALLER, documented
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.tables import EventRow
 
@@ -25,23 +25,23 @@ LOOK_AGAIN_SECONDS = 60.0
 AWAY_SECONDS = 1.0
 
 
-@router.get("/events", response_class=EventSourceResponse, responses=documented(*ANY_CALLER))
+@router.get("/events", response_class=EventSourceResponse, responses=problems.for_callers())
 async def get_events(
-    engine: EngineOf,
-    live: Operated,
+    registry: RegistryOf,
+    federation: Operated,
     last_event_id: Annotated[int | None, Header(ge=0, le=1 << 62, description="go on after this event")] = None,
 ) -> AsyncIterator[ServerSentEvent]:
     """Every event so far (after Last-Event-ID), then each as it happens. Ends after the federation's last event."""
     last = last_event_id or 0
-    engine.measures.streams.inc()
+    registry.metrics.streams.inc()
     try:
-        while not engine.bells.silenced:
-            bell = engine.bells.listen((live.id, EVENTS))
-            now = engine.lives.get(live.id)
+        while not registry.wakeups.closed:
+            wakeup = registry.wakeups.listen((federation.id, EVENTS))
+            now = registry.federations.get(federation.id)
             try:
-                rows = await asyncio.to_thread(_after, engine, live.id, last)
+                rows = await asyncio.to_thread(_after, registry, federation.id, last)
             except DatabaseAway:
-                await wait(bell, AWAY_SECONDS)
+                await wait(wakeup, AWAY_SECONDS)
                 continue
             for row in rows:
                 last = row.id
@@ -50,14 +50,14 @@ async def get_events(
                 continue
             if now is None or now.run.state in ENDED:
                 return
-            await wait(bell, LOOK_AGAIN_SECONDS)
+            await wait(wakeup, LOOK_AGAIN_SECONDS)
     finally:
-        engine.measures.streams.dec()
+        registry.metrics.streams.dec()
 
 
-def _after(engine: Engine, id: str, last: int) -> list[EventRow]:
+def _after(registry: Registry, id: str, last: int) -> list[EventRow]:
     query = select(EventRow).where(EventRow.federation_id == id, EventRow.id > last).order_by(EventRow.id).limit(BATCH)
-    with engine.database.read() as session:
+    with registry.database.read() as session:
         rows = list(session.scalars(query))
         session.expunge_all()
         return rows

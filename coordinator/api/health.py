@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 from sqlalchemy.exc import SQLAlchemyError
 
-from promptfed.coordinator.api.deps import EngineOf
+from promptfed.coordinator.api.deps import RegistryOf
 from promptfed.coordinator.problems import NotReady, documented
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.shared.api_schemas import Health
@@ -20,15 +20,15 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz", responses=documented(NotReady))
-def readyz(engine: EngineOf) -> Health:
+def readyz(registry: RegistryOf) -> Health:
     """The store can be read, and the engine runs."""
-    if engine.away:
+    if registry.away:
         raise NotReady("the database is away")
     try:
-        readable = engine.database.answers()
+        readable = registry.database.answers()
     except (SQLAlchemyError, DatabaseAway):
         readable = False
-    if not (readable and engine.ready):
+    if not (readable and registry.ready):
         raise NotReady("the store cannot be read, or the engine is stopping")
     return Health(status="ok")
 
@@ -41,6 +41,6 @@ def readyz(engine: EngineOf) -> Health:
         **documented(),
     },
 )
-async def metrics(engine: EngineOf) -> Response:
+async def metrics(registry: RegistryOf) -> Response:
     """Prometheus metrics."""
-    return Response(engine.measures.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(registry.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

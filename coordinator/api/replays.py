@@ -6,10 +6,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Response
 
-from promptfed.coordinator.api.deps import EngineOf, Operated
-from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator import problems
+from promptfed.coordinator.api.deps import Operated, RegistryOf
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.operations import replay
-from promptfed.coordinator.problems import ANY_CALLER, NoState, NotAMean, TooFewUpdates, UpdatesGone, documented
 from promptfed.shared.replay_schemas import ReplayedState, ReplayedUpdate, ReplayReport, ReplayRequest
 from promptfed.shared.spec import AggregationSpec
 from promptfed.shared.tensors import encode
@@ -28,34 +28,34 @@ ONLY_THIS_PHASE = (
     response_model=ReplayReport,
     responses={
         200: {"content": {TENSORS: {}}, "description": "the report, or the round's last state where Accept asks"},
-        **documented(*ANY_CALLER, NoState, NotAMean, TooFewUpdates, UpdatesGone),
+        **problems.for_callers(problems.NoState, problems.NotAMean, problems.TooFewUpdates, problems.UpdatesGone),
     },
 )
 async def replay_round(
-    engine: EngineOf,
-    live: Operated,
+    registry: RegistryOf,
+    federation: Operated,
     round: Annotated[int, Path(ge=0, le=1_000_000)],
     request: ReplayRequest,
     accept: Annotated[str, Header()] = "*/*",
 ) -> ReplayReport | Response:
     """Compute a completed round again from its kept updates. Changes nothing."""
     without = tuple(sorted(set(request.without)))
-    what_if = replay.WhatIf(_aggregation(live, request.aggregation), without)
+    what_if = replay.WhatIf(_aggregation(federation, request.aggregation), without)
     as_tensors = accept.split(";")[0].strip().lower() == TENSORS
 
     def job() -> tuple[list[replay.Replayed], bytes | None]:
-        found = replay.replay(engine, live, round, what_if)
+        found = replay.replay(registry, federation, round, what_if)
         return found, encode(found[-1].replayed) if as_tensors and found else None
 
-    found, content = await engine.compute(job)
+    found, content = await registry.compute(job)
     if as_tensors and not found:
-        raise NoState(f"{_note(round, found, what_if)}, so there are no tensors to answer with")
+        raise problems.NoState(f"{_note(round, found, what_if)}, so there are no tensors to answer with")
     if content is not None:
         headers = {"ETag": f'"{found[-1].replayed_hash}"', "Vary": "Accept"}
         return Response(content, media_type=TENSORS, headers=headers)
     return ReplayReport(
         round=round,
-        aggregation=what_if.aggregation or live.spec.aggregation,
+        aggregation=what_if.aggregation or federation.spec.aggregation,
         without=list(without),
         states=[_view(one) for one in found],
         note=_note(round, found, what_if),
@@ -69,10 +69,10 @@ def _note(round: int, found: list[replay.Replayed], what_if: replay.WhatIf) -> s
     return ONLY_THIS_PHASE if what_if else None
 
 
-def _aggregation(live: Live, given: AggregationSpec | None) -> AggregationSpec | None:
+def _aggregation(federation: Federation, given: AggregationSpec | None) -> AggregationSpec | None:
     if given is None or "max_weight_share" in given.model_fields_set:
         return given
-    return given.model_copy(update={"max_weight_share": live.spec.aggregation.max_weight_share})
+    return given.model_copy(update={"max_weight_share": federation.spec.aggregation.max_weight_share})
 
 
 def _view(one: replay.Replayed) -> ReplayedState:

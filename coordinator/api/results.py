@@ -9,16 +9,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Path, Query, Response, status
 from fastapi.responses import FileResponse, JSONResponse
 
-from promptfed.coordinator.api.deps import After, EngineOf, Limit, Operated
-from promptfed.coordinator.problems import (
-    ANY_CALLER,
-    InvalidRequest,
-    NoState,
-    NotAcceptable,
-    NotAGenerator,
-    NotFound,
-    documented,
-)
+from promptfed.coordinator import problems
+from promptfed.coordinator.api.deps import After, Limit, Operated, RegistryOf
 from promptfed.coordinator.reports import generation, rounds
 from promptfed.shared.api_schemas import (
     GenerateRequest,
@@ -39,26 +31,30 @@ MOST_JSON_NUMBERS = 1_000_000
 TENSOR_TYPES = ("application/octet-stream", "application/vnd.safetensors", "application/*", "*/*")
 
 
-@router.get("/rounds", responses=documented(*ANY_CALLER))
-def list_rounds(engine: EngineOf, live: Operated, limit: Limit = 100, after: After = None) -> RoundPage:
+@router.get("/rounds", responses=problems.for_callers())
+def list_rounds(registry: RegistryOf, federation: Operated, limit: Limit = 100, after: After = None) -> RoundPage:
     """Reports of all rounds so far, from round 0 on."""
-    engine.activity.flush_if_possible()
+    registry.last_seen.flush_if_possible()
     begin = int(after) + 1 if after is not None and after.isdecimal() else 0
-    with engine.database.read() as session:
-        numbers = rounds.rounds(session, live.id)
+    with registry.database.read() as session:
+        numbers = rounds.rounds(session, federation.id)
         page = [number for number in numbers if number >= begin][:limit]
         following = str(page[-1]) if page and page[-1] != numbers[-1] else None
-        return RoundPage(rounds=[rounds.round_report(session, live, number) for number in page], next=following)
+        return RoundPage(rounds=[rounds.round_report(session, federation, number) for number in page], next=following)
 
 
-@router.get("/rounds/{round}", responses=documented(*ANY_CALLER))
-def get_round(engine: EngineOf, live: Operated, round: Annotated[int, Path(ge=0, le=1_000_000)]) -> RoundReport:
+@router.get("/rounds/{round}", responses=problems.for_callers())
+def get_round(
+    registry: RegistryOf, federation: Operated, round: Annotated[int, Path(ge=0, le=1_000_000)]
+) -> RoundReport:
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
-    engine.activity.flush_if_possible()
-    with engine.database.read() as session:
-        if round not in rounds.rounds(session, live.id):
-            raise NotFound(f"round {round} has not begun; {live.name} is in round {live.run.round}")
-        return rounds.round_report(session, live, round)
+    registry.last_seen.flush_if_possible()
+    with registry.database.read() as session:
+        if round not in rounds.rounds(session, federation.id):
+            raise problems.NotFound(
+                f"round {round} has not begun; {federation.name} is in round {federation.run.round}"
+            )
+        return rounds.round_report(session, federation, round)
 
 
 @router.get(
@@ -67,31 +63,31 @@ def get_round(engine: EngineOf, live: Operated, round: Annotated[int, Path(ge=0,
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors, or JSON where Accept asks"},
         304: {"description": "the state has the hash of If-None-Match"},
-        **documented(*ANY_CALLER, NoState, NotAcceptable),
+        **problems.for_callers(problems.NoState, problems.NotAcceptable),
     },
 )
 def get_prompts(
-    engine: EngineOf,
-    live: Operated,
+    registry: RegistryOf,
+    federation: Operated,
     round: RoundQuery = "latest",
     accept: Annotated[str, Header()] = "*/*",
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """The global state after a round. The ETag is its state hash."""
-    with engine.database.read() as session:
-        found = rounds.state_of(session, live, round_number(round))
+    with registry.database.read() as session:
+        found = rounds.state_of(session, federation, round_number(round))
     headers = {"ETag": f'"{found.state_hash}"', "Vary": "Accept", "Cache-Control": "no-cache"}
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
     if found.state_hash in known or "*" in known:
         return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
     kinds = [part.split(";")[0].strip().lower() for part in accept.split(",")]
-    path = engine.blobs.path(found.sha256)
+    path = registry.blobs.path(found.sha256)
     for kind in kinds:
         if kind in TENSOR_TYPES:
             return FileResponse(path, media_type="application/octet-stream", headers=headers)
         if kind == "application/json":
             return _as_json(found, path.read_bytes(), headers)
-    raise NotAcceptable("the state comes as application/octet-stream (safetensors) or application/json")
+    raise problems.NotAcceptable("the state comes as application/octet-stream (safetensors) or application/json")
 
 
 def round_number(round: str) -> int | None:
@@ -104,7 +100,7 @@ def _as_json(found: rounds.Stored, content: bytes, headers: dict[str, str]) -> J
     numbers = sum(tensor.numel() for tensor in tensors.values())
     if numbers > MOST_JSON_NUMBERS:
         text = f"the state has {numbers} numbers; JSON is given up to {MOST_JSON_NUMBERS}"
-        raise NotAcceptable(f"{text}: ask for application/octet-stream")
+        raise problems.NotAcceptable(f"{text}: ask for application/octet-stream")
     view = PromptsView(
         round=found.round,
         state_hash=found.state_hash,
@@ -113,24 +109,29 @@ def _as_json(found: rounds.Stored, content: bytes, headers: dict[str, str]) -> J
     return JSONResponse(view.model_dump(mode="json"), headers=headers)
 
 
-@router.post("/prompts/generate", responses=documented(*ANY_CALLER, NotAGenerator, NoState, InvalidRequest))
-def generate(engine: EngineOf, live: Operated, request: GenerateRequest, round: RoundQuery = "latest") -> PromptsView:
+@router.post(
+    "/prompts/generate",
+    responses=problems.for_callers(problems.NotAGenerator, problems.NoState, problems.InvalidRequest),
+)
+def generate(
+    registry: RegistryOf, federation: Operated, request: GenerateRequest, round: RoundQuery = "latest"
+) -> PromptsView:
     """Prompts for classes, from their text features; for methods whose state holds a generator."""
-    return generation.generate(engine, live, request, round_number(round))
+    return generation.generate(registry, federation, request, round_number(round))
 
 
 @router.get(
     "/metrics",
     response_model=MetricList,
-    responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **documented(*ANY_CALLER)},
+    responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **problems.for_callers()},
 )
 def get_metrics(
-    engine: EngineOf, live: Operated, format: Annotated[Literal["json", "csv"], Query()] = "json"
+    registry: RegistryOf, federation: Operated, format: Annotated[Literal["json", "csv"], Query()] = "json"
 ) -> MetricList | Response:
     """Every metric by round: what clients measured, accuracies, bytes, seconds."""
-    engine.activity.flush_if_possible()
-    with engine.database.read() as session:
-        found = rounds.metrics(session, live)
+    registry.last_seen.flush_if_possible()
+    with registry.database.read() as session:
+        found = rounds.metrics(session, federation)
     if format == "json":
         return MetricList(metrics=found)
     text = io.StringIO()

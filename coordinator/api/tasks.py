@@ -9,115 +9,105 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
-from promptfed.coordinator.api.deps import Calling, EngineOf, TaskId
+from promptfed.coordinator import problems
+from promptfed.coordinator.api.deps import Calling, RegistryOf, TaskId
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Client, Live, OpenTask
+from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.domain.run_state import ENDED
-from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.http.uploads import announced_digest, expect_digest
 from promptfed.coordinator.operations import submissions
-from promptfed.coordinator.problems import ANY_CALLER, StorageFull, Unauthorized, Withdrawn, documented
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.task_problems import (
-    AlreadyAnswered,
-    DigestMismatch,
-    DigestMissing,
-    Ended,
-    NormTooLarge,
-    PayloadGone,
-    PhaseClosed,
-    WrongPayload,
-    WrongTask,
-    WrongTaskKind,
-)
 from promptfed.shared.api_schemas import Receipt, UpdateReceipt
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task, TaskConfig
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
-CLIENT = (*ANY_CALLER, Withdrawn)
+CLIENT = (*problems.ANY_CALLER, problems.Withdrawn)
 
 
 @router.get(
     "/task",
     response_model=Task,
-    responses={204: {"description": "no task within the time"}, **documented(*CLIENT, Ended)},
+    responses={204: {"description": "no task within the time"}, **problems.documented(*CLIENT, problems.Ended)},
 )
 async def get_task(
-    engine: EngineOf,
+    registry: RegistryOf,
     caller: Calling,
     wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
 ) -> Response:
     """The client's open task; waits for one."""
-    key = (caller.live.id, caller.client.name)
+    key = (caller.federation.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
-    engine.measures.waiting.inc()
+    registry.metrics.waiting.inc()
     try:
         while True:
-            bell = engine.bells.listen(key)
-            found = _open_task(engine, caller.live.id, caller.client)
+            wakeup = registry.wakeups.listen(key)
+            found = _open_task(registry, caller.federation.id, caller.client)
             left = until - clock.monotonic()
             if found is not None:
-                return Response(_message(engine, *found), media_type="application/json")
-            if left <= 0 or engine.bells.silenced:
+                return Response(_message(registry, *found), media_type="application/json")
+            if left <= 0 or registry.wakeups.closed:
                 return Response(status_code=status.HTTP_204_NO_CONTENT)
-            await wait(bell, left)
+            await wait(wakeup, left)
     finally:
-        engine.measures.waiting.dec()
+        registry.metrics.waiting.dec()
 
 
-def _open_task(engine: Engine, id: str, client: Client) -> tuple[Live, OpenTask] | None:
-    live, name = engine.live(id), client.name
-    if live.clients[name].secret_digest != client.secret_digest:
-        raise Unauthorized("the operator has reset this client's name: enrol again")
-    if not live.run.members[name].active:
-        raise Withdrawn("the operator has withdrawn this client from the federation")
-    if live.run.state in ENDED:
-        raise Ended(f"{live.name} is {live.run.state}: there will be no more tasks")
-    task = live.tasks.get(name)
-    if live.run.state != "running" or task is None or task.payload_sha256 is None or live.deadline is None:
+def _open_task(registry: Registry, id: str, client: Client) -> tuple[Federation, OpenTask] | None:
+    federation, name = registry.get(id), client.name
+    if federation.clients[name].secret_digest != client.secret_digest:
+        raise problems.Unauthorized("the operator has reset this client's name: enrol again")
+    if not federation.run.members[name].active:
+        raise problems.Withdrawn("the operator has withdrawn this client from the federation")
+    if federation.run.state in ENDED:
+        raise problems.Ended(f"{federation.name} is {federation.run.state}: there will be no more tasks")
+    task = federation.tasks.get(name)
+    if federation.run.state != "running" or task is None or task.payload_sha256 is None or federation.deadline is None:
         return None
-    return live, task
+    return federation, task
 
 
-def _message(engine: Engine, live: Live, task: OpenTask) -> str:
+def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
     """A ``promptfed.shared.messages.Task`` as JSON."""
-    assert live.run.stage is not None
+    assert federation.run.stage is not None
     own = {
         "task_id": task.id,
         "kind": task.kind,
         "round": task.round,
         "phase": task.phase,
-        "deadline": live.deadline,
-        "seconds_left": round(max(0.0, live.run.stage.deadline - clock.monotonic()), 3),
+        "deadline": federation.deadline,
+        "seconds_left": round(max(0.0, federation.run.stage.deadline - clock.monotonic()), 3),
         "payload": {
-            "url": f"/v1/federations/{live.id}/tasks/{task.id}/payload",
+            "url": f"/v1/federations/{federation.id}/tasks/{task.id}/payload",
             "bytes": task.payload_bytes,
             "sha256": task.payload_sha256,
         },
     }
-    return f'{json.dumps(own)[:-1]}, "config": {_config(engine, live)}}}'
+    return f'{json.dumps(own)[:-1]}, "config": {_config(registry, federation)}}}'
 
 
-def _config(engine: Engine, live: Live) -> str:
+def _config(registry: Registry, federation: Federation) -> str:
     """The part of a task that is the same for all clients: made again only when the clients have changed."""
-    known = engine.configs.get(live.id)
-    if known is not None and known[0] is live.run.members and known[1] is live.clients:
+    known = registry.configs.get(federation.id)
+    if known is not None and known[0] is federation.run.members and known[1] is federation.clients:
         return known[2]
     config = TaskConfig(
-        method=live.spec.method,
-        training=live.spec.training.model_dump(),
-        backbone=live.spec.backbone.model_copy(update={"fingerprint": live.fingerprint, "shape": live.shape}),
-        class_names=live.spec.class_names,
-        template=live.spec.template,
-        rounds=live.spec.rounds,
-        seed=live.spec.seed,
+        method=federation.spec.method,
+        training=federation.spec.training.model_dump(),
+        backbone=federation.spec.backbone.model_copy(
+            update={"fingerprint": federation.fingerprint, "shape": federation.shape}
+        ),
+        class_names=federation.spec.class_names,
+        template=federation.spec.template,
+        rounds=federation.spec.rounds,
+        seed=federation.spec.seed,
         # Where no method asks, sites need not know of each other; and a thousand of them would make every task long.
-        peers=live.peers() if live.method.needs.domain_descriptions else [],
+        peers=federation.peers() if federation.method.needs.domain_descriptions else [],
     ).model_dump_json()
-    engine.configs[live.id] = (live.run.members, live.clients, config)
+    registry.configs[federation.id] = (federation.run.members, federation.clients, config)
     return config
 
 
@@ -126,12 +116,12 @@ def _config(engine: Engine, live: Live) -> str:
     response_class=FileResponse,
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
-        **documented(*CLIENT, PayloadGone),
+        **problems.documented(*CLIENT, problems.PayloadGone),
     },
 )
-def get_payload(engine: EngineOf, caller: Calling, task_id: TaskId) -> Response:
+def get_payload(registry: RegistryOf, caller: Calling, task_id: TaskId) -> Response:
     """What the client starts from: always the same bytes for one task."""
-    digest, path, size = submissions.payload(engine, caller.live, caller.client, task_id)
+    digest, path, size = submissions.payload(registry, caller.federation, caller.client, task_id)
     headers = {"ETag": f'"{digest}"'}
     if size <= FileResponse.chunk_size:
         # A file's way through four threads costs more than its bytes.
@@ -145,24 +135,24 @@ def get_payload(engine: EngineOf, caller: Calling, task_id: TaskId) -> Response:
     response_model=UpdateReceipt,
     responses={
         200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"},
-        **documented(
+        **problems.documented(
             *CLIENT,
-            DigestMissing,
-            DigestMismatch,
-            WrongTaskKind,
-            AlreadyAnswered,
-            PhaseClosed,
+            problems.DigestMissing,
+            problems.DigestMismatch,
+            problems.WrongTaskKind,
+            problems.AlreadyAnswered,
+            problems.PhaseClosed,
             *TENSORS,
-            NormTooLarge,
-            WrongTask,
-            WrongPayload,
+            problems.NormTooLarge,
+            problems.WrongTask,
+            problems.WrongPayload,
         ),
     },
     openapi_extra=TENSOR_BODY,
 )
 async def put_update(
     request: Request,
-    engine: EngineOf,
+    registry: RegistryOf,
     caller: Calling,
     task_id: TaskId,
     response: Response,
@@ -170,12 +160,12 @@ async def put_update(
 ) -> UpdateReceipt:
     """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed."""
     announced = announced_digest(content_digest)
-    live, client = caller.live, caller.client
-    with engine.measures.receiving.time():
-        async with request.app.state.uploads.receive(request, live.spec.admission.max_bytes) as upload:
+    federation, client = caller.federation, caller.client
+    with registry.metrics.receiving.time():
+        async with request.app.state.uploads.receive(request, federation.spec.admission.max_bytes) as upload:
             expect_digest(upload, announced)
             point("update-received")
-            new = await run_sync(submissions.accept_update, engine, live, client, task_id, upload)
+            new = await run_sync(submissions.accept_update, registry, federation, client, task_id, upload)
     if not new:
         response.status_code = status.HTTP_200_OK
     return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
@@ -187,20 +177,25 @@ async def put_update(
     response_model=Receipt,
     responses={
         200: {"model": Receipt, "description": "the same accuracies were accepted before"},
-        **documented(*CLIENT, WrongTaskKind, AlreadyAnswered, PhaseClosed, StorageFull),
+        **problems.documented(
+            *CLIENT, problems.WrongTaskKind, problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull
+        ),
     },
 )
 def put_evaluation(
-    engine: EngineOf, caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, response: Response
+    registry: RegistryOf, caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, response: Response
 ) -> Receipt:
     """Answer an evaluation task."""
-    if not submissions.accept_evaluation(engine, caller.live, caller.client, task_id, evaluation):
+    if not submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation):
         response.status_code = status.HTTP_200_OK
     return Receipt(task_id=task_id, status="accepted")
 
 
-@router.post("/tasks/{task_id}/failure", responses=documented(*CLIENT, AlreadyAnswered, PhaseClosed, StorageFull))
-def post_failure(engine: EngineOf, caller: Calling, task_id: TaskId, failure: FailureRequest) -> Receipt:
+@router.post(
+    "/tasks/{task_id}/failure",
+    responses=problems.documented(*CLIENT, problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
+)
+def post_failure(registry: RegistryOf, caller: Calling, task_id: TaskId, failure: FailureRequest) -> Receipt:
     """Say that the task cannot be carried out: nobody waits for it any longer."""
-    submissions.accept_failure(engine, caller.live, caller.client, task_id, failure)
+    submissions.accept_failure(registry, caller.federation, caller.client, task_id, failure)
     return Receipt(task_id=task_id, status="failed")

@@ -61,7 +61,7 @@ class OpenTask:
 
 
 @dataclass(frozen=True)
-class Live:
+class Federation:
     """One federation at one moment. Replaced as a whole after each commit, so that readers see one whole step."""
 
     id: str
@@ -116,7 +116,7 @@ class Live:
         """The method's phase at ``step`` of ``round``."""
         return self.method.phases(round, self.spec.rounds)[step]
 
-    def with_clients(self, *clients: Client) -> Live:
+    def with_clients(self, *clients: Client) -> Federation:
         """This federation with ``clients`` added or replaced."""
         known = {**self.clients, **{client.name: client for client in clients}}
         by_secret = {client.secret_digest: client for client in known.values() if client.secret_digest is not None}
@@ -167,15 +167,15 @@ def kept_method(spec: FederationSpec) -> Method:
         return AbsentMethod(str(error))
 
 
-def fresh(id: str, spec: FederationSpec) -> Live:
+def new_federation(id: str, spec: FederationSpec) -> Federation:
     """A federation that nobody has enrolled with."""
-    return live_of(id, spec, method_for(spec))
+    return federation_of(id, spec, method_for(spec))
 
 
-def live_of(id: str, spec: FederationSpec, method: Method) -> Live:
+def federation_of(id: str, spec: FederationSpec, method: Method) -> Federation:
     """A federation with nothing but its spec."""
     backbone = spec.backbone
-    return Live(
+    return Federation(
         id=id,
         name=spec.name,
         spec=spec,

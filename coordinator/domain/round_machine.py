@@ -10,40 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from promptfed.coordinator.domain import events, facts
 from promptfed.coordinator.domain.run_state import (
     ENDED,
     EVALUATION,
     QUORUM_MISSED,
-    Answered,
-    Asked,
     AskStatus,
-    Cancel,
-    CannotStart,
-    Closed,
-    Completed,
-    DeadlineSet,
-    Enrolled,
-    Event,
-    Extended,
-    Fact,
-    Fail,
-    Failed,
-    Joined,
     Member,
-    Moved,
-    Opened,
-    Pause,
     PhasePlan,
-    Restarted,
-    Resume,
     Rules,
     Run,
-    Settled,
     Stage,
-    Start,
-    Tick,
-    Withdraw,
-    WorkDone,
 )
 from promptfed.shared.messages import FederationState, Role, TaskKind
 from promptfed.shared.seeds import sampling_order
@@ -63,7 +40,7 @@ class NotEnoughTrainers(Exception):
         self.needed = needed
 
 
-def step(rules: Rules, run: Run, event: Event) -> tuple[Run, tuple[Fact, ...]]:
+def step(rules: Rules, run: Run, event: events.Event) -> tuple[Run, tuple[facts.Fact, ...]]:
     """The run after ``event``, and what has to be written down.
 
     Raises:
@@ -81,38 +58,38 @@ class _Machine:
     def __init__(self, rules: Rules, run: Run):
         self.rules = rules
         self.run = run
-        self.facts: list[Fact] = []
+        self.facts: list[facts.Fact] = []
 
-    def take(self, event: Event) -> None:
+    def take(self, event: events.Event) -> None:
         match event:
-            case Enrolled(name, role):
+            case events.Enrolled(name, role):
                 self._enrolled(name, role)
-            case Start(now):
+            case events.Start(now):
                 self._start(now)
-            case CannotStart(reason):
+            case events.CannotStart(reason):
                 self._expect("enrolling")
                 self._move("enrolling", reason)
-            case Pause():
+            case events.Pause():
                 self._expect("running")
                 self._move("paused", None)
-            case Resume(now):
+            case events.Resume(now):
                 self._resume(now)
-            case Cancel():
+            case events.Cancel():
                 self._end("cancelled", None)
-            case Fail(reason):
+            case events.Fail(reason):
                 self._end("failed", reason)
-            case Withdraw(name, discard, now):
+            case events.Withdraw(name, discard, now):
                 self._withdraw(name, discard, now)
-            case Answered(name, now):
+            case events.Answered(name, now):
                 self._settle_open(name, "answered", now)
-            case Failed(name, now):
+            case events.Failed(name, now):
                 self._settle_open(name, "failed", now)
-            case WorkDone(now):
+            case events.WorkDone(now):
                 self._work_done(now)
-            case Restarted(now):
+            case events.Restarted(now):
                 self._set_deadline(now)
                 self._go_on(now)
-            case Tick(now):
+            case events.Tick(now):
                 self._go_on(now)
 
     # What operators and clients do
@@ -140,9 +117,9 @@ class _Machine:
             # A new attempt: those who failed may have been mended, and the one extension may be used again.
             again = [name for name in stage.having("failed") if self.run.members[name].active]
             self._set_stage(extended=False, asks={**stage.asks, **dict.fromkeys(again, "open")})
-            self.facts.append(Extended(False))
+            self.facts.append(facts.Extended(False))
             if again:
-                self.facts.append(Asked(tuple(again)))
+                self.facts.append(facts.Asked(tuple(again)))
         self._move("running", None)
         self._set_deadline(now)
         self._go_on(now)
@@ -220,8 +197,8 @@ class _Machine:
         deadline = now + self.rules.deadline_seconds
         stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, deadline)
         self._set(stage=stage)
-        self.facts.append(Opened(self.run.round, self.run.step, kind, name, asked, size))
-        self.facts.append(DeadlineSet(self.rules.deadline_seconds))
+        self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size))
+        self.facts.append(facts.DeadlineSet(self.rules.deadline_seconds))
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
         if stage.having("open") and now < stage.deadline:
@@ -258,9 +235,9 @@ class _Machine:
         plan = self.rules.phases(self.run.round)[self.run.step]
         added = [n for n in self.run.eligible() if n not in stage.asks] if first or plan.ask == "all" else []
         self._set_stage(extended=True, asks={**stage.asks, **dict.fromkeys(added, "open")})
-        self.facts.append(Extended(True))
+        self.facts.append(facts.Extended(True))
         if added:
-            self.facts.append(Asked(tuple(added)))
+            self.facts.append(facts.Asked(tuple(added)))
         self._set_deadline(now)
 
     def _close(self, stage: Stage, sample_size: int) -> None:
@@ -270,11 +247,11 @@ class _Machine:
         self._set_stage(closed=True, sample_size=sample_size)
         if stage.kind == "train" and self.run.step == 0:
             self._set(answered_first=counted, sample_size=sample_size)
-        self.facts.append(Closed(counted, sample_size))
+        self.facts.append(facts.Closed(counted, sample_size))
 
     def _complete(self) -> None:
         self._set(stage=None, step=self.run.step + 1)
-        self.facts.append(Completed())
+        self.facts.append(facts.Completed())
 
     def _end(self, state: FederationState, reason: str | None) -> None:
         if self.run.state in ENDED:
@@ -298,22 +275,22 @@ class _Machine:
     def _settle(self, name: str, status: AskStatus) -> None:
         assert self.run.stage is not None
         self._set_stage(asks={**self.run.stage.asks, name: status})
-        self.facts.append(Settled(name, status))
+        self.facts.append(facts.Settled(name, status))
 
     def _set_deadline(self, now: float) -> None:
         if self.run.stage is not None and not self.run.stage.closed:
             self._set_stage(deadline=now + self.rules.deadline_seconds)
-            self.facts.append(DeadlineSet(self.rules.deadline_seconds))
+            self.facts.append(facts.DeadlineSet(self.rules.deadline_seconds))
 
     def _join(self, names: tuple[str, ...]) -> None:
         known = {name: replace(self.run.members[name], joined=True) for name in names}
         self._set(members={**self.run.members, **known})
         if names:
-            self.facts.append(Joined(names))
+            self.facts.append(facts.Joined(names))
 
     def _move(self, state: FederationState, reason: str | None) -> None:
         self._set(state=state, reason=reason)
-        self.facts.append(Moved(state, reason))
+        self.facts.append(facts.Moved(state, reason))
 
     def _expect(self, state: FederationState) -> None:
         if self.run.state != state:

@@ -21,7 +21,7 @@ MORE = TaskRow.bytes_down + bindparam("size")
 SERVED = update(TaskRow).where(TaskRow.id == bindparam("key")).values(bytes_down=MORE)
 
 
-class Activity:
+class LastSeen:
     """Clients' last requests, and bytes served by task."""
 
     def __init__(self, database: Database):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from promptfed.coordinator.domain.run_state import Closed, Completed, Moved, Run, Settled
+from promptfed.coordinator.domain import facts
+from promptfed.coordinator.domain.run_state import Run
 from promptfed.coordinator.engine.recorder import Change
 
 SECONDS = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 1800, 7200)
 
 
-class Measures:
+class Metrics:
     """The coordinator's own registry: several coordinators can live in one process."""
 
     def __init__(self) -> None:
@@ -35,18 +36,18 @@ class Measures:
 
     def observe(self, change: Change, before: Run) -> None:
         """Count what a committed change did to a run that stood at ``before``."""
-        self.rounds.inc(_rounds_over(change.live.run) - _rounds_over(before))
+        self.rounds.inc(_rounds_over(change.federation.run) - _rounds_over(before))
         for kind, seconds in change.completed:
             self.stages.labels(kind).observe(seconds)
-        for fact in change.facts:
+        for fact in change.recorded:
             match fact:
-                case Settled(_, status):
+                case facts.Settled(_, status):
                     self.answers.labels(status).inc()
-                case Closed(counted, _):
+                case facts.Closed(counted, _):
                     self.counted.inc(len(counted))
-                case Completed():
+                case facts.Completed():
                     self.phases.inc()
-                case Moved(state, _):
+                case facts.Moved(state, _):
                     self.moves.labels(state).inc()
 
     def refused(self, kind: str, of_update: bool) -> None:

@@ -10,25 +10,10 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.weights import shares
-from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Live, OpenTask
+from promptfed.coordinator.domain import clock, events, facts
+from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import step
-from promptfed.coordinator.domain.run_state import (
-    ENDED,
-    Asked,
-    AskStatus,
-    Closed,
-    Completed,
-    DeadlineSet,
-    Event,
-    Extended,
-    Fact,
-    Joined,
-    Moved,
-    Opened,
-    Run,
-    Settled,
-)
+from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Run
 from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow, PhaseRow, TaskRow
 
 
@@ -41,43 +26,43 @@ class Change:
     """
 
     session: Session
-    live: Live
+    federation: Federation
     wake: set[str] = field(default_factory=set)
     everyone: bool = False
-    facts: list[Fact] = field(default_factory=list)
-    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    recorded: list[facts.Fact] = field(default_factory=list)
+    emitted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     completed: list[tuple[str, float]] = field(default_factory=list)
 
-    def send(self, event: Event) -> None:
+    def send(self, event: events.Event) -> None:
         """Step the round machine and write down what follows.
 
         Raises:
             WrongMoment, NotEnoughTrainers: see ``rounds.step``; nothing is written then.
         """
-        before = self.live.run
-        run, facts = step(self.live.rules, before, event)
-        self.live = replace(self.live, run=run)
+        before = self.federation.run
+        run, new_facts = step(self.federation.rules, before, event)
+        self.federation = replace(self.federation, run=run)
         recorder = _Recorder(self, before.round, before.step)
-        for fact in facts:
+        for fact in new_facts:
             recorder.write(fact)
-        self.facts.extend(facts)
+        self.recorded.extend(new_facts)
         if _stored(run) != _stored(before):
             row = self.federation_row()
             row.state, row.reason, row.round, row.step = run.state, run.reason, run.round, run.step
             row.work, row.joining = run.work, list(run.joining)
 
-    def tell(self, kind: str, /, **data: Any) -> None:
+    def emit(self, kind: str, /, **data: Any) -> None:
         """Add an event to the federation's stream."""
-        self.session.add(EventRow(federation_id=self.live.id, kind=kind, data=data, at=clock.now()))
-        self.told.append((kind, data))
+        self.session.add(EventRow(federation_id=self.federation.id, kind=kind, data=data, at=clock.now()))
+        self.emitted.append((kind, data))
 
     def federation_row(self) -> FederationRow:
         """The federation's own row."""
-        return self.session.get_one(FederationRow, self.live.id)
+        return self.session.get_one(FederationRow, self.federation.id)
 
     def client_row(self, name: str) -> ClientRow:
         """The row of the client called ``name``."""
-        mine = (ClientRow.federation_id == self.live.id, ClientRow.name == name)
+        mine = (ClientRow.federation_id == self.federation.id, ClientRow.name == name)
         return self.session.scalars(select(ClientRow).where(*mine)).one()
 
 
@@ -95,34 +80,38 @@ class _Recorder:
         self._position = (round, step)
         self._phase: PhaseRow | None = None
 
-    def write(self, fact: Fact) -> None:
+    def write(self, fact: facts.Fact) -> None:
         match fact:
-            case Moved():
+            case facts.Moved():
                 self._moved(fact)
-            case Opened():
+            case facts.Opened():
                 self._opened(fact)
-            case Asked(names):
+            case facts.Asked(names):
                 self._add_tasks(names)
-                self._change.tell("clients-asked", **self._where(), asked=list(names))
-            case Extended(extended):
+                self._change.emit("clients-asked", **self._where(), asked=list(names))
+            case facts.Extended(extended):
                 self._stage().extended = extended
                 if extended:
-                    self._change.tell("phase-extended", **self._where())
-            case DeadlineSet(seconds):
+                    self._change.emit("phase-extended", **self._where())
+            case facts.DeadlineSet(seconds):
                 self._set_deadline(seconds)
-            case Settled(name, status):
+            case facts.Settled(name, status):
                 self._settled(name, status)
-            case Closed():
+            case facts.Closed():
                 self._closed(fact)
-            case Completed():
+            case facts.Completed():
                 self._completed()
-            case Joined(names):
+            case facts.Joined(names):
                 self._joined(names)
 
     def _stage(self) -> PhaseRow:
         if self._phase is None:
             round, step = self._position
-            mine = (PhaseRow.federation_id == self._change.live.id, PhaseRow.round == round, PhaseRow.step == step)
+            mine = (
+                PhaseRow.federation_id == self._change.federation.id,
+                PhaseRow.round == round,
+                PhaseRow.step == step,
+            )
             self._phase = self._session.scalars(select(PhaseRow).where(*mine)).one()
         return self._phase
 
@@ -130,20 +119,20 @@ class _Recorder:
         stage = self._stage()
         return {"round": stage.round, "phase": stage.name, "kind": stage.kind}
 
-    def _moved(self, fact: Moved) -> None:
+    def _moved(self, fact: facts.Moved) -> None:
         row = self._change.federation_row()
         if fact.state == "running" and row.started_at is None:
             row.started_at = clock.now()
         if fact.state in ENDED:
             row.ended_at = clock.now()
-            self._change.live = replace(self._change.live, tasks={}, deadline=None)
+            self._change.federation = replace(self._change.federation, tasks={}, deadline=None)
         self._change.everyone = True
-        self._change.tell("federation-state", state=fact.state, reason=fact.reason)
+        self._change.emit("federation-state", state=fact.state, reason=fact.reason)
 
-    def _opened(self, fact: Opened) -> None:
+    def _opened(self, fact: facts.Opened) -> None:
         now = clock.now()
         self._phase = PhaseRow(
-            federation_id=self._change.live.id,
+            federation_id=self._change.federation.id,
             round=fact.round,
             step=fact.step,
             kind=fact.kind,
@@ -156,18 +145,18 @@ class _Recorder:
         self._session.add(self._phase)
         self._session.flush()
         self._position = (fact.round, fact.step)
-        self._change.live = replace(self._change.live, tasks={})
-        self._change.tell("phase-opened", **self._where(), asked=list(fact.names))
+        self._change.federation = replace(self._change.federation, tasks={})
+        self._change.emit("phase-opened", **self._where(), asked=list(fact.names))
         self._add_tasks(fact.names)
 
     def _add_tasks(self, names: tuple[str, ...]) -> None:
-        stage, live = self._stage(), self._change.live
+        stage, federation = self._stage(), self._change.federation
         first = self._session.scalar(select(func.count()).where(TaskRow.phase_id == stage.id)) or 0
-        tasks = dict(live.tasks)
+        tasks = dict(federation.tasks)
         for number, name in enumerate(names, first):
             row = TaskRow(
                 id=secrets.token_hex(16),
-                federation_id=live.id,
+                federation_id=federation.id,
                 phase_id=stage.id,
                 number=number,
                 client=name,
@@ -179,54 +168,58 @@ class _Recorder:
             )
             self._session.add(row)
             tasks[name] = open_task(row, stage)
-        self._change.live = replace(live, tasks=tasks)
+        self._change.federation = replace(federation, tasks=tasks)
 
     def _set_deadline(self, seconds: float) -> None:
         self._stage().deadline = clock.later(seconds)
-        self._change.live = replace(self._change.live, deadline=self._stage().deadline)
-        self._change.wake.update(self._change.live.tasks)
+        self._change.federation = replace(self._change.federation, deadline=self._stage().deadline)
+        self._change.wake.update(self._change.federation.tasks)
 
     def _settled(self, name: str, status: AskStatus) -> None:
-        live = self._change.live
-        task = live.tasks.get(name)
+        federation = self._change.federation
+        task = federation.tasks.get(name)
         where = {"round": task.round, "phase": task.phase, "kind": task.kind} if task is not None else self._where()
         task_id = task.id if task is not None else self._latest_task(name)
         change = update(TaskRow).where(TaskRow.id == task_id).values(status=status, settled_at=clock.now())
         self._session.execute(change, execution_options={"synchronize_session": False})
-        self._change.live = replace(live, tasks={key: one for key, one in live.tasks.items() if key != name})
+        self._change.federation = replace(
+            federation, tasks={key: one for key, one in federation.tasks.items() if key != name}
+        )
         self._change.wake.add(name)
-        self._change.tell("task-settled", **where, client=name, status=status)
+        self._change.emit("task-settled", **where, client=name, status=status)
 
     def _latest_task(self, name: str) -> str:
         mine = (TaskRow.phase_id == self._stage().id, TaskRow.client == name)
         return self._session.scalars(select(TaskRow.id).where(*mine).order_by(TaskRow.number.desc()).limit(1)).one()
 
-    def _closed(self, fact: Closed) -> None:
+    def _closed(self, fact: facts.Closed) -> None:
         stage = self._stage()
         stage.closed_at, stage.sample_size = clock.now(), fact.sample_size
         latest = select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number)
         tasks = {task.client: task for task in self._session.scalars(latest)}
-        live = self._change.live
+        federation = self._change.federation
         weights: dict[str, float] = {}
         if stage.kind == "train":
-            weights = shares({name: live.clients[name].num_samples for name in fact.counted}, live.spec.aggregation)
+            weights = shares(
+                {name: federation.clients[name].num_samples for name in fact.counted}, federation.spec.aggregation
+            )
         for name in fact.counted:
             tasks[name].counted, tasks[name].weight = True, weights.get(name)
-        self._change.live = replace(live, tasks={}, deadline=None)
-        self._change.tell("phase-closed", **self._where(), counted=list(fact.counted))
+        self._change.federation = replace(federation, tasks={}, deadline=None)
+        self._change.emit("phase-closed", **self._where(), counted=list(fact.counted))
 
     def _completed(self) -> None:
         stage = self._stage()
         stage.completed_at = clock.now()
         seconds = clock.seconds_between(stage.opened_at, stage.completed_at)
         self._change.completed.append((stage.kind, seconds or 0.0))
-        self._change.tell("phase-completed", **self._where())
+        self._change.emit("phase-completed", **self._where())
         self._phase = None
 
     def _joined(self, names: tuple[str, ...]) -> None:
         for name in names:
             self._change.client_row(name).joined = True
-        self._change.tell("clients-joined", clients=list(names))
+        self._change.emit("clients-joined", clients=list(names))
 
 
 def open_task(row: TaskRow, stage: PhaseRow) -> OpenTask:

@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Client, Live, kept_method, live_of
+from promptfed.coordinator.domain.federation import Client, Federation, federation_of, kept_method
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Member, Run, Stage, Work
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
@@ -17,23 +17,23 @@ from promptfed.shared.messages import Domain, FederationState, Role
 from promptfed.shared.spec import BackboneShape, FederationSpec
 
 
-def load_all(session: Session, now: float) -> dict[str, Live]:
+def load_all(session: Session, now: float) -> dict[str, Federation]:
     """All federations by id. Deadlines are left at ``now``: ``Restarted`` sets them."""
     rows = session.scalars(select(FederationRow).order_by(FederationRow.created_at))
     return {row.id: load(session, row, now) for row in rows}
 
 
-def load(session: Session, row: FederationRow, now: float) -> Live:
+def load(session: Session, row: FederationRow, now: float) -> Federation:
     """One federation."""
     spec = FederationSpec.model_validate(row.spec)
-    live = live_of(row.id, spec, kept_method(spec))
+    federation = federation_of(row.id, spec, kept_method(spec))
     found = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == row.id)))
     tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
     stage_row = _stage_row(session, row)
     tasks = _latest_tasks(session, stage_row) if stage_row else {}
     is_open = stage_row is not None and stage_row.closed_at is None
     return replace(
-        live.with_clients(*map(client_of, found)),
+        federation.with_clients(*map(client_of, found)),
         run=_run(session, row, found, _stage(stage_row, tasks, now)),
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,

@@ -1,7 +1,6 @@
-"""The engine: holds all federations, changes them one transaction at a time, and moves them on.
+"""The registry: holds all federations in memory, looks them up, and changes them one transaction at a time.
 
-Changes run in threads (requests' own, or the one for tensor work); the driver on the event loop only looks at the
-clock and at what is due.
+Changes run in threads (requests' own, or the one for tensor work). What moves federations on is the scheduler.
 """
 
 from __future__ import annotations
@@ -12,123 +11,95 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as finished
+from concurrent.futures import wait as wait_for_all
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
-from sqlalchemy.exc import TimeoutError as NoConnection
-
-from promptfed.coordinator import json_logs
-from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Live
-from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.domain.run_state import ENDED, CannotStart, Fail, Restarted, Tick
-from promptfed.coordinator.engine import jobs, recovery, retention
-from promptfed.coordinator.engine.last_seen import Activity
-from promptfed.coordinator.engine.metrics import Measures
+from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.engine import json_logs, recovery
+from promptfed.coordinator.engine.last_seen import LastSeen
+from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.recorder import Change
-from promptfed.coordinator.engine.wakeups import Bells, wait
-from promptfed.coordinator.problems import MethodAbsent, NotFound, Refusal
-from promptfed.coordinator.store.backend import DatabaseAway, InUse
+from promptfed.coordinator.engine.wakeups import Wakeups
+from promptfed.coordinator.problems import MethodAbsent, NotFound
+from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
 
 log = logging.getLogger("promptfed.coordinator")
 
-FLUSH_SECONDS = 2.0
-RETRY_SECONDS = 2.0
-STOP_SECONDS = 1.0
-HANG_SECONDS = 30.0  # after which a database that neither answers nor refuses is given up
 EVENTS = "*events"
 
 T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The engine has let go of its data folder: what is still computing must not write any more."""
+    """The registry has let go of its data folder: what is still computing must not write any more."""
 
 
-class Engine:
-    """All federations of one data folder."""
+class Registry:
+    """All federations of one data folder.
 
-    def __init__(self, database: Database, blobs: Blobs, measures: Measures):
+    ``ready``: they are taken up, and driven. ``retired``: up to which round a federation's tensors are removed.
+    """
+
+    def __init__(self, database: Database, blobs: Blobs, metrics: Metrics):
         self.database = database
         self.blobs = blobs
-        self.measures = measures
-        self.bells = Bells()
-        self.activity = Activity(database)
-        self.lives: dict[str, Live] = {}
+        self.metrics = metrics
+        self.wakeups = Wakeups()
+        self.last_seen = LastSeen(database)
+        self.federations: dict[str, Federation] = {}
         self.retired: dict[str, int] = {}
         self.configs: dict[str, tuple[object, object, str]] = {}
         self.ready = False
-        self.left_behind: set[asyncio.Task[None]] = set()
         self._closed = False
         self._reloading = False
-        self._told = ""
         self._turn = threading.RLock()
         self._tensors = ThreadPoolExecutor(1, "tensors")
+        self._computing: set[Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._driver: asyncio.Task[None] | None = None
-        self._jobs: dict[str, asyncio.Task[None]] = {}
-        self._asked: set[Future[Any]] = set()
-        self._refused_starts: dict[str, object] = {}
 
     # Life
 
-    async def start(self) -> None:
-        """Take up all federations where they stood, and drive them."""
+    async def open(self) -> None:
+        """Take up all federations where they stood."""
         self._loop = asyncio.get_running_loop()
-        self.database.on_away = lambda: self.ring([])
+        self.database.on_away = lambda: self.wake([])
         await asyncio.to_thread(self._load)
-        await asyncio.to_thread(retention.sweep, self)
-        self._driver = asyncio.create_task(self._drive(), name="driver")
-        self.ready = True
 
     def stop_waiting(self) -> None:
         """Wake every long poll and stream for good. Call it on the event loop."""
         self.ready = False
-        self.bells.silence()
+        self.wakeups.close()
 
-    async def stop(self) -> None:
-        """End the driver; a job that is under way is waited for a little, and done again at the next start."""
-        self.stop_waiting()
-        if self._driver is not None:
-            self._driver.cancel()
-            await asyncio.gather(self._driver, return_exceptions=True)
-        if self._jobs:
-            _, self.left_behind = await asyncio.wait(self._jobs.values(), timeout=STOP_SECONDS)
-            for job in self.left_behind:
-                job.cancel()
-        await asyncio.to_thread(finished, list(self._asked), STOP_SECONDS)
-        self._tensors.shutdown(wait=False, cancel_futures=True)
-        closing = asyncio.create_task(asyncio.to_thread(self._close))
-        if not (await asyncio.wait([closing], timeout=STOP_SECONDS))[0]:
-            self.database.cut("the database does not answer while the coordinator ends")
-        await closing
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let go of the data folder: nothing is changed from here on."""
         with contextlib.suppress(DatabaseAway):
-            self.activity.flush()
+            self.last_seen.flush()
         with self._turn:
             self._closed = True
 
     def _load(self) -> None:
         with self.database.read() as session:
-            self.lives = recovery.load_all(session, clock.monotonic())
-        for live in self.lives.values():
-            if live.absent is not None:
-                log.error("%s waits for its method: %s", live.name, live.absent, extra=self._where(live.id))
-            elif live.run.state not in ENDED:
-                with self.change(live.id) as change:
-                    change.send(Restarted(clock.monotonic()))
+            self.federations = recovery.load_all(session, clock.monotonic())
+        for federation in self.federations.values():
+            if federation.absent is not None:
+                text = "%s waits for its method: %s"
+                log.error(text, federation.name, federation.absent, extra=json_logs.where(federation))
+            elif federation.run.state not in ENDED:
+                with self.change(federation.id) as change:
+                    change.send(events.Restarted(clock.monotonic()))
 
     @property
     def away(self) -> bool:
         """Whether the database is away, or what it holds is not taken up again yet."""
         return self.database.away is not None or self._reloading
 
-    def _come_back(self) -> None:
+    def come_back(self) -> None:
+        """Take up the federations again once the database answers. Raises DatabaseAway, InUse, Stopped."""
         with self._turn:
             if self._closed:
                 raise Stopped
@@ -139,37 +110,45 @@ class Engine:
             self._reloading = False
         log.info("the database is back")
 
+    # Tensor work
+
     async def compute(self, job: Callable[[], T]) -> T:
         """Carry out ``job`` where all tensor work is done: one at a time, off the event loop."""
         future = self._tensors.submit(job)
-        self._asked.add(future)
-        future.add_done_callback(self._asked.discard)
+        self._computing.add(future)
+        future.add_done_callback(self._computing.discard)
         return await asyncio.wrap_future(future)
+
+    async def stop_computing(self, seconds: float) -> None:
+        """Begin no more tensor work, and wait a little for what is under way."""
+        await asyncio.to_thread(wait_for_all, list(self._computing), seconds)
+        self._tensors.shutdown(wait=False, cancel_futures=True)
 
     @property
     def computing(self) -> bool:
         """Whether tensor work is still under way after a stop: nobody waits for it any more."""
-        return bool(self.left_behind) or any(future.running() for future in self._asked)
+        return any(future.running() for future in self._computing)
 
     # Changes
 
-    def live(self, id: str) -> Live:
+    def get(self, id: str) -> Federation:
         """The federation with this id. Raises NotFound, MethodAbsent."""
-        live = self.lives.get(id)
-        if live is None:
+        federation = self.federations.get(id)
+        if federation is None:
             raise NotFound("there is no such federation")
-        if live.absent is not None:
-            raise MethodAbsent(f"{live.name} waits for its method: {live.absent}; then start the coordinator again")
-        return live
+        if federation.absent is not None:
+            why = f"{federation.name} waits for its method: {federation.absent}"
+            raise MethodAbsent(f"{why}; then start the coordinator again")
+        return federation
 
-    def find(self, id_or_name: str) -> Live:
+    def find(self, id_or_name: str) -> Federation:
         """The federation with this id or name. Raises NotFound, MethodAbsent."""
-        live = self.lives.get(id_or_name)
-        if live is None:
-            live = next((one for one in self.lives.values() if one.name == id_or_name), None)
-        if live is None:
+        federation = self.federations.get(id_or_name)
+        if federation is None:
+            federation = next((one for one in self.federations.values() if one.name == id_or_name), None)
+        if federation is None:
             raise NotFound(f"there is no federation {id_or_name[:100]!r}")
-        return self.live(live.id)
+        return self.get(federation.id)
 
     @contextmanager
     def change(self, id: str) -> Iterator[Change]:
@@ -178,11 +157,11 @@ class Engine:
             if self._closed:
                 raise Stopped
             with self.database.write() as session:
-                change = Change(session, self.live(id))
+                change = Change(session, self.get(id))
                 yield change
-            before = self.lives[id].run
-            self.lives = {**self.lives, id: change.live}
-            self.measures.observe(change, before)
+            before = self.federations[id].run
+            self.federations = {**self.federations, id: change.federation}
+            self.metrics.observe(change, before)
         self._announce(change)
 
     @contextmanager
@@ -191,164 +170,28 @@ class Engine:
         with self._turn:
             yield
 
-    def add(self, live: Live) -> None:
+    def add(self, federation: Federation) -> None:
         """Take up a federation that has just been created."""
         with self._turn:
-            self.lives = {**self.lives, live.id: live}
-        self.ring([])
+            self.federations = {**self.federations, federation.id: federation}
+        self.wake([])
 
     def forget(self, id: str) -> None:
         """Let go of a federation that has just been deleted."""
         with self._turn:
-            gone = self.lives.get(id)
+            gone = self.federations.get(id)
             self.configs.pop(id, None)
-            self.lives = {key: live for key, live in self.lives.items() if key != id}
-        self.ring([(id, EVENTS), *((id, name) for name in (gone.clients if gone else ()))])
+            self.federations = {key: federation for key, federation in self.federations.items() if key != id}
+        self.wake([(id, EVENTS), *((id, name) for name in (gone.clients if gone else ()))])
 
-    def ring(self, keys: list[tuple[str, str]]) -> None:
+    def wake(self, keys: list[tuple[str, str]]) -> None:
         """Wake those who wait for ``keys``, and the driver."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.bells.ring, [*keys, "driver"])
-
-    def _where(self, id: str) -> dict[str, Any]:
-        live = self.lives.get(id)
-        return json_logs.where(live) if live is not None else {"federation": id}
+            self._loop.call_soon_threadsafe(self.wakeups.wake, [*keys, "driver"])
 
     def _announce(self, change: Change) -> None:
-        live = change.live
-        for kind, data in change.told:
-            log.info(kind, extra=json_logs.of_event(live.name, data))
-        names = live.clients if change.everyone else change.wake
-        self.ring([(live.id, EVENTS), *((live.id, name) for name in names)])
-
-    # Driving
-
-    async def _drive(self) -> None:
-        flushed = clock.monotonic()
-        while not self.bells.silenced:
-            bell = self.bells.listen("driver")
-            if self.away and not await self._is_back():
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            for live in self.lives.values():
-                self._look_at(live)
-            if clock.monotonic() - flushed > FLUSH_SECONDS:
-                await self._flush()
-                flushed = clock.monotonic()
-            await wait(bell, self._pause())
-
-    async def _is_back(self) -> bool:
-        try:
-            await asyncio.to_thread(self._come_back)
-        except (DatabaseAway, InUse) as error:
-            if str(error) != self._told:
-                log.warning("%s", error)
-            self._told = str(error)
-            return False
-        except SQLAlchemyError:
-            log.exception("cannot take up the federations again")
-            return False
-        self._told = ""
-        self.bells.ring_all()
-        return True
-
-    def _pause(self) -> float:
-        now = clock.monotonic()
-        deadlines = [
-            live.run.stage.deadline - now
-            for live in self.lives.values()
-            if live.run.state == "running" and live.run.stage is not None and live.id not in self._jobs
-            if live.absent is None
-        ]
-        return max(0.0, min([FLUSH_SECONDS, *deadlines]))
-
-    async def _flush(self) -> None:
-        try:
-            async with asyncio.timeout(HANG_SECONDS):
-                await asyncio.to_thread(self._beat)
-        except TimeoutError:
-            self.database.cut(f"the database has not answered for {HANG_SECONDS:g} s")
-        except SQLAlchemyError:
-            log.exception("cannot write down who was seen")
-        except DatabaseAway:
-            pass  # That is told already.
-
-    def _beat(self) -> None:
-        self.database.beat()
-        self.activity.flush()
-
-    def _look_at(self, live: Live) -> None:
-        job = self._due(live)
-        if job is not None and live.id not in self._jobs:
-            task = asyncio.create_task(self._carry_out(live.id, job), name=f"job {live.id}")
-            self._jobs[live.id] = task
-
-    def _due(self, live: Live) -> Callable[[Engine, str], None] | None:
-        run = live.run
-        if live.absent is not None:
-            return None
-        if run.state == "running" and run.work is not None:
-            return jobs.join if run.work == "join" else jobs.aggregate
-        if run.state in ("running", "paused") and any(t.payload_sha256 is None for t in live.tasks.values()):
-            return jobs.fill_payloads
-        if run.state == "running" and run.stage is not None and run.stage.deadline <= clock.monotonic():
-            return _tick
-        if run.state == "enrolling" and self._could_start(live):
-            return _start_by_itself
-        if retention.has_to_retire(live, self.retired.get(live.id, 0)):
-            return retention.retire
-        return None
-
-    def _could_start(self, live: Live) -> bool:
-        if live.spec.start != "when_ready" or len(live.run.trainers()) < live.rules.min_clients:
-            return False
-        return self._refused_starts.get(live.id) != _start_key(live)
-
-    def start_refused(self, live: Live) -> None:
-        """Do not try to start ``live`` by itself again before its clients or its initial state change."""
-        self._refused_starts[live.id] = _start_key(live)
-
-    async def _carry_out(self, id: str, job: Callable[[Engine, str], None]) -> None:
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._tensors, self._attempt, id, job)
-        except DatabaseAway:
-            pass  # That is told already; what is due is looked at again once the database is back.
-        except Exception:
-            # The disk may have room again soon: the same job is due again then.
-            log.exception("the store failed; trying again", extra=self._where(id))
-            await asyncio.sleep(RETRY_SECONDS)
-        finally:
-            del self._jobs[id]
-            self.bells.ring(["driver"])
-
-    def _attempt(self, id: str, job: Callable[[Engine, str], None]) -> None:
-        try:
-            job(self, id)
-        except (NotFound, WrongMoment, Stopped):
-            pass  # Deleted, cancelled or moved on meanwhile.
-        except (OSError, OperationalError, NoConnection, DatabaseAway):
-            raise
-        except Exception as error:
-            log.exception("the method failed", extra=self._where(id))
-            with contextlib.suppress(NotFound, WrongMoment, Stopped), self.change(id) as change:
-                reason = f"{type(error).__name__}: {error}".replace("\0", "\\0")  # PostgreSQL's text holds no NUL
-                change.send(Fail(reason[:2000]))
-
-
-def _tick(engine: Engine, id: str) -> None:
-    with engine.change(id) as change:
-        change.send(Tick(clock.monotonic()))
-
-
-def _start_key(live: Live) -> object:
-    return (tuple(sorted(live.run.members.items(), key=lambda item: item[0])), live.supplied_state)
-
-
-def _start_by_itself(engine: Engine, id: str) -> None:
-    live = engine.live(id)
-    try:
-        jobs.start(engine, id)
-    except Refusal as refusal:
-        engine.start_refused(live)
-        with engine.change(id) as change:
-            change.send(CannotStart(f"{refusal.kind}: {refusal.detail}"))
+        federation = change.federation
+        for kind, data in change.emitted:
+            log.info(kind, extra=json_logs.of_event(federation.name, data))
+        names = federation.clients if change.everyone else change.wake
+        self.wake([(federation.id, EVENTS), *((federation.id, name) for name in names)])

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
-
-if TYPE_CHECKING:
-    from promptfed.coordinator.engine.registry import Engine
-
 
 AT_ONCE = 500  # digests that one query asks for
 TURN_SECONDS = 0.001  # left to others, since who lets go of a lock and takes it again at once is mostly the first
@@ -28,19 +25,19 @@ NAMING = (  # the columns of `_stored`, in its order
 )
 
 
-def has_to_retire(live: Live, retired: int) -> bool:
+def has_to_retire(federation: Federation, retired: int) -> bool:
     """Whether rounds have passed whose tensors are not kept, beyond the ``retired`` ones."""
-    return live.spec.retention == "last_round" and _kept_from(live) > retired
+    return federation.spec.retention == "last_round" and _kept_from(federation) > retired
 
 
-def retire(engine: Engine, id: str) -> None:
+def retire(registry: Registry, id: str) -> None:
     """Remove updates, payloads and states of the rounds before the last completed one; their rows stay."""
-    live = engine.live(id)
-    bound = _kept_from(live)
-    with engine.change(id) as change:
+    federation = registry.get(id)
+    bound = _kept_from(federation)
+    with registry.change(id) as change:
         digests = set(_retire_rows(change.session, id, bound))
-    collect(engine, digests)
-    engine.retired[id] = bound
+    collect(registry, digests)
+    registry.retired[id] = bound
 
 
 def remove_updates(session: Session, id: str, client: str) -> set[str]:
@@ -62,23 +59,23 @@ def awaits_computing(session: Session, id: str, client: str) -> bool:
     return session.scalars(query.where(*mine, PhaseRow.completed_at.is_(None)).limit(1)).first() is not None
 
 
-def collect(engine: Engine, digests: Iterable[str]) -> None:
+def collect(registry: Registry, digests: Iterable[str]) -> None:
     """Remove those of ``digests`` that no row names any more, some at a time: meanwhile nothing else can change."""
     candidates = sorted(digests)
     for begin in range(0, len(candidates), AT_ONCE):
         some = candidates[begin : begin + AT_ONCE]
-        with engine.exclusively(), engine.database.read() as session:
+        with registry.exclusively(), registry.database.read() as session:
             for digest in set(some) - _named(session, some):
-                engine.blobs.remove(digest)
+                registry.blobs.remove(digest)
         time.sleep(TURN_SECONDS)
 
 
-def sweep(engine: Engine) -> None:
+def sweep(registry: Registry) -> None:
     """Remove every blob that no row names: what a crash between a blob and its row has left."""
-    with engine.database.read() as session:
+    with registry.database.read() as session:
         named = {digest for query in _stored() for digest in session.scalars(query)}
-    for digest in set(engine.blobs.all()) - named:
-        engine.blobs.remove(digest)
+    for digest in set(registry.blobs.all()) - named:
+        registry.blobs.remove(digest)
 
 
 def _named(session: Session, digests: list[str]) -> set[str]:
@@ -113,8 +110,8 @@ def digests_of(session: Session, id: str) -> set[str]:
     return {digest for query in queries for digest in session.scalars(query) if digest}
 
 
-def _kept_from(live: Live) -> int:
-    return live.run.round if live.run.state in ENDED else live.run.round - 1
+def _kept_from(federation: Federation) -> int:
+    return federation.run.round if federation.run.state in ENDED else federation.run.round - 1
 
 
 def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:

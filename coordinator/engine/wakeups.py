@@ -1,4 +1,4 @@
-"""Bells: how a change wakes the requests that wait for it. All of it happens on the event loop."""
+"""Wakeups: how a change wakes the requests that wait for it. All of it happens on the event loop."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ import asyncio
 from collections.abc import Hashable, Iterable
 
 
-class Bells:
-    """One-shot events by key. Listen first, then look, then wait: no ring is missed."""
+class Wakeups:
+    """One-shot events by key. Listen first, then look, then wait: no wakeup is missed."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, asyncio.Event] = {}
-        self.silenced = False
+        self.closed = False
 
     def listen(self, key: Hashable) -> asyncio.Event:
-        """The event that the next ring for ``key`` sets."""
-        bell = self._waiting.setdefault(key, asyncio.Event())
-        if self.silenced:
-            bell.set()
-        return bell
+        """The event that the next wakeup for ``key`` sets."""
+        wakeup = self._waiting.setdefault(key, asyncio.Event())
+        if self.closed:
+            wakeup.set()
+        return wakeup
 
-    def ring(self, keys: Iterable[Hashable]) -> None:
+    def wake(self, keys: Iterable[Hashable]) -> None:
         """Wake those who listen for one of ``keys``."""
         for key in keys:
-            bell = self._waiting.pop(key, None)
-            if bell is not None:
-                bell.set()
+            wakeup = self._waiting.pop(key, None)
+            if wakeup is not None:
+                wakeup.set()
 
-    def ring_all(self) -> None:
+    def wake_all(self) -> None:
         """Wake everybody who listens now."""
-        self.ring(list(self._waiting))
+        self.wake(list(self._waiting))
 
-    def silence(self) -> None:
+    def close(self) -> None:
         """Wake everybody, now and from now on: nothing more is to be waited for."""
-        self.silenced = True
-        self.ring_all()
+        self.closed = True
+        self.wake_all()
 
 
-async def wait(bell: asyncio.Event, seconds: float) -> bool:
-    """Whether ``bell`` rang within ``seconds``."""
+async def wait(wakeup: asyncio.Event, seconds: float) -> bool:
+    """Whether ``wakeup`` came within ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
-            await bell.wait()
+            await wakeup.wait()
     except TimeoutError:
         return False
     return True

@@ -31,7 +31,7 @@ class _Bucket:
     at: float
 
 
-class Guessing:
+class AuthThrottle:
     """Failures of each address, ``per_minute`` of them at once and in each minute. For one thread, the event loop's.
 
     Both tables are bounded; the least recently used entries go first.

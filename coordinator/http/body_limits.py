@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from promptfed.coordinator.api.deps import look_up
+from promptfed.coordinator.http.callers import look_up
 from promptfed.coordinator.problems import Refusal
 
 JSON_BYTES = 8 << 20
@@ -80,7 +80,7 @@ def _is_known(scope: Scope) -> bool:
     if scheme.lower() != "bearer" or not token:
         return False
     try:
-        look_up(connection, scope["app"].state.engine, token)
+        look_up(connection, scope["app"].state.registry, token)
     except Refusal:
         return False
     return True

@@ -19,10 +19,9 @@ from pathlib import Path
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from promptfed.coordinator.engine.registry import Engine
-from promptfed.coordinator.operations.submissions import Upload
-from promptfed.coordinator.problems import UploadTimeout
-from promptfed.coordinator.task_problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
+from promptfed.coordinator.store.upload import Upload
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it
@@ -45,8 +44,8 @@ class _Turns:
 class Uploads:
     """The uploads under way."""
 
-    def __init__(self, engine: Engine, most: int, timeout: float, patience: float):
-        self._engine = engine
+    def __init__(self, registry: Registry, most: int, timeout: float, patience: float):
+        self._registry = registry
         self._most = most
         self._timeout = timeout
         self._patience = patience
@@ -64,13 +63,13 @@ class Uploads:
         """
         async with self._place(getattr(request.state, "client", None), _held(request)):
             self._running += 1
-            self._engine.measures.uploads.set(self._running)
-            path = self._engine.blobs.temporary()
+            self._registry.metrics.uploads.set(self._running)
+            path = self._registry.blobs.temporary()
             try:
                 yield await self._receive(request, path, limit)
             finally:
                 self._running -= 1
-                self._engine.measures.uploads.set(self._running)
+                self._registry.metrics.uploads.set(self._running)
                 if _is_there(path):
                     await asyncio.to_thread(path.unlink, missing_ok=True)
 

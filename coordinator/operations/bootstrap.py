@@ -8,32 +8,32 @@ from typing import Any
 
 import yaml
 
-from promptfed.coordinator.domain.federation import Live
-from promptfed.coordinator.engine.registry import Engine
-from promptfed.coordinator.http.tokens import digest, write_secret
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.tokens import digest, write_secret
 
 
 class BootstrapFailed(Exception):
     """The spec cannot be read or run; the text says why."""
 
 
-def bootstrap(engine: Engine, settings: Settings) -> None:
+def bootstrap(registry: Registry, settings: Settings) -> None:
     """Create the settings' federation if it is absent, and write an enrolment token where there is no good one."""
     if settings.bootstrap is None:
         return
     raw = read_spec(settings.bootstrap)
-    live = next((one for one in engine.lives.values() if one.name == raw.get("name")), None)
-    if live is None:
+    federation = next((one for one in registry.federations.values() if one.name == raw.get("name")), None)
+    if federation is None:
         try:
-            live = federations.create(engine, raw)
+            federation = federations.create(registry, raw)
         except Refusal as refusal:
             raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
     path = settings.enrolment_token_file
-    if path is not None and not _is_good(live, path):
-        token, _ = federations.mint_token(engine, live.id, settings.token_hours)
+    if path is not None and not _is_good(federation, path):
+        token, _ = federations.mint_token(registry, federation.id, settings.token_hours)
         write_secret(path, token, settings.enrolment_token_mode)
 
 
@@ -50,10 +50,10 @@ def read_spec(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _is_good(live: Live, path: Path) -> bool:
+def _is_good(federation: Federation, path: Path) -> bool:
     """Whether the file holds a token of this federation that has not expired."""
     try:
-        expires = live.tokens.get(digest(path.read_text().strip()))
+        expires = federation.tokens.get(digest(path.read_text().strip()))
     except (OSError, UnicodeDecodeError):
         return False
     return expires is not None and expires > datetime.now(UTC)

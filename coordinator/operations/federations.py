@@ -10,18 +10,17 @@ from typing import Any
 
 from sqlalchemy import select
 
+from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation import global_state
-from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Live, fresh
+from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.domain.run_state import ENDED, Cancel, Event, Pause, Resume, Withdraw
+from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import jobs, retention
-from promptfed.coordinator.engine.registry import Engine
-from promptfed.coordinator.http.tokens import digest, new_token
-from promptfed.coordinator.problems import InvalidSpec, KeyReused, NameTaken, NotFound, Refusal, WrongState
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow, TokenRow
-from promptfed.coordinator.task_problems import TENSOR_REFUSALS, Ended
+from promptfed.coordinator.store.tokens import digest, new_token
 from promptfed.shared.methods import check_fits, resolve_spec
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.spec import FederationSpec, SpecError
@@ -34,7 +33,7 @@ def resolve(raw: dict[str, Any]) -> FederationSpec:
         spec = resolve_spec(raw)
         _check_shape(spec)
     except SpecError as error:
-        raise InvalidSpec(str(error), errors=error.errors) from None
+        raise problems.InvalidSpec(str(error), errors=error.errors) from None
     return spec
 
 
@@ -42,36 +41,38 @@ def _check_shape(spec: FederationSpec) -> None:
     """Where the spec says what the backbone looks like, the method must be able to run with it."""
     if spec.backbone.shape is None:
         return
-    live = fresh("", spec)
+    federation = new_federation("", spec)
     try:
-        check_fits(live.method, spec.backbone.shape)
-        live.method.dims(live.context())
+        check_fits(federation.method, spec.backbone.shape)
+        federation.method.dims(federation.context())
     except MethodError as error:
         raise SpecError([{"path": "backbone.shape", "detail": str(error)}]) from None
 
 
-def create(engine: Engine, raw: dict[str, Any], key: str | None = None) -> Live:
+def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> Federation:
     """Create a federation, or find the one that this Idempotency-Key has created.
 
     Raises:
         InvalidSpec, NameTaken, KeyReused: it cannot.
     """
     request_digest = _digest_of(raw)
-    with engine.exclusively():
-        known = _created_with(engine, key, request_digest)
+    with registry.exclusively():
+        known = _created_with(registry, key, request_digest)
         if known is not None:
             return known
         spec = resolve(raw)
-        if any(spec.name in (live.name, live.id) for live in engine.lives.values()):
-            raise NameTaken(f"there is already a federation {spec.name!r}: choose another name, or delete that one")
-        live = fresh("fed-" + secrets.token_hex(8), spec)
-        with engine.database.write() as session:
-            session.add(_row(live, key, request_digest))
+        if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
+            raise problems.NameTaken(
+                f"there is already a federation {spec.name!r}: choose another name, or delete that one"
+            )
+        federation = new_federation("fed-" + secrets.token_hex(8), spec)
+        with registry.database.write() as session:
+            session.add(_row(federation, key, request_digest))
             session.flush()
-            session.add(EventRow(federation_id=live.id, kind="federation-created", data={}, at=clock.now()))
-        engine.add(live)
+            session.add(EventRow(federation_id=federation.id, kind="federation-created", data={}, at=clock.now()))
+        registry.add(federation)
     point("federation-created")
-    return live
+    return federation
 
 
 def _digest_of(raw: dict[str, Any]) -> str:
@@ -80,26 +81,28 @@ def _digest_of(raw: dict[str, Any]) -> str:
     except ValueError:
         resolve(raw)  # It says where, but for what no spec has a place for.
         detail = "holds NaN, infinity or text that is no Unicode"
-        raise InvalidSpec(detail, errors=[{"path": "(spec)", "detail": detail}]) from None
+        raise problems.InvalidSpec(detail, errors=[{"path": "(spec)", "detail": detail}]) from None
 
 
-def _created_with(engine: Engine, key: str | None, request_digest: str) -> Live | None:
+def _created_with(registry: Registry, key: str | None, request_digest: str) -> Federation | None:
     if key is None:
         return None
-    with engine.database.read() as session:
+    with registry.database.read() as session:
         row = session.scalars(select(FederationRow).where(FederationRow.idempotency_key == key)).one_or_none()
         if row is None:
             return None
         if row.request_digest != request_digest:
-            raise KeyReused("this Idempotency-Key was used with another spec: use a fresh key for a fresh federation")
-        return engine.live(row.id)
+            raise problems.KeyReused(
+                "this Idempotency-Key was used with another spec: use a fresh key for a fresh federation"
+            )
+        return registry.get(row.id)
 
 
-def _row(live: Live, key: str | None, request_digest: str) -> FederationRow:
+def _row(federation: Federation, key: str | None, request_digest: str) -> FederationRow:
     return FederationRow(
-        id=live.id,
-        name=live.name,
-        spec=live.spec.model_dump(mode="json"),
+        id=federation.id,
+        name=federation.name,
+        spec=federation.spec.model_dump(mode="json"),
         idempotency_key=key,
         request_digest=request_digest,
         created_at=clock.now(),
@@ -107,156 +110,166 @@ def _row(live: Live, key: str | None, request_digest: str) -> FederationRow:
         round=0,
         step=0,
         joining=[],
-        fingerprint=live.fingerprint,
-        shape=live.shape.model_dump() if live.shape else None,
+        fingerprint=federation.fingerprint,
+        shape=federation.shape.model_dump() if federation.shape else None,
     )
 
 
-def delete(engine: Engine, id: str) -> None:
+def delete(registry: Registry, id: str) -> None:
     """Delete a federation with all its data."""
-    with engine.exclusively():
-        engine.live(id)
-        with engine.database.write() as session:
+    with registry.exclusively():
+        registry.get(id)
+        with registry.database.write() as session:
             digests = retention.digests_of(session, id)
             session.delete(session.get_one(FederationRow, id))
-        engine.forget(id)
-    retention.collect(engine, digests)
+        registry.forget(id)
+    retention.collect(registry, digests)
 
 
-def steer(engine: Engine, id: str, verb: str) -> None:
+def steer(registry: Registry, id: str, verb: str) -> None:
     """Start, pause, resume or cancel. Raises WrongState, and what ``work.start`` raises."""
     if verb == "start":
-        jobs.start(engine, id)
+        jobs.start(registry, id)
         return
-    events: dict[str, Event] = {"pause": Pause(), "resume": Resume(clock.monotonic()), "cancel": Cancel()}
+    steps: dict[str, events.Event] = {
+        "pause": events.Pause(),
+        "resume": events.Resume(clock.monotonic()),
+        "cancel": events.Cancel(),
+    }
     try:
-        with engine.change(id) as change:
-            change.send(events[verb])
+        with registry.change(id) as change:
+            change.send(steps[verb])
     except WrongMoment as error:
         state = str(error)
-        raise WrongState(f"the federation is {state}: it cannot {verb} now", state=state) from None
+        raise problems.WrongState(f"the federation is {state}: it cannot {verb} now", state=state) from None
 
 
-def supply_state(engine: Engine, id: str, body: bytes) -> str:
+def supply_state(registry: Registry, id: str, body: bytes) -> str:
     """Keep the tensors that the federation shall start from; their state hash.
 
     Raises:
         WrongState: it has started; or the refusal of a tensor.
     """
-    live = engine.live(id)
-    _expect_enrolling(live)
+    federation = registry.get(id)
+    _expect_enrolling(federation)
     try:
         tensors, _ = decode(body)
-        _check_supplied(live, tensors)
+        _check_supplied(federation, tensors)
     except TensorError as error:
-        raise TENSOR_REFUSALS[error.kind](str(error)) from None
-    with engine.blobs.hold() as held:
+        raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
+    with registry.blobs.hold() as held:
         digest_ = held.put(body)
-        with engine.change(id) as change:
-            _expect_enrolling(change.live)
+        with registry.change(id) as change:
+            _expect_enrolling(change.federation)
             row = change.federation_row()
             row.supplied_state = digest_
-            change.live = replace(change.live, supplied_state=digest_)
-            change.tell("initial-state-supplied", state_hash=state_hash(tensors))
+            change.federation = replace(change.federation, supplied_state=digest_)
+            change.emit("initial-state-supplied", state_hash=state_hash(tensors))
     return state_hash(tensors)
 
 
-def _check_supplied(live: Live, tensors: dict[str, Any]) -> None:
+def _check_supplied(federation: Federation, tensors: dict[str, Any]) -> None:
     """All that can be said before the clients are known; the start checks the whole."""
-    expected = {spec.name: spec for spec in live.method.state_tensors()}
+    expected = {spec.name: spec for spec in federation.method.state_tensors()}
     for name, spec in expected.items():
         found = tensors.get(name)
         if found is not None and found.dim() != len(spec.shape):
             text = f"tensor {name!r} has {found.dim()} dimensions; {len(spec.shape)} are expected"
             raise TensorError("wrong-shape", text)
-    if live.shape is None:
+    if federation.shape is None:
         shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in expected}
         check(tensors, {name: (shapes[name], spec.dtype) for name, spec in expected.items()})
         return
-    roster = [name for name, member in live.run.members.items() if member.active]
-    context = live.context(roster)
-    global_state.check_state(live, live.method.adopt(tensors, context), context)
+    roster = [name for name, member in federation.run.members.items() if member.active]
+    context = federation.context(roster)
+    global_state.check_state(federation, federation.method.adopt(tensors, context), context)
 
 
-def _expect_enrolling(live: Live) -> None:
-    if live.run.state != "enrolling":
-        text = f"{live.name} is {live.run.state}: its initial state can only be supplied before the start"
-        raise WrongState(text, state=live.run.state)
+def _expect_enrolling(federation: Federation) -> None:
+    if federation.run.state != "enrolling":
+        text = f"{federation.name} is {federation.run.state}: its initial state can only be supplied before the start"
+        raise problems.WrongState(text, state=federation.run.state)
 
 
-def mint_token(engine: Engine, id: str, hours: float) -> tuple[str, datetime]:
+def mint_token(registry: Registry, id: str, hours: float) -> tuple[str, datetime]:
     """A new enrolment token, and when it expires."""
     token, expires = new_token(), clock.later(hours * 3600)
-    with engine.change(id) as change:
+    with registry.change(id) as change:
         row = TokenRow(digest=digest(token), federation_id=id, created_at=clock.now(), expires_at=expires)
         change.session.add(row)
-        change.live = replace(change.live, tokens={**change.live.tokens, row.digest: clock.parse(expires)})
+        change.federation = replace(
+            change.federation, tokens={**change.federation.tokens, row.digest: clock.parse(expires)}
+        )
     return token, clock.parse(expires)
 
 
-def withdraw(engine: Engine, id: str, client: str, discard: bool) -> None:
+def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
     """Take a client out; doing it again changes nothing.
 
     Raises:
         NotFound, WrongState: there is no such client, or the federation has ended.
     """
     try:
-        with engine.change(id) as change:
-            name = client_name(change.live, client)
-            if not change.live.run.members[name].active:
+        with registry.change(id) as change:
+            name = client_name(change.federation, client)
+            if not change.federation.run.members[name].active:
                 return
-            change.send(Withdraw(name, discard, clock.monotonic()))
+            change.send(events.Withdraw(name, discard, clock.monotonic()))
             change.client_row(name).active = False
             change.wake.add(name)
-            change.tell("client-withdrawn", client=name, discard=discard)
+            change.emit("client-withdrawn", client=name, discard=discard)
     except WrongMoment as error:
-        raise WrongState(f"the federation is {error}: nobody can be withdrawn any more", state=str(error)) from None
+        raise problems.WrongState(
+            f"the federation is {error}: nobody can be withdrawn any more", state=str(error)
+        ) from None
 
 
-def delete_updates(engine: Engine, id: str, client: str) -> None:
+def delete_updates(registry: Registry, id: str, client: str) -> None:
     """Delete the tensors that a client has sent, in all rounds; what the reports say of them stays.
 
     Raises:
         NotFound, WrongState: there is no such client, it still takes part, or an update of its is yet to be counted.
     """
-    with engine.change(id) as change:
-        name, run = client_name(change.live, client), change.live.run
+    with registry.change(id) as change:
+        name, run = client_name(change.federation, client), change.federation.run
         if run.state not in ENDED and run.members[name].active:
-            raise WrongState(f"{name!r} takes part in {change.live.name}: withdraw it first", state=run.state)
+            raise problems.WrongState(
+                f"{name!r} takes part in {change.federation.name}: withdraw it first", state=run.state
+            )
         if run.state not in ENDED and retention.awaits_computing(change.session, id, name):
             text = f"an update of {name!r} is yet to be counted: wait for its phase, or withdraw with discard=true"
-            raise WrongState(text, state=run.state)
+            raise problems.WrongState(text, state=run.state)
         digests = retention.remove_updates(change.session, id, name)
-        change.tell("updates-deleted", client=name)
-    retention.collect(engine, digests)
+        change.emit("updates-deleted", client=name)
+    retention.collect(registry, digests)
 
 
-def reset(engine: Engine, id: str, client: str) -> None:
+def reset(registry: Registry, id: str, client: str) -> None:
     """Free a client's name for a new secret; the old secret is void, the identity stays. Raises NotFound."""
-    with engine.change(id) as change:
-        name = client_name(change.live, client)
+    with registry.change(id) as change:
+        name = client_name(change.federation, client)
         change.client_row(name).secret_digest = None
-        change.live = change.live.with_clients(replace(change.live.clients[name], secret_digest=None))
+        change.federation = change.federation.with_clients(replace(change.federation.clients[name], secret_digest=None))
         change.wake.add(name)
-        change.tell("client-reset", client=name)
+        change.emit("client-reset", client=name)
 
 
-def client_name(live: Live, id_or_name: str) -> str:
+def client_name(federation: Federation, id_or_name: str) -> str:
     """The name of the client with this id or name. Raises NotFound."""
-    for client in live.clients.values():
+    for client in federation.clients.values():
         if id_or_name in (client.id, client.name):
             return client.name
-    raise NotFound(f"{live.name} has no client {id_or_name[:100]!r}")
+    raise problems.NotFound(f"{federation.name} has no client {id_or_name[:100]!r}")
 
 
-def record_refusal(engine: Engine, id: str, name: str, refusal: Refusal, path: str) -> None:
+def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Refusal, path: str) -> None:
     """Count a client's refused request, and keep the last one; nothing else changes.
 
     That a federation has ended is how a client's asking for tasks always ends: it would hide the last real refusal.
     """
-    if isinstance(refusal, Ended) and path.endswith("/task"):
+    if isinstance(refusal, problems.Ended) and path.endswith("/task"):
         return
-    with engine.database.write() as session:
+    with registry.database.write() as session:
         mine = (ClientRow.federation_id == id, ClientRow.name == name)
         row = session.scalars(select(ClientRow).where(*mine)).one_or_none()
         if row is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -16,17 +15,15 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.aggregation.weights import shares
-from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import NoState, NotAMean, NotFound, TooFewUpdates, UpdatesGone
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.rule_checks import check_krum, check_means
 from promptfed.shared.spec import AggregationSpec
 from promptfed.shared.tensors import Tensors, decode, norm, state_hash
-
-if TYPE_CHECKING:
-    from promptfed.coordinator.engine.registry import Engine
 
 
 @dataclass(frozen=True)
@@ -72,69 +69,73 @@ class Replayed:
     distance: float
 
 
-def replay(engine: Engine, live: Live, round: int, what_if: WhatIf) -> list[Replayed]:
+def replay(registry: Registry, federation: Federation, round: int, what_if: WhatIf) -> list[Replayed]:
     """Every state of a completed round, computed again; with ``what_if`` those of its phases. It takes its time.
 
     Raises:
         NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone: see each; nothing is computed then.
     """
-    _check(live, what_if)
-    with engine.database.read() as session:
-        steps = _steps(session, live, round)
+    _check(federation, what_if)
+    with registry.database.read() as session:
+        steps = _steps(session, federation, round)
         if what_if:
             steps = [step for step in steps if step.updates]
-    global_state.use_threads(live)
+    global_state.use_threads(federation)
     try:
-        return [_again(engine, live, round, step, what_if) for step in steps]
+        return [_again(registry, federation, round, step, what_if) for step in steps]
     except FileNotFoundError:
-        raise _gone(live, round) from None
+        raise _gone(federation, round) from None
 
 
-def _check(live: Live, what_if: WhatIf) -> None:
-    unknown = sorted(set(what_if.without) - set(live.clients))
+def _check(federation: Federation, what_if: WhatIf) -> None:
+    unknown = sorted(set(what_if.without) - set(federation.clients))
     if unknown:
-        raise NotFound(f"{live.name} has no client {unknown[0][:100]!r}")
+        raise NotFound(f"{federation.name} has no client {unknown[0][:100]!r}")
     if what_if.aggregation is not None:
         try:
-            check_means(live.method, live.spec.model_copy(update={"aggregation": what_if.aggregation}))
+            check_means(federation.method, federation.spec.model_copy(update={"aggregation": what_if.aggregation}))
         except MethodError as error:
             raise NotAMean(str(error)) from None
 
 
-def _gone(live: Live, round: int) -> UpdatesGone:
-    why = f"retention: {live.spec.retention}; a withdrawn client's may have been deleted, try without it"
+def _gone(federation: Federation, round: int) -> UpdatesGone:
+    why = f"retention: {federation.spec.retention}; a withdrawn client's may have been deleted, try without it"
     return UpdatesGone(f"tensors of round {round} are no longer kept ({why})")
 
 
 # What there is to compute
 
 
-def _steps(session: Session, live: Live, round: int) -> list[_Step]:
-    run = live.run
+def _steps(session: Session, federation: Federation, round: int) -> list[_Step]:
+    run = federation.run
     if not (round < run.round or (round == run.round and run.state in ENDED)):
-        raise NoState(f"round {round} is not over; {live.name} is in round {run.round}")
-    mine = (StateRow.federation_id == live.id, StateRow.round <= round)
+        raise NoState(f"round {round} is not over; {federation.name} is in round {run.round}")
+    mine = (StateRow.federation_id == federation.id, StateRow.round <= round)
     rows = list(session.scalars(select(StateRow).where(*mine, StateRow.round == round).order_by(StateRow.id)))
     if not rows:
         return []
     previous = select(StateRow).where(*mine, StateRow.id < rows[0].id).order_by(StateRow.id.desc()).limit(1)
     before = session.scalars(previous).one_or_none()
-    newcomers = _newcomers(session, live)
+    newcomers = _newcomers(session, federation)
     found = []
     for row in rows:
         if not row.stored or (before is not None and not before.stored):
-            raise _gone(live, round)
+            raise _gone(federation, round)
         found.append(_step(session, row, before, newcomers))
         before = row
     return found
 
 
-def _newcomers(session: Session, live: Live) -> dict[int, list[str]]:
+def _newcomers(session: Session, federation: Federation) -> dict[int, list[str]]:
     """Who joined, by the id of the state that was made for it: each such state is followed by one event."""
-    made = (StateRow.federation_id == live.id, StateRow.origin.in_(("initial", "join")), StateRow.phase_id.is_(None))
-    told = (EventRow.federation_id == live.id, EventRow.kind == "clients-joined")
+    made = (
+        StateRow.federation_id == federation.id,
+        StateRow.origin.in_(("initial", "join")),
+        StateRow.phase_id.is_(None),
+    )
+    joined = (EventRow.federation_id == federation.id, EventRow.kind == "clients-joined")
     ids = session.scalars(select(StateRow.id).where(*made).order_by(StateRow.id))
-    events = session.scalars(select(EventRow.data).where(*told).order_by(EventRow.id))
+    events = session.scalars(select(EventRow.data).where(*joined).order_by(EventRow.id))
     return {id: list(data["clients"]) for id, data in zip(ids, events, strict=False)}
 
 
@@ -150,22 +151,22 @@ def _step(session: Session, row: StateRow, before: StateRow | None, newcomers: M
 # Computing it
 
 
-def _again(engine: Engine, live: Live, round: int, step: _Step, what_if: WhatIf) -> Replayed:
-    rule = Rule(what_if.aggregation or live.spec.aggregation, {})
-    updates = _weighed(live, step.updates, what_if)
-    context = live.context([*step.roster, *step.newcomers])
-    before = _stored(engine, step.before) if step.before is not None else {}
+def _again(registry: Registry, federation: Federation, round: int, step: _Step, what_if: WhatIf) -> Replayed:
+    rule = Rule(what_if.aggregation or federation.spec.aggregation, {})
+    updates = _weighed(federation, step.updates, what_if)
+    context = federation.context([*step.roster, *step.newcomers])
+    before = _stored(registry, step.before) if step.before is not None else {}
     if step.before is None:
-        made = global_state.initial_state(engine.blobs, live, context)
+        made = global_state.initial_state(registry.blobs, federation, context)
     elif step.newcomers:
-        made = global_state.joined(live, before, step.roster, step.newcomers)
+        made = global_state.joined(federation, before, step.roster, step.newcomers)
     else:
-        rule = Rule(what_if.aggregation or live.spec.aggregation, before)
-        phase = live.method_phase(round, step.step)
+        rule = Rule(what_if.aggregation or federation.spec.aggregation, before)
+        phase = federation.method_phase(round, step.step)
         made = global_state.after_phase(
-            live, before, phase, global_state.stored_updates(engine.blobs, updates), rule, context
+            federation, before, phase, global_state.stored_updates(registry.blobs, updates), rule, context
         )
-    found, committed = state_hash(made), _stored(engine, step.state)
+    found, committed = state_hash(made), _stored(registry, step.state)
     intact = step.before is None or state_hash(before) == step.before.state_hash
     return Replayed(
         origin=step.origin,
@@ -180,14 +181,16 @@ def _again(engine: Engine, live: Live, round: int, step: _Step, what_if: WhatIf)
     )
 
 
-def _stored(engine: Engine, row: StateRow) -> Tensors:
-    return decode(engine.blobs.read(row.sha256))[0]
+def _stored(registry: Registry, row: StateRow) -> Tensors:
+    return decode(registry.blobs.read(row.sha256))[0]
 
 
-def _weighed(live: Live, updates: Sequence[global_state.Counted], what_if: WhatIf) -> list[global_state.Counted]:
+def _weighed(
+    federation: Federation, updates: Sequence[global_state.Counted], what_if: WhatIf
+) -> list[global_state.Counted]:
     if not what_if:
         return list(updates)
-    spec = what_if.aggregation or live.spec.aggregation
+    spec = what_if.aggregation or federation.spec.aggregation
     kept = [update for update in updates if update[0] not in what_if.without]
     if not kept:
         raise TooFewUpdates("without these clients no update is left: leave fewer out")
@@ -195,7 +198,7 @@ def _weighed(live: Live, updates: Sequence[global_state.Counted], what_if: WhatI
         check_krum(spec, len(kept))
     except MethodError as error:
         raise TooFewUpdates(str(error)) from None
-    weights = shares({client: live.clients[client].num_samples for client, _, _ in kept}, spec)
+    weights = shares({client: federation.clients[client].num_samples for client, _, _ in kept}, spec)
     return [(client, weights[client], sha256) for client, _, sha256 in kept]
 
 

@@ -10,26 +10,16 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Client, Live
-from promptfed.coordinator.domain.run_state import ENDED, Answered, Failed
+from promptfed.coordinator import problems
+from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain.federation import Client, Federation
+from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.recorder import Change
-from promptfed.coordinator.engine.registry import Engine
-from promptfed.coordinator.problems import BodyTooLarge, NotFound
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
-from promptfed.coordinator.task_problems import (
-    TENSOR_REFUSALS,
-    AlreadyAnswered,
-    BadMetadata,
-    NormTooLarge,
-    PayloadGone,
-    PhaseClosed,
-    WrongPayload,
-    WrongTask,
-    WrongTaskKind,
-)
+from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
 from promptfed.shared.tensors import TensorError, canonical_json, check, decode_file, norm
 
@@ -53,24 +43,14 @@ class Target:
     accepted: str | None
 
 
-@dataclass(frozen=True)
-class Upload:
-    """A body on disk: where, how long, its digest; ``too_large`` where it was cut off at the limit."""
-
-    path: Path
-    size: int
-    sha256: str
-    too_large: bool = False
-
-
-def target(session: Session, live: Live, client: Client, task_id: str) -> Target:
+def target(session: Session, federation: Federation, client: Client, task_id: str) -> Target:
     """The client's task. Raises NotFound for another's, or none."""
-    return _open_target(live, client, task_id) or _stored_target(session, live, client, task_id)
+    return _open_target(federation, client, task_id) or _stored_target(session, federation, client, task_id)
 
 
-def _open_target(live: Live, client: Client, task_id: str) -> Target | None:
+def _open_target(federation: Federation, client: Client, task_id: str) -> Target | None:
     """The same where the task is open: no need to ask the database what memory holds."""
-    task = live.tasks.get(client.name)
+    task = federation.tasks.get(client.name)
     if task is None or task.id != task_id:
         return None
     return Target(
@@ -86,14 +66,14 @@ def _open_target(live: Live, client: Client, task_id: str) -> Target | None:
     )
 
 
-def _stored_target(session: Session, live: Live, client: Client, task_id: str) -> Target:
+def _stored_target(session: Session, federation: Federation, client: Client, task_id: str) -> Target:
     found = session.execute(
         select(TaskRow, PhaseRow)
         .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-        .where(TaskRow.id == task_id, TaskRow.federation_id == live.id, TaskRow.client == client.name)
+        .where(TaskRow.id == task_id, TaskRow.federation_id == federation.id, TaskRow.client == client.name)
     ).one_or_none()
     if found is None:
-        raise NotFound(f"this client has no task {task_id[:100]!r}")
+        raise problems.NotFound(f"this client has no task {task_id[:100]!r}")
     task, phase = found
     accepted = select(UpdateRow.sha256).where(UpdateRow.task_id == task.id)
     if phase.kind == "evaluate":
@@ -111,42 +91,42 @@ def _stored_target(session: Session, live: Live, client: Client, task_id: str) -
     )
 
 
-def _read_target(engine: Engine, live: Live, client: Client, task_id: str) -> Target:
-    task = _open_target(live, client, task_id)
+def _read_target(registry: Registry, federation: Federation, client: Client, task_id: str) -> Target:
+    task = _open_target(federation, client, task_id)
     if task is not None:
         return task
-    with engine.database.read() as session:
-        return _stored_target(session, live, client, task_id)
+    with registry.database.read() as session:
+        return _stored_target(session, federation, client, task_id)
 
 
-def payload(engine: Engine, live: Live, client: Client, task_id: str) -> tuple[str, Path, int]:
+def payload(registry: Registry, federation: Federation, client: Client, task_id: str) -> tuple[str, Path, int]:
     """Digest, file and bytes of a task's payload. Raises NotFound, PayloadGone."""
-    task = _read_target(engine, live, client, task_id)
+    task = _read_target(registry, federation, client, task_id)
     if task.payload_sha256 is None:
-        raise NotFound("the payload of this task is not made yet: ask for the task first")
+        raise problems.NotFound("the payload of this task is not made yet: ask for the task first")
     if not task.payload_stored:
-        raise PayloadGone(f"round {task.round} is over, and the spec keeps only the last round")
-    engine.activity.served(task.id, task.payload_bytes)
-    engine.measures.bytes_down.inc(task.payload_bytes)
-    return task.payload_sha256, engine.blobs.path(task.payload_sha256), task.payload_bytes
+        raise problems.PayloadGone(f"round {task.round} is over, and the spec keeps only the last round")
+    registry.last_seen.served(task.id, task.payload_bytes)
+    registry.metrics.bytes_down.inc(task.payload_bytes)
+    return task.payload_sha256, registry.blobs.path(task.payload_sha256), task.payload_bytes
 
 
-def accept_update(engine: Engine, live: Live, client: Client, task_id: str, upload: Upload) -> bool:
+def accept_update(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bool:
     """Admit an update; whether it is new. The refusals come in the order that the protocol gives."""
-    task = _read_target(engine, live, client, task_id)
-    if _decided(live, task, "train", None if upload.too_large else upload.sha256):
+    task = _read_target(registry, federation, client, task_id)
+    if _decided(federation, task, "train", None if upload.too_large else upload.sha256):
         return False
     if upload.too_large:
-        limit = live.spec.admission.max_bytes
-        raise BodyTooLarge(f"an update may have {limit} bytes (admission.max_bytes); this one has more")
-    size, metrics = _examine(live, client, task, upload)
+        limit = federation.spec.admission.max_bytes
+        raise problems.BodyTooLarge(f"an update may have {limit} bytes (admission.max_bytes); this one has more")
+    size, metrics = _examine(federation, client, task, upload)
     point("update-checked")
-    with engine.blobs.hold() as held:
+    with registry.blobs.hold() as held:
         held.adopt(upload.path, upload.sha256)
-        with engine.change(live.id) as change:
+        with registry.change(federation.id) as change:
             # Looked at again inside the transaction: the phase may have closed, or a twin of this request been faster.
-            task = target(change.session, change.live, client, task_id)
-            if _decided(change.live, task, "train", upload.sha256):
+            task = target(change.session, change.federation, client, task_id)
+            if _decided(change.federation, task, "train", upload.sha256):
                 return False
             change.session.add(
                 UpdateRow(
@@ -159,88 +139,93 @@ def accept_update(engine: Engine, live: Live, client: Client, task_id: str, uplo
                     stored=True,
                 )
             )
-            change.send(Answered(client.name, clock.monotonic()))
+            change.send(events.Answered(client.name, clock.monotonic()))
             point("update-before-commit")
     point("update-committed")
-    engine.measures.bytes_up.inc(upload.size)
+    registry.metrics.bytes_up.inc(upload.size)
     return True
 
 
-def accept_evaluation(engine: Engine, live: Live, client: Client, task_id: str, request: EvaluationRequest) -> bool:
+def accept_evaluation(
+    registry: Registry, federation: Federation, client: Client, task_id: str, request: EvaluationRequest
+) -> bool:
     """Store a client's accuracies; whether they are new."""
     body = request.model_dump(mode="json")
     digest = digest_of(canonical_json(body).encode())
-    with engine.change(live.id) as change:
-        task = target(change.session, change.live, client, task_id)
-        if _decided(change.live, task, "evaluate", digest):
+    with registry.change(federation.id) as change:
+        task = target(change.session, change.federation, client, task_id)
+        if _decided(change.federation, task, "evaluate", digest):
             return False
         row = EvaluationRow(task_id=task.id, digest=digest, body=body, received_at=clock.now())
         change.session.add(row)
-        change.send(Answered(client.name, clock.monotonic()))
+        change.send(events.Answered(client.name, clock.monotonic()))
         point("evaluation-before-commit")
     point("evaluation-committed")
     return True
 
 
-def accept_failure(engine: Engine, live: Live, client: Client, task_id: str, request: FailureRequest) -> None:
+def accept_failure(
+    registry: Registry, federation: Federation, client: Client, task_id: str, request: FailureRequest
+) -> None:
     """Note that a client cannot carry out its task; saying so again changes nothing."""
-    with engine.change(live.id) as change:
-        task = target(change.session, change.live, client, task_id)
+    with registry.change(federation.id) as change:
+        task = target(change.session, change.federation, client, task_id)
         if task.status == "failed":
             return
         if task.accepted is not None:
-            raise AlreadyAnswered("this task was answered before it was reported as failed: its answer stands")
-        _expect_open(change.live, task)
+            raise problems.AlreadyAnswered("this task was answered before it was reported as failed: its answer stands")
+        _expect_open(change.federation, task)
         _note_failure(change, task, request)
-        change.send(Failed(client.name, clock.monotonic()))
+        change.send(events.Failed(client.name, clock.monotonic()))
 
 
 def _note_failure(change: Change, task: Target, request: FailureRequest) -> None:
     change.session.get_one(TaskRow, task.id).failure = request.model_dump()
 
 
-def _decided(live: Live, task: Target, kind: str, digest: str | None) -> bool:
+def _decided(federation: Federation, task: Target, kind: str, digest: str | None) -> bool:
     """Whether just this answer has been accepted before; refuses what can no longer be one."""
     if task.kind != kind:
         wanted = "an update" if task.kind == "train" else "an evaluation"
-        raise WrongTaskKind(f"this task wants {wanted}")
+        raise problems.WrongTaskKind(f"this task wants {wanted}")
     if task.accepted is not None and task.accepted == digest:
         return True
     if task.accepted is not None:
-        raise AlreadyAnswered(f"this task was answered with {task.accepted}; that answer stands")
-    _expect_open(live, task)
+        raise problems.AlreadyAnswered(f"this task was answered with {task.accepted}; that answer stands")
+    _expect_open(federation, task)
     return False
 
 
-def _expect_open(live: Live, task: Target) -> None:
-    if task.status == "open" and live.run.state not in ENDED:
+def _expect_open(federation: Federation, task: Target) -> None:
+    if task.status == "open" and federation.run.state not in ENDED:
         return
-    where = f"round {live.run.round}" + (f", {live.phase}" if live.phase else "")
-    text = (
-        f"the phase of round {task.round} that this task belonged to is over ({task.status}); {live.name} is in {where}"
-    )
-    raise PhaseClosed(text, round=live.run.round, phase=live.phase, state=live.run.state)
+    where = f"round {federation.run.round}" + (f", {federation.phase}" if federation.phase else "")
+    over = f"the phase of round {task.round} that this task belonged to is over ({task.status})"
+    text = f"{over}; {federation.name} is in {where}"
+    raise problems.PhaseClosed(text, round=federation.run.round, phase=federation.phase, state=federation.run.state)
 
 
-def _examine(live: Live, client: Client, task: Target, upload: Upload) -> tuple[float, dict[str, Any]]:
+def _examine(federation: Federation, client: Client, task: Target, upload: Upload) -> tuple[float, dict[str, Any]]:
     """Norm and metrics of an update that is as it must be."""
-    phase = live.method_phase(task.round, task.step)
+    phase = federation.method_phase(task.round, task.step)
     try:
         tensors, metadata = decode_file(upload.path)
-        check(tensors, live.method.expected_update(phase, client.info(), live.context()))
+        check(tensors, federation.method.expected_update(phase, client.info(), federation.context()))
     except TensorError as error:
-        raise TENSOR_REFUSALS[error.kind](str(error)) from None
-    size, limit = norm(tensors), live.spec.admission.max_update_norm
+        raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
+    size, limit = norm(tensors), federation.spec.admission.max_update_norm
     if limit is not None and size > limit:
-        raise NormTooLarge(f"the update's norm is {size:.6g}; {limit:g} is allowed (admission.max_update_norm)")
+        raise problems.NormTooLarge(
+            f"the update's norm is {size:.6g}; {limit:g} is allowed (admission.max_update_norm)"
+        )
     if size > LARGEST_NORM:
         text = f"the update's norm is {size:.6g}; no federation takes more than {LARGEST_NORM:g}"
-        raise NormTooLarge(f"{text}: training has diverged, lower training.learning_rate")
+        raise problems.NormTooLarge(f"{text}: training has diverged, lower training.learning_rate")
     about = _metadata(metadata)
     if about.task_id != task.id:
-        raise WrongTask(f"the metadata names task {about.task_id!r}; the update was sent for {task.id!r}")
+        raise problems.WrongTask(f"the metadata names task {about.task_id!r}; the update was sent for {task.id!r}")
     if about.payload_sha256 != task.payload_sha256:
-        raise WrongPayload(
+        raise problems.WrongPayload(
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
     return size, about.metrics
@@ -252,4 +237,4 @@ def _metadata(value: object) -> UpdateMetadata:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "promptfed"
-        raise BadMetadata(f"metadata {place}: {first['msg']}") from None
+        raise problems.BadMetadata(f"metadata {place}: {first['msg']}") from None

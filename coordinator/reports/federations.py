@@ -6,71 +6,67 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, StateRow
-from promptfed.shared.api_schemas import (
-    Awaited,
-    BackboneView,
-    ClientCounts,
-    ClientView,
-    FederationView,
-    LastRefusal,
-    StageView,
-)
+from promptfed.shared import api_schemas as schemas
 
 
-def federation_view(session: Session, live: Live) -> FederationView:
+def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
     """One federation, as it stands."""
-    row = session.get_one(FederationRow, live.id)
-    run, stage = live.run, live.run.stage
-    newest = select(StateRow.state_hash).where(StateRow.federation_id == live.id).order_by(StateRow.id.desc()).limit(1)
+    row = session.get_one(FederationRow, federation.id)
+    run, stage = federation.run, federation.run.stage
+    newest = (
+        select(StateRow.state_hash).where(StateRow.federation_id == federation.id).order_by(StateRow.id.desc()).limit(1)
+    )
     awaited = stage.having("open") if stage is not None and not stage.closed else []
-    return FederationView.model_validate(
+    return schemas.FederationView.model_validate(
         {
-            "id": live.id,
-            "name": live.name,
+            "id": federation.id,
+            "name": federation.name,
             "state": run.state,
             "reason": run.reason,
             "round": run.round,
-            "phase": live.phase,
-            "spec": live.spec,
+            "phase": federation.phase,
+            "spec": federation.spec,
             "created_at": row.created_at,
             "started_at": row.started_at,
             "ended_at": row.ended_at,
-            "backbone": BackboneView(
-                fingerprint=live.fingerprint, shape=live.shape, confirmed=row.started_at is not None
+            "backbone": schemas.BackboneView(
+                fingerprint=federation.fingerprint, shape=federation.shape, confirmed=row.started_at is not None
             ),
-            "clients": _counts(live),
-            "stage": _stage(live),
+            "clients": _counts(federation),
+            "stage": _stage(federation),
             "asked": sorted(stage.asks) if stage else [],
             "answered": stage.having("answered") if stage else [],
             "failed": stage.having("failed") if stage else [],
-            "awaited": [Awaited.model_validate({"name": name, "until": live.deadline}) for name in awaited],
+            "awaited": [
+                schemas.Awaited.model_validate({"name": name, "until": federation.deadline}) for name in awaited
+            ],
             "state_hash": session.scalar(newest),
         }
     )
 
 
-def _counts(live: Live) -> ClientCounts:
-    members = live.run.members.values()
-    return ClientCounts(
+def _counts(federation: Federation) -> schemas.ClientCounts:
+    members = federation.run.members.values()
+    return schemas.ClientCounts(
         trainers=sum(one.active and one.role == "trainer" for one in members),
         evaluators=sum(one.active and one.role == "evaluator" for one in members),
         withdrawn=sum(not one.active for one in members),
     )
 
 
-def _stage(live: Live) -> StageView | None:
-    stage = live.run.stage
+def _stage(federation: Federation) -> schemas.StageView | None:
+    stage = federation.run.stage
     if stage is None:
         return None
-    counting = live.run.state == "running" and not stage.closed
-    return StageView.model_validate(
+    counting = federation.run.state == "running" and not stage.closed
+    return schemas.StageView.model_validate(
         {
             "kind": stage.kind,
-            "round": live.run.round,
+            "round": federation.run.round,
             "phase": stage.name,
-            "deadline": live.deadline,
+            "deadline": federation.deadline,
             "seconds_left": max(0.0, stage.deadline - clock.monotonic()) if counting else None,
             "sample_size": stage.sample_size,
             "extended": stage.extended,
@@ -79,9 +75,9 @@ def _stage(live: Live) -> StageView | None:
     )
 
 
-def client_view(row: ClientRow) -> ClientView:
+def client_view(row: ClientRow) -> schemas.ClientView:
     """One client."""
-    return ClientView.model_validate(
+    return schemas.ClientView.model_validate(
         {
             "client_id": row.id,
             "name": row.name,
@@ -96,6 +92,6 @@ def client_view(row: ClientRow) -> ClientView:
             "enrolled_at": row.enrolled_at,
             "last_seen": row.last_seen,
             "refusals": row.refusals,
-            "last_refusal": LastRefusal.model_validate(row.last_refusal) if row.last_refusal else None,
+            "last_refusal": schemas.LastRefusal.model_validate(row.last_refusal) if row.last_refusal else None,
         }
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from promptfed.coordinator.domain.federation import Live
-from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import InvalidRequest, NotAGenerator
 from promptfed.coordinator.reports import rounds
 from promptfed.shared.api_schemas import GenerateRequest, PromptsView, TensorView
@@ -13,7 +13,7 @@ from promptfed.shared.methods.core.insights import GeneratesPrompts
 from promptfed.shared.tensors import decode
 
 
-def generate(engine: Engine, live: Live, request: GenerateRequest, round: int | None) -> PromptsView:
+def generate(registry: Registry, federation: Federation, request: GenerateRequest, round: int | None) -> PromptsView:
     """What the generator in the state after ``round`` (None: the latest) makes for the classes of ``request``.
 
     Raises:
@@ -21,17 +21,17 @@ def generate(engine: Engine, live: Live, request: GenerateRequest, round: int | 
         NoState: there is no such state.
         InvalidRequest: the features are not of the federation's backbone's width.
     """
-    if not isinstance(live.method, GeneratesPrompts):
-        raise NotAGenerator(f"{live.method.name} learns no prompt generator: GET .../prompts has its prompts")
-    with engine.database.read() as session:
-        found = rounds.state_of(session, live, round)
-    context = live.context()
+    if not isinstance(federation.method, GeneratesPrompts):
+        raise NotAGenerator(f"{federation.method.name} learns no prompt generator: GET .../prompts has its prompts")
+    with registry.database.read() as session:
+        found = rounds.state_of(session, federation, round)
+    context = federation.context()
     width, wanted = len(request.text_features[0]), context.shape.d_e
     if width != wanted:
-        text = f"text features of {live.name}'s backbone have {wanted} numbers; these have {width}"
+        text = f"text features of {federation.name}'s backbone have {wanted} numbers; these have {width}"
         raise InvalidRequest(text, errors=[{"path": "body.text_features", "detail": text}])
-    state, _ = decode(engine.blobs.read(found.sha256))
-    torch.set_num_threads(live.spec.training.threads)
-    made = live.method.generate(state, torch.tensor(request.text_features), context)
+    state, _ = decode(registry.blobs.read(found.sha256))
+    torch.set_num_threads(federation.spec.training.threads)
+    made = federation.method.generate(state, torch.tensor(request.text_features), context)
     tensors = {name: TensorView.of(tensor) for name, tensor in sorted(made.items())}
     return PromptsView(round=found.round, state_hash=found.state_hash, tensors=tensors)

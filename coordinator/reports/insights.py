@@ -15,23 +15,12 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
-from promptfed.coordinator.domain.federation import Live
-from promptfed.coordinator.engine.registry import Engine
-from promptfed.coordinator.operations import vocabulary
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.reports import prompt_metrics, rounds
+from promptfed.coordinator.store.lexicon import Lexicon, read_lexicon
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
-from promptfed.shared.insight_schemas import (
-    ContextWords,
-    DriftPoint,
-    InsightsView,
-    Missing,
-    NearestWord,
-    PlanePoint,
-    PlaneView,
-    Similarity,
-    TensorDrift,
-    WordsView,
-)
+from promptfed.shared import insight_schemas as schemas
 from promptfed.shared.methods.core.insights import GeneratesPrompts, LearnsContexts, PlacesClients, learned_prompts
 from promptfed.shared.tensors import Tensors, decode_file
 
@@ -67,23 +56,23 @@ class _Plan:
 class Insights:
     """Computes and remembers. All methods run on the event loop; none computes there."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, registry: Registry):
+        self._registry = registry
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._turn = asyncio.Lock()
 
-    async def of(self, live: Live, round: int | None) -> InsightsView:
+    async def of(self, federation: Federation, round: int | None) -> schemas.InsightsView:
         """Everything about the state after ``round`` (None: the latest) and the way to it. Raises NoState."""
-        plan = await asyncio.to_thread(_plan, self._engine, live, round)
-        missing: list[Missing] = []
-        drift = await self._drift(live, plan, missing)
-        similarity = await self._similarity(live, plan, missing)
-        if live.lexicon is None and isinstance(live.method, LearnsContexts):
-            missing.append(Missing(what="words", why=NO_LEXICON.format(name=live.name)))
-        roster = tuple(name for name, member in live.run.members.items() if member.joined)
-        key = ("words", live.id, plan.found.sha256, live.lexicon, roster)
-        words, plane = await self._once(key, lambda: _words_and_plane(self._engine, live, plan.found))
-        return InsightsView(
+        plan = await asyncio.to_thread(_plan, self._registry, federation, round)
+        missing: list[schemas.Missing] = []
+        drift = await self._drift(federation, plan, missing)
+        similarity = await self._similarity(federation, plan, missing)
+        if federation.lexicon is None and isinstance(federation.method, LearnsContexts):
+            missing.append(schemas.Missing(what="words", why=NO_LEXICON.format(name=federation.name)))
+        roster = tuple(name for name, member in federation.run.members.items() if member.joined)
+        key = ("words", federation.id, plan.found.sha256, federation.lexicon, roster)
+        words, plane = await self._once(key, lambda: _words_and_plane(self._registry, federation, plan.found))
+        return schemas.InsightsView(
             round=plan.found.round,
             state_hash=plan.found.state_hash,
             drift=drift,
@@ -93,40 +82,52 @@ class Insights:
             missing=missing,
         )
 
-    async def _drift(self, live: Live, plan: _Plan, missing: list[Missing]) -> list[DriftPoint]:
+    async def _drift(
+        self, federation: Federation, plan: _Plan, missing: list[schemas.Missing]
+    ) -> list[schemas.DriftPoint]:
         first = plan.history.get(0)
         gone = [round for round, digest in plan.history.items() if digest is None]
         if gone:
-            why = f"The states of rounds {gone[0]} to {gone[-1]} are no longer kept (retention: {live.spec.retention})"
-            missing.append(Missing(what="drift", why=why))
+            retention = federation.spec.retention
+            why = f"The states of rounds {gone[0]} to {gone[-1]} are no longer kept (retention: {retention})"
+            missing.append(schemas.Missing(what="drift", why=why))
         if first is None:
             return []
         points = []
         for round, digest in plan.history.items():
             if digest is not None:
-                job = _drift_job(self._engine, live, first, digest)
-                points.append(DriftPoint(round=round, tensors=await self._once(("drift", live.id, first, digest), job)))
+                job = _drift_job(self._registry, federation, first, digest)
+                points.append(
+                    schemas.DriftPoint(
+                        round=round, tensors=await self._once(("drift", federation.id, first, digest), job)
+                    )
+                )
         return points
 
-    async def _similarity(self, live: Live, plan: _Plan, missing: list[Missing]) -> list[Similarity]:
+    async def _similarity(
+        self, federation: Federation, plan: _Plan, missing: list[schemas.Missing]
+    ) -> list[schemas.Similarity]:
         found = []
         for one in plan.exchanges:
             try:
-                rows = await self._once(("cosines", one.phase_id), _cosines_job(self._engine, live, one))
+                rows = await self._once(("cosines", one.phase_id), _cosines_job(self._registry, federation, one))
             except FileNotFoundError:
-                why = f"The updates of round {plan.found.round} are no longer kept (retention: {live.spec.retention})"
-                missing.append(Missing(what="similarity", why=why))
+                retention = federation.spec.retention
+                why = f"The updates of round {plan.found.round} are no longer kept (retention: {retention})"
+                missing.append(schemas.Missing(what="similarity", why=why))
                 continue
             clients = [client for client, _, _ in one.updates]
             omitted = max(0, len(clients) - MOST_CLIENTS)
-            found.append(Similarity(phase=one.phase, clients=clients[:MOST_CLIENTS], omitted=omitted, cosines=rows))
+            found.append(
+                schemas.Similarity(phase=one.phase, clients=clients[:MOST_CLIENTS], omitted=omitted, cosines=rows)
+            )
         return found
 
     async def _once(self, key: Hashable, job: Callable[[], T]) -> T:
         """What ``job`` comes to, computed where tensor work is done unless it is known."""
         async with self._turn:
             if key not in self._kept:
-                self._kept[key] = await self._engine.compute(job)
+                self._kept[key] = await self._registry.compute(job)
                 while len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(key)
@@ -136,17 +137,17 @@ class Insights:
 # What there is
 
 
-def _plan(engine: Engine, live: Live, round: int | None) -> _Plan:
-    with engine.database.read() as session:
-        found = rounds.state_of(session, live, round)
+def _plan(registry: Registry, federation: Federation, round: int | None) -> _Plan:
+    with registry.database.read() as session:
+        found = rounds.state_of(session, federation, round)
         rows = session.scalars(
             select(StateRow)
-            .where(StateRow.federation_id == live.id, StateRow.round <= found.round)
+            .where(StateRow.federation_id == federation.id, StateRow.round <= found.round)
             .order_by(StateRow.id)
         )
         history = {row.round: row.sha256 if row.stored else None for row in rows}
         history |= {found.round: found.sha256}  # of a round under way, its phases' states are no round's
-        return _Plan(found, _spaced(history), tuple(_exchanges(session, live, found.round)))
+        return _Plan(found, _spaced(history), tuple(_exchanges(session, federation, found.round)))
 
 
 def _spaced(history: dict[int, str | None]) -> dict[int, str | None]:
@@ -158,15 +159,15 @@ def _spaced(history: dict[int, str | None]) -> dict[int, str | None]:
     return {round: digest for round, digest in history.items() if round in chosen}
 
 
-def _exchanges(session: Session, live: Live, round: int) -> list[_Exchange]:
-    mine = (PhaseRow.federation_id == live.id, PhaseRow.round == round, PhaseRow.kind == "train")
+def _exchanges(session: Session, federation: Federation, round: int) -> list[_Exchange]:
+    mine = (PhaseRow.federation_id == federation.id, PhaseRow.round == round, PhaseRow.kind == "train")
     phases = session.scalars(select(PhaseRow).where(*mine, PhaseRow.completed_at.is_not(None)).order_by(PhaseRow.step))
     found = []
     for phase in phases:
         after = session.scalars(select(StateRow).where(StateRow.phase_id == phase.id)).one_or_none()
         if after is None:
             continue
-        earlier = (StateRow.federation_id == live.id, StateRow.id < after.id)
+        earlier = (StateRow.federation_id == federation.id, StateRow.id < after.id)
         before = session.scalars(select(StateRow).where(*earlier).order_by(StateRow.id.desc()).limit(1)).one_or_none()
         updates = global_state.counted(session, phase.id)
         digest = before.sha256 if before is not None and before.stored else None
@@ -177,32 +178,38 @@ def _exchanges(session: Session, live: Live, round: int) -> list[_Exchange]:
 # Computing it
 
 
-def _drift_job(engine: Engine, live: Live, first: str, digest: str) -> Callable[[], dict[str, TensorDrift]]:
-    def job() -> dict[str, TensorDrift]:
-        global_state.use_threads(live)
-        start, now = (learned_prompts(live.method, _state(engine, one)) for one in (first, digest))
+def _drift_job(
+    registry: Registry, federation: Federation, first: str, digest: str
+) -> Callable[[], dict[str, schemas.TensorDrift]]:
+    def job() -> dict[str, schemas.TensorDrift]:
+        global_state.use_threads(federation)
+        start, now = (learned_prompts(federation.method, _state(registry, one)) for one in (first, digest))
         found = prompt_metrics.drift(start, now)
-        return {name: TensorDrift(distance=one.distance, relative=one.relative) for name, one in found.items()}
+        return {name: schemas.TensorDrift(distance=one.distance, relative=one.relative) for name, one in found.items()}
 
     return job
 
 
-def _cosines_job(engine: Engine, live: Live, exchange: _Exchange) -> Callable[[], list[list[float | None]]]:
+def _cosines_job(
+    registry: Registry, federation: Federation, exchange: _Exchange
+) -> Callable[[], list[list[float | None]]]:
     def job() -> list[list[float | None]]:
-        global_state.use_threads(live)
+        global_state.use_threads(federation)
         if exchange.before is None:
             raise FileNotFoundError
-        paths = [engine.blobs.path(sha256) for _, _, sha256 in exchange.updates[:MOST_CLIENTS]]
-        return prompt_metrics.cosines(paths, _state(engine, exchange.before))
+        paths = [registry.blobs.path(sha256) for _, _, sha256 in exchange.updates[:MOST_CLIENTS]]
+        return prompt_metrics.cosines(paths, _state(registry, exchange.before))
 
     return job
 
 
-def _words_and_plane(engine: Engine, live: Live, found: rounds.Stored) -> tuple[WordsView | None, PlaneView | None]:
-    global_state.use_threads(live)
-    known = vocabulary.read(engine.blobs, live.lexicon) if live.lexicon is not None else None
+def _words_and_plane(
+    registry: Registry, federation: Federation, found: rounds.Stored
+) -> tuple[schemas.WordsView | None, schemas.PlaneView | None]:
+    global_state.use_threads(federation)
+    known = read_lexicon(registry.blobs, federation.lexicon) if federation.lexicon is not None else None
     features = known.class_features if known is not None else {}
-    method, state, context = live.method, _state(engine, found.sha256), live.context()
+    method, state, context = federation.method, _state(registry, found.sha256), federation.context()
     words = None
     if known is not None and isinstance(method, LearnsContexts):
         contexts = method.contexts(state, context, features)
@@ -211,19 +218,19 @@ def _words_and_plane(engine: Engine, live: Live, found: rounds.Stored) -> tuple[
     projected = prompt_metrics.plane(vectors)
     if projected is None:
         return words, None
-    points = [PlanePoint(client=client, x=x, y=y) for client, (x, y) in projected.points.items()]
+    points = [schemas.PlanePoint(client=client, x=x, y=y) for client, (x, y) in projected.points.items()]
     kind: Literal["contexts", "descriptors"] = "contexts" if isinstance(method, GeneratesPrompts) else "descriptors"
-    return words, PlaneView(of=kind, explained=list(projected.explained), points=points)
+    return words, schemas.PlaneView(of=kind, explained=list(projected.explained), points=points)
 
 
-def _words(known: vocabulary.Lexicon, contexts: Tensors) -> WordsView:
+def _words(known: Lexicon, contexts: Tensors) -> schemas.WordsView:
     found = []
     for label, vectors in list(contexts.items())[:MOST_CONTEXTS]:
         rows = prompt_metrics.nearest(vectors, known.embeddings, NEAREST)
-        near = [[NearestWord(word=known.words[at], distance=distance) for at, distance in row] for row in rows]
-        found.append(ContextWords(label=label, vectors=near))
-    return WordsView(spacing=prompt_metrics.spacing(known.embeddings), contexts=found)
+        near = [[schemas.NearestWord(word=known.words[at], distance=distance) for at, distance in row] for row in rows]
+        found.append(schemas.ContextWords(label=label, vectors=near))
+    return schemas.WordsView(spacing=prompt_metrics.spacing(known.embeddings), contexts=found)
 
 
-def _state(engine: Engine, digest: str) -> Tensors:
-    return decode_file(engine.blobs.path(digest))[0]
+def _state(registry: Registry, digest: str) -> Tensors:
+    return decode_file(registry.blobs.path(digest))[0]

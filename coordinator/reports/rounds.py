@@ -10,20 +10,11 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.problems import NoState
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
-from promptfed.shared.api_schemas import (
-    ClientEvaluation,
-    CountedUpdate,
-    EvaluationReport,
-    FailureReport,
-    Metric,
-    PhaseReport,
-    RoundReport,
-    UpdateReport,
-)
+from promptfed.shared import api_schemas as schemas
 
 
 @dataclass(frozen=True)
@@ -35,30 +26,30 @@ class Stored:
     sha256: str
 
 
-def state_of(session: Session, live: Live, round: int | None) -> Stored:
+def state_of(session: Session, federation: Federation, round: int | None) -> Stored:
     """The last state of ``round``, or of all. Raises NoState."""
-    if round is not None and not _has_state(live, round):
-        raise NoState(f"round {round} is not over; {live.name} is in round {live.run.round}")
-    row = _state_row(session, live, round)
+    if round is not None and not _has_state(federation, round):
+        raise NoState(f"round {round} is not over; {federation.name} is in round {federation.run.round}")
+    row = _state_row(session, federation, round)
     if row is None:
-        raise NoState(f"{live.name} has not started: it has no state yet")
+        raise NoState(f"{federation.name} has not started: it has no state yet")
     if not row.stored:
-        raise NoState(f"the state of round {round} is no longer kept (retention: {live.spec.retention})")
+        raise NoState(f"the state of round {round} is no longer kept (retention: {federation.spec.retention})")
     return Stored(row.round, row.state_hash, row.sha256)
 
 
-def _state_row(session: Session, live: Live, round: int | None) -> StateRow | None:
-    query = select(StateRow).where(StateRow.federation_id == live.id).order_by(StateRow.id.desc()).limit(1)
+def _state_row(session: Session, federation: Federation, round: int | None) -> StateRow | None:
+    query = select(StateRow).where(StateRow.federation_id == federation.id).order_by(StateRow.id.desc()).limit(1)
     if round is not None:
         # A round without phases leaves the state of the round before.
         query = query.where(StateRow.round <= round)
     return session.scalars(query).one_or_none()
 
 
-def _has_state(live: Live, round: int) -> bool:
+def _has_state(federation: Federation, round: int) -> bool:
     """Whether all phases of ``round`` are committed."""
-    run = live.run
-    phases = live.rules.phases(run.round) if run.round > 0 else ()
+    run = federation.run
+    phases = federation.rules.phases(run.round) if run.round > 0 else ()
     return round < run.round or (round == run.round and run.step >= len(phases))
 
 
@@ -68,17 +59,17 @@ def rounds(session: Session, id: str) -> list[int]:
     return list(session.scalars(query))
 
 
-def round_report(session: Session, live: Live, round: int) -> RoundReport:
+def round_report(session: Session, federation: Federation, round: int) -> schemas.RoundReport:
     """Everything about one round."""
-    mine = (PhaseRow.federation_id == live.id, PhaseRow.round == round)
+    mine = (PhaseRow.federation_id == federation.id, PhaseRow.round == round)
     stages = list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.step)))
-    phases = [_phase_report(session, live, stage) for stage in stages if stage.kind == "train"]
-    evaluations = [_evaluation_report(session, live, stage) for stage in stages if stage.kind == "evaluate"]
-    state = _state_row(session, live, round) if _has_state(live, round) else None
-    over = round < live.run.round or live.run.state in ENDED
+    phases = [_phase_report(session, federation, stage) for stage in stages if stage.kind == "train"]
+    evaluations = [_evaluation_report(session, federation, stage) for stage in stages if stage.kind == "evaluate"]
+    state = _state_row(session, federation, round) if _has_state(federation, round) else None
+    over = round < federation.run.round or federation.run.state in ENDED
     ended = stages[-1].completed_at if over else None
     everything = [*phases, *evaluations]
-    return RoundReport.model_validate(
+    return schemas.RoundReport.model_validate(
         {
             "round": round,
             "state_hash": state.state_hash if state is not None else None,
@@ -106,7 +97,7 @@ def _stage_report(stage: PhaseRow, tasks: list[TaskRow]) -> dict[str, Any]:
         "asked": sorted({task.client for task in tasks}),
         "answered": those("answered", "discarded"),
         "failed": [
-            FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
+            schemas.FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
             for task in tasks
             if task.failure is not None
         ],
@@ -120,13 +111,13 @@ def _tasks(session: Session, stage: PhaseRow) -> list[TaskRow]:
     return list(session.scalars(select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.client)))
 
 
-def _phase_report(session: Session, live: Live, stage: PhaseRow) -> PhaseReport:
+def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> schemas.PhaseReport:
     tasks = _tasks(session, stage)
     rows = session.scalars(select(UpdateRow).join(TaskRow).where(TaskRow.phase_id == stage.id))
     updates = {row.task_id: row for row in rows}
     answered = [(task, updates[task.id]) for task in tasks if task.id in updates]
     counted = [(task, update) for task, update in answered if task.counted]
-    return PhaseReport.model_validate(
+    return schemas.PhaseReport.model_validate(
         {
             **_stage_report(stage, tasks),
             "phase": stage.name,
@@ -134,10 +125,10 @@ def _phase_report(session: Session, live: Live, stage: PhaseRow) -> PhaseReport:
             "extended": stage.extended,
             "bytes_up": sum(update.bytes for update in updates.values()),
             "counted": [
-                CountedUpdate(client=task.client, sha256=update.sha256, weight=task.weight or 0.0)
+                schemas.CountedUpdate(client=task.client, sha256=update.sha256, weight=task.weight or 0.0)
                 for task, update in counted
             ],
-            "updates": [_update_report(live, stage, task, update) for task, update in answered],
+            "updates": [_update_report(federation, stage, task, update) for task, update in answered],
             "state_hash": session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == stage.id)),
             "metrics": _mean_metrics([(task.weight or 0.0, update.metrics) for task, update in counted]),
             "measured": stage.measured or {},
@@ -145,15 +136,15 @@ def _phase_report(session: Session, live: Live, stage: PhaseRow) -> PhaseReport:
     )
 
 
-def _update_report(live: Live, stage: PhaseRow, task: TaskRow, update: UpdateRow) -> UpdateReport:
+def _update_report(federation: Federation, stage: PhaseRow, task: TaskRow, update: UpdateRow) -> schemas.UpdateReport:
     judged = update.judged or {}
     if task.counted:
         verdict = judged.get("verdict", "counted")
     elif task.status == "discarded":
         verdict = "discarded"
     else:
-        verdict = "unused" if stage.closed_at is not None or live.run.state in ENDED else "pending"
-    return UpdateReport.model_validate(
+        verdict = "unused" if stage.closed_at is not None or federation.run.state in ENDED else "pending"
+    return schemas.UpdateReport.model_validate(
         {
             "client": task.client,
             "task_id": task.id,
@@ -179,28 +170,28 @@ def _mean_metrics(parts: list[tuple[float, dict[str, float]]]) -> dict[str, floa
     return {name: sum(weight * metrics[name] for weight, metrics in parts) / total for name in sorted(common)}
 
 
-def _evaluation_report(session: Session, live: Live, stage: PhaseRow) -> EvaluationReport:
+def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow) -> schemas.EvaluationReport:
     tasks = _tasks(session, stage)
     rows = session.scalars(select(EvaluationRow).join(TaskRow).where(TaskRow.phase_id == stage.id))
     bodies = {row.task_id: row for row in rows}
     clients = {
-        task.client: _client_evaluation(live, task.client, bodies[task.id])
+        task.client: _client_evaluation(federation, task.client, bodies[task.id])
         for task in tasks
         if task.id in bodies and task.status == "answered"
     }
     by_split = {role: _mean_accuracy([one for one in clients.values() if one.role == role]) for role in _roles(clients)}
     mean = {role: found["test"] for role, found in by_split.items() if "test" in found}
     report = {**_stage_report(stage, tasks), "bytes_up": 0, "clients": clients, "mean": mean, "by_split": by_split}
-    return EvaluationReport.model_validate(report)
+    return schemas.EvaluationReport.model_validate(report)
 
 
-def _roles(clients: dict[str, ClientEvaluation]) -> list[str]:
+def _roles(clients: dict[str, schemas.ClientEvaluation]) -> list[str]:
     return sorted({one.role for one in clients.values()})
 
 
-def _client_evaluation(live: Live, name: str, row: EvaluationRow) -> ClientEvaluation:
-    client = live.clients[name]
-    return ClientEvaluation.model_validate(
+def _client_evaluation(federation: Federation, name: str, row: EvaluationRow) -> schemas.ClientEvaluation:
+    client = federation.clients[name]
+    return schemas.ClientEvaluation.model_validate(
         {
             "role": client.role,
             "domain": client.domain.name if client.domain else None,
@@ -212,7 +203,7 @@ def _client_evaluation(live: Live, name: str, row: EvaluationRow) -> ClientEvalu
     )
 
 
-def _mean_accuracy(clients: list[ClientEvaluation]) -> dict[str, dict[str, float]]:
+def _mean_accuracy(clients: list[schemas.ClientEvaluation]) -> dict[str, dict[str, float]]:
     """For each split the mean over the clients that have it, each counting once."""
     found: dict[str, dict[str, float]] = {}
     for split in sorted({name for one in clients for name in one.splits}):
@@ -224,11 +215,11 @@ def _mean_accuracy(clients: list[ClientEvaluation]) -> dict[str, dict[str, float
     return found
 
 
-def metrics(session: Session, live: Live) -> list[Metric]:
+def metrics(session: Session, federation: Federation) -> list[schemas.Metric]:
     """Every number of every round, in order."""
-    found: list[Metric] = []
-    for number in rounds(session, live.id):
-        report = round_report(session, live, number)
+    found: list[schemas.Metric] = []
+    for number in rounds(session, federation.id):
+        report = round_report(session, federation, number)
         for phase in report.phases:
             found += _phase_metrics(number, phase)
         if report.evaluation is not None:
@@ -236,7 +227,7 @@ def metrics(session: Session, live: Live) -> list[Metric]:
     return found
 
 
-def _phase_metrics(round: int, phase: PhaseReport) -> list[Metric]:
+def _phase_metrics(round: int, phase: schemas.PhaseReport) -> list[schemas.Metric]:
     whole = {
         **phase.metrics,
         **phase.measured.phase,
@@ -255,25 +246,25 @@ def _phase_metrics(round: int, phase: PhaseReport) -> list[Metric]:
         rows.append((update.client, values))
     rows += sorted(phase.measured.clients.items())
     return [
-        Metric(round=round, phase=phase.phase, client=client, split=None, name=name, value=value)
+        schemas.Metric(round=round, phase=phase.phase, client=client, split=None, name=name, value=value)
         for client, values in rows
         for name, value in values.items()
     ]
 
 
-def _evaluation_metrics(round: int, report: EvaluationReport) -> list[Metric]:
+def _evaluation_metrics(round: int, report: schemas.EvaluationReport) -> list[schemas.Metric]:
     rows = []
     for client, one in report.clients.items():
 
-        def row(name: str, value: float, split: str | None = None, client: str = client) -> Metric:
-            return Metric(round=round, phase="evaluation", client=client, split=split, name=name, value=value)
+        def row(name: str, value: float, split: str | None = None, client: str = client) -> schemas.Metric:
+            return schemas.Metric(round=round, phase="evaluation", client=client, split=split, name=name, value=value)
 
         for name, splits in (("accuracy", one.splits), ("zero_shot", one.zero_shot)):
             rows += [row(name, found.accuracy, split) for split, found in splits.items()]
         rows += [row(name, value) for name, value in one.metrics.items()]
     for role, means in report.mean.items():
         rows += [
-            Metric(round=round, phase="evaluation", client=None, split=None, name=f"{role}_{name}", value=value)
+            schemas.Metric(round=round, phase="evaluation", client=None, split=None, name=f"{role}_{name}", value=value)
             for name, value in means.items()
         ]
     return rows

@@ -24,8 +24,8 @@ import httpx
 import torch
 
 from promptfed.coordinator.app import create_app, lifespan
-from promptfed.coordinator.http.tokens import OPERATOR_FILE
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.asgi_transport import InProcess
 from promptfed.experiments.feature_warmup import warm
 from promptfed.experiments.preparation import (

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Live
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import recovery
 from promptfed.coordinator.engine.recorder import Change
-from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.tables import FederationRow
 from tests.support.coordinators import InThread, in_thread
 from tests.support.postgres import NoServer, PostgresServer
@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("database", ["sqlite", "postgresql"], indirect=True)
 
 
-def without_deadline(live: Live) -> dict[str, Any]:
+def without_deadline(live: Federation) -> dict[str, Any]:
     """What of a federation must be the same after a restart."""
     stage = replace(live.run.stage, deadline=0.0) if live.run.stage is not None else None
     kept = ("fingerprint", "shape", "supplied_state", "clients", "by_secret", "tasks", "tokens", "deadline")
@@ -40,21 +40,21 @@ def without_deadline(live: Live) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def memory_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each change: what a restart would load is what is in memory."""
-    change = Engine.change
+    change = Registry.change
     wrong: list[str] = []
 
     @contextmanager
-    def checked(self: Engine, id: str) -> Iterator[Change]:
+    def checked(self: Registry, id: str) -> Iterator[Change]:
         with self.exclusively():
             with change(self, id) as one:
                 yield one
             with self.database.read() as session:
                 loaded = recovery.load(session, session.get_one(FederationRow, id), 0.0)
-            stored, held = without_deadline(loaded), without_deadline(self.lives[id])
+            stored, held = without_deadline(loaded), without_deadline(self.federations[id])
             different = [key for key in held if stored[key] != held[key]]
             wrong.extend(f"{key}: {stored[key]} is stored, {held[key]} is held" for key in different)
 
-    monkeypatch.setattr(Engine, "change", checked)
+    monkeypatch.setattr(Registry, "change", checked)
     yield
     assert wrong == []
 
@@ -67,7 +67,7 @@ def leap(monkeypatch: pytest.MonkeyPatch) -> Callable[[InThread, float], None]:
 
     def forward(coordinator: InThread, seconds: float) -> None:
         ahead[0] += seconds
-        coordinator.engine.ring([])
+        coordinator.registry.wake([])
 
     return forward
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from promptfed.coordinator.__main__ import main
+from promptfed.coordinator.__main__ import main, parser
 from promptfed.coordinator.settings import Settings
 
 
@@ -30,6 +30,19 @@ def test_settings_come_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMPTFED_COORDINATOR_PORT", "1234")
     assert Settings().port == 1234
     assert Settings(port=5).port == 5
+
+
+def test_every_setting_is_an_option() -> None:
+    given = ["--port", "7", "--upload-timeout-seconds", "1.5", "--allow-plain-http", "--enrolment-token-mode", "640"]
+    assert vars(parser().parse_args(given)) == {
+        "port": 7,
+        "upload_timeout_seconds": 1.5,
+        "allow_plain_http": True,
+        "enrolment_token_mode": 0o640,
+    }
+    help_ = parser().format_help()
+    for name in Settings.model_fields:
+        assert f"--{name.replace('_', '-')} " in help_
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ ROUNDS = 3
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promptfed.coordinator.engine.registry.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("promptfed.coordinator.engine.scheduler.RETRY_SECONDS", 0.05)
     monkeypatch.setitem(METHODS, "two_phase", TwoPhase)
 
 
@@ -54,7 +54,7 @@ def full_tables(coordinator: InThread) -> Iterator[None]:
 
     SQLite is really so: it may not grow, and each transaction has to. PostgreSQL is made to say so.
     """
-    database = coordinator.engine.database
+    database = coordinator.registry.database
     write = database.write
     if not database.backend.in_folder:
         with saying_it_is_full(coordinator):
@@ -90,7 +90,7 @@ def test_an_update_that_cannot_be_kept_is_refused_and_taken_later(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch, place: str, number: int
 ) -> None:
     federation, (a, b), (task, other) = opened(coordinator)
-    before = everything(coordinator.engine, federation)
+    before = everything(coordinator.registry, federation)
     body = update_body(trained(a.payload(task), "a", task), task)
     with monkeypatch.context() as patch:
         if place == "file":
@@ -105,10 +105,10 @@ def test_an_update_that_cannot_be_kept_is_refused_and_taken_later(
             refused = a.send(task, body)
             assert (refused.status_code, kind(refused)) == (507, "storage-full")
             assert "make room and send it again" in refused.json()["detail"]
-    run_, rows, kept = everything(coordinator.engine, federation)
+    run_, rows, kept = everything(coordinator.registry, federation)
     assert (run_, rows) == before[:2]
     assert set(kept) - set(before[2]) <= {"sha256:" + name for name in ([digest(body)] if place == "folder" else [])}
-    assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+    assert list(coordinator.registry.blobs.incoming.iterdir()) == []
     assert (a.send(task, body).status_code, b.answer(other).status_code) == (201, 201)
     coordinator.until(federation, round=1, phase="evaluation")
 
@@ -151,23 +151,23 @@ def test_tensor_work_is_tried_again_until_there_is_room_and_leaves_no_litter(
             monkeypatch.undo()
         return put(held, content)
 
-    monkeypatch.setattr("promptfed.coordinator.engine.registry.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("promptfed.coordinator.engine.scheduler.RETRY_SECONDS", 0.05)
     for client, task in zip(clients, tasks, strict=True):
         if client is clients[-1]:
             monkeypatch.setattr(blobs.Held, "put", full)
-            monkeypatch.setattr("promptfed.coordinator.engine.registry.RETRY_SECONDS", 0.05)
+            monkeypatch.setattr("promptfed.coordinator.engine.scheduler.RETRY_SECONDS", 0.05)
         assert client.answer(task).status_code == 201
     found = coordinator.until(federation, round=1, phase="evaluation")
     assert found["state"] == "running"
     assert tries == [0] * 5, "each attempt has cleared up behind itself"
-    assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+    assert list(coordinator.registry.blobs.incoming.iterdir()) == []
     drive(clients)
     assert [one["state_hash"] is not None for one in coordinator.get(f"{federation}/rounds")["rounds"]] == [True, True]
 
 
 @contextmanager
 def saying_it_is_full(coordinator: InThread) -> Iterator[None]:
-    database = coordinator.engine.database
+    database = coordinator.registry.database
     write = database.write
 
     @contextmanager
@@ -233,7 +233,7 @@ def calls(coordinator: InThread) -> tuple[dict[str, Call], dict[str, int]]:
 def test_full_tables_refuse_every_call_that_would_change_them(coordinator: InThread) -> None:
     """Every answer is described in the API: the test's HTTP client sees to that."""
     made, good = calls(coordinator)
-    before = coordinator.engine.lives
+    before = coordinator.registry.federations
 
     def answers() -> dict[str, httpx.Response]:
         return {
@@ -245,13 +245,13 @@ def test_full_tables_refuse_every_call_that_would_change_them(coordinator: InThr
         refused = answers()
         assert {name: one.status_code for name, one in refused.items()} == dict.fromkeys(made, 507)
         assert {kind(one) for one in refused.values()} == {"storage-full"}
-        assert coordinator.engine.lives == before
+        assert coordinator.registry.federations == before
         for path in ("", "/open", "/open/clients", "/open/rounds", "/open/rounds/0", "/open/metrics", "/open/prompts"):
             shown = coordinator.http.get(f"/v1/federations{path}", headers=coordinator.operator)
             assert shown.status_code == 200, "it can still be looked at"
         assert coordinator.http.get("/readyz").status_code == 200
-    assert coordinator.engine.lives == before
-    assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+    assert coordinator.registry.federations == before
+    assert list(coordinator.registry.blobs.incoming.iterdir()) == []
     assert {name: one.status_code for name, one in answers().items()} == good
 
 
@@ -353,4 +353,4 @@ def test_a_disk_that_is_full_again_and_again_does_not_change_what_comes_out(
             filler.empty()
         assert found == expected
         assert crowded.http.refused > 0  # type: ignore[attr-defined]
-        assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+        assert list(coordinator.registry.blobs.incoming.iterdir()) == []

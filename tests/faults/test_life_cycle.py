@@ -36,7 +36,7 @@ def stored(coordinator: InThread, federation: str, client: str) -> set[str]:
         if one["client"] == client
     }
     assert sent, "the reports keep the digests"
-    return sent & {digest.removeprefix("sha256:") for digest in coordinator.engine.blobs.all()}
+    return sent & {digest.removeprefix("sha256:") for digest in coordinator.registry.blobs.all()}
 
 
 def replay(coordinator: InThread, federation: str, **body: Any) -> httpx.Response:
@@ -165,7 +165,7 @@ def test_a_deletion_lets_others_in_between(coordinator: InThread, monkeypatch: p
     coordinator.post(f"{federation}/start")
     drive(clients)
     coordinator.until(federation, state="finished")
-    files, remove, begun = coordinator.engine.blobs.all(), Blobs.remove, threading.Event()
+    files, remove, begun = coordinator.registry.blobs.all(), Blobs.remove, threading.Event()
 
     def slowly(self: Blobs, digest: str) -> bool:
         begun.set()
@@ -178,6 +178,6 @@ def test_a_deletion_lets_others_in_between(coordinator: InThread, monkeypatch: p
     deletion.start()
     assert begun.wait(10)
     coordinator.create(name="other")
-    assert len(coordinator.engine.blobs.all()) > len(files) // 3, "it had to wait for the whole deletion"
+    assert len(coordinator.registry.blobs.all()) > len(files) // 3, "it had to wait for the whole deletion"
     deletion.join()
-    assert coordinator.engine.blobs.all() == []
+    assert coordinator.registry.blobs.all() == []

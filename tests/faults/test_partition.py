@@ -98,7 +98,7 @@ def test_a_run_in_trouble_comes_to_what_an_undisturbed_run_comes_to(
         assert run(behind, "two_phase", ROUNDS) == expected
         assert set(proxy.seen) == {"none", *TROUBLES}, "each happened"
         assert behind.http.again > 10  # type: ignore[attr-defined]
-    with coordinator.engine.database.read() as session:
+    with coordinator.registry.database.read() as session:
         updates = [row.task_id for row in session.query(UpdateRow)]
         phases = [row.phase_id for row in session.query(StateRow) if row.phase_id is not None]
     assert len(updates) == len(set(updates)) == sum(len(phase) for one in expected["counted"] for phase in one)
@@ -149,7 +149,7 @@ def test_half_an_update_is_no_update(coordinator: InThread) -> None:
                 a.send(task, body)
         proxy.trouble = nothing
         assert coordinator.get(federation)["answered"] == []
-        wait_for(lambda: not list(coordinator.engine.blobs.incoming.iterdir()))
+        wait_for(lambda: not list(coordinator.registry.blobs.incoming.iterdir()))
         assert a.send(task, body).status_code == 201
 
 

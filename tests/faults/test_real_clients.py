@@ -143,7 +143,7 @@ def test_in_trouble_and_with_clocks_apart_they_come_to_the_state_of_a_quiet_run(
         assert sum(proxy.seen[one] for one in TROUBLES) > 10
     federation = disturbed["federation"]
     assert without_id(disturbed) == quiet
-    with coordinator.engine.database.read() as session:
+    with coordinator.registry.database.read() as session:
         stored = session.query(UpdateRow).count()
     assert stored == 3 * ROUNDS * len(NAMES), "each task of all runs was answered once"
     assert coordinator.get(f"{federation}/rounds/1")["phases"][0]["failed"] == []

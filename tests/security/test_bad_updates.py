@@ -51,12 +51,12 @@ def url_of(federation: str, task: dict[str, Any]) -> str:
 def test_many_generated_updates_are_refused_and_change_nothing(tmp_path: Path) -> None:
     with in_thread(tmp_path / "data") as coordinator:
         federation, (a, _), (task, _) = opened(coordinator, admission=LIMITS)
-        before = everything(coordinator.engine, federation)
+        before = everything(coordinator.registry, federation)
         state = coordinator.get(federation)["state_hash"]
         seen = attack(coordinator.http, url_of(federation, task), a.headers, Attacker(task, seed=1), MANY)
-        assert everything(coordinator.engine, federation) == before
+        assert everything(coordinator.registry, federation) == before
         assert coordinator.get(federation)["state_hash"] == state
-        assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+        assert list(coordinator.registry.blobs.incoming.iterdir()) == []
         assert coordinator.get(f"{federation}/clients")["clients"][0]["refusals"] == MANY
         assert a.send(task, update_body({"context": torch.ones(4, 8)}, task)).status_code == 201, "still open"
     wanted = {"digest-missing", "digest-mismatch", "too-large", "not-safetensors", "bad-metadata", "wrong-task"}
@@ -85,7 +85,7 @@ headers_of_files = st.dictionaries(
 def test_files_with_any_header_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     with in_thread(tmp_path_factory.mktemp("headers") / "data") as coordinator:
         federation, (a, _), (task, _) = opened(coordinator, admission=LIMITS)
-        before = everything(coordinator.engine, federation)
+        before = everything(coordinator.registry, federation)
 
         @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
         @given(headers_of_files, st.binary(max_size=200), st.integers(0, 2**64 - 1) | st.none())
@@ -95,14 +95,14 @@ def test_files_with_any_header_are_refused(tmp_path_factory: pytest.TempPathFact
             assert refusal(a.send(task, size.to_bytes(8, "little") + text + data))
 
         one()
-        assert everything(coordinator.engine, federation) == before
+        assert everything(coordinator.registry, federation) == before
 
 
 def test_bodies_that_break_off_leave_nothing(tmp_path: Path) -> None:
     """Whoever announces more than it sends, or nonsense chunks, is hung up on."""
     with in_thread(tmp_path / "data") as coordinator:
         federation, (a, _), (task, _) = opened(coordinator, admission=LIMITS)
-        before = everything(coordinator.engine, federation)
+        before = everything(coordinator.registry, federation)
         body = update_body({"context": torch.ones(4, 8)}, task)
         for framing, sent in (
             (f"Content-Length: {len(body) + 1}", body),
@@ -118,8 +118,8 @@ def test_bodies_that_break_off_leave_nothing(tmp_path: Path) -> None:
             answer = raw_put(coordinator, url_of(federation, task), a.headers, body, framing, sent)
             assert not answer.startswith("HTTP/1.1 2"), answer
             assert not answer.startswith("HTTP/1.1 5"), answer
-        assert everything(coordinator.engine, federation) == before
-        assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+        assert everything(coordinator.registry, federation) == before
+        assert list(coordinator.registry.blobs.incoming.iterdir()) == []
         assert a.send(task, body).status_code == 201
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.http import auth_throttle
-from promptfed.coordinator.http.auth_throttle import Guessing
+from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.problems import TooManyFailures
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import bearer
@@ -17,13 +17,13 @@ from tests.support.fake_clients import bearer
 MOST = 5
 
 
-def fail(limit: Guessing, address: str, times: int) -> None:
+def fail(limit: AuthThrottle, address: str, times: int) -> None:
     for _ in range(times):
         limit.check(address, "wrong")
         limit.failed(address)
 
 
-def refused(limit: Guessing, address: str, token: str = "other") -> bool:
+def refused(limit: AuthThrottle, address: str, token: str = "other") -> bool:
     try:
         limit.check(address, token)
     except TooManyFailures:
@@ -39,7 +39,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_failures_come_back_with_time(now: list[float]) -> None:
-    limit = Guessing(MOST)
+    limit = AuthThrottle(MOST)
     fail(limit, "1.2.3.4", MOST)
     with pytest.raises(TooManyFailures, match=r"1\.2\.3\.4.* in 12 s") as refusal:
         limit.check("1.2.3.4", "any")
@@ -55,7 +55,7 @@ def test_failures_come_back_with_time(now: list[float]) -> None:
 
 
 def test_each_address_has_its_own_and_an_ipv6_network_one(now: list[float]) -> None:
-    limit = Guessing(MOST)
+    limit = AuthThrottle(MOST)
     for number in range(MOST):
         fail(limit, f"2001:db8::{number}", 1)
     fail(limit, "::ffff:1.2.3.4", MOST)
@@ -67,7 +67,7 @@ def test_each_address_has_its_own_and_an_ipv6_network_one(now: list[float]) -> N
 
 
 def test_a_token_that_was_right_before_passes_from_its_own_address_only(now: list[float]) -> None:
-    limit = Guessing(MOST)
+    limit = AuthThrottle(MOST)
     limit.succeeded("1.2.3.4", "right")
     for address in ("1.2.3.4", "5.6.7.8"):
         fail(limit, address, MOST)
@@ -78,7 +78,7 @@ def test_a_token_that_was_right_before_passes_from_its_own_address_only(now: lis
 def test_memory_is_bounded(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth_throttle, "MOST_ADDRESSES", 10)
     monkeypatch.setattr(auth_throttle, "MOST_TOKENS", 10)
-    limit = Guessing(1)
+    limit = AuthThrottle(1)
     for number in range(50):
         fail(limit, f"1.2.3.{number}", 1)
         limit.succeeded("1.2.3.4", f"token-{number}")

@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from promptfed.coordinator.app import create_app
-from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tables import StateRow, TaskRow, UpdateRow
 from tests.support.coordinators import InThread, in_thread
@@ -79,23 +79,23 @@ def place(attacked: tuple[InThread, str, str], name: str) -> Iterator[Place]:
     if not name.endswith("/evaluation"):
         assert member.evaluate(coordinator.task(member)).status_code == 201
     tasks = {victim: task, toy: coordinator.task(member)["task_id"]}
-    before = standing(coordinator.engine, victim)
+    before = standing(coordinator.registry, victim)
     yield Place(coordinator, victim, toy, tasks, callers, Counter())
-    assert standing(coordinator.engine, victim) == before
-    if toy in coordinator.engine.lives:
+    assert standing(coordinator.registry, victim) == before
+    if toy in coordinator.registry.federations:
         coordinator.delete(toy)
 
 
-def standing(engine: Engine, federation: str) -> tuple[Any, ...]:
+def standing(registry: Registry, federation: str) -> tuple[Any, ...]:
     """All that nobody but its own members and the operator may change of a federation."""
-    with engine.database.read() as session:
+    with registry.database.read() as session:
         mine = (TaskRow.federation_id == federation,)
         tasks = [(one.id, one.status, one.payload_sha256, one.counted) for one in session.query(TaskRow).where(*mine)]
         updates = [one.sha256 for one in session.query(UpdateRow).join(TaskRow).where(*mine)]
         states = [one.sha256 for one in session.query(StateRow).where(StateRow.federation_id == federation)]
-    stored = set(engine.blobs.all())
+    stored = set(registry.blobs.all())
     assert {*updates, *states, *(one[2] for one in tasks)} <= stored
-    return engine.lives[federation], tasks, updates, states
+    return registry.federations[federation], tasks, updates, states
 
 
 def aimed(case: schemathesis.Case, place: Place, caller: str, at_victim: bool) -> None:

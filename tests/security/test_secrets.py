@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator.json_logs import JsonFormatter
+from promptfed.coordinator.engine.json_logs import JsonFormatter
 from tests.support.coordinators import Forked, InThread
 from tests.support.fake_clients import bearer, drive, secret_of, update_body
 from tests.support.postgres import PASSWORD
@@ -107,7 +107,7 @@ def test_a_method_that_breaks_is_logged_where_it_broke(
     federation = coordinator.create(name="eyes", rounds=1)
     clients = coordinator.enrol(federation, *SITES[:2])
     coordinator.post(f"{federation}/start")
-    method = type(coordinator.engine.live(federation).method)
+    method = type(coordinator.registry.get(federation).method)
     monkeypatch.setattr(method, "aggregate", lambda *_: 1 / 0)
     drive(clients)
     coordinator.until(federation, state="failed")

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from promptfed.coordinator.app import create_app
-from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.server import Server, _bind, _config
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.fault_points import VARIABLE
@@ -157,9 +157,9 @@ class InThread(Api):
         self.operator = bearer((folder / "operator.token").read_text().strip())
 
     @property
-    def engine(self) -> Engine:
-        engine: Engine = self.app.state.engine
-        return engine
+    def registry(self) -> Registry:
+        registry: Registry = self.app.state.registry
+        return registry
 
     def stop(self) -> None:
         """As on SIGTERM."""

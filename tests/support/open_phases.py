@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.tables import PhaseRow, TaskRow, UpdateRow
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import FakeClient
@@ -24,12 +24,12 @@ def opened(coordinator: InThread, *names: str, **changes: Any) -> tuple[str, lis
     return federation, clients, coordinator.training(clients)
 
 
-def everything(engine: Engine, federation: str) -> tuple[Any, ...]:
+def everything(registry: Registry, federation: str) -> tuple[Any, ...]:
     """All that a refusal must not change."""
-    with engine.database.read() as session:
+    with registry.database.read() as session:
         rows = [
             [(row.id, row.status, row.payload_sha256, row.counted) for row in session.query(TaskRow)],
             [(row.task_id, row.sha256) for row in session.query(UpdateRow)],
             [(row.id, row.closed_at, row.completed_at) for row in session.query(PhaseRow)],
         ]
-    return engine.lives[federation].run, rows, sorted(engine.blobs.all())
+    return registry.federations[federation].run, rows, sorted(registry.blobs.all())

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from promptfed.coordinator.domain.events import Answered, Enrolled, Event, Start, Tick, WorkDone
+from promptfed.coordinator.domain.facts import Fact
 from promptfed.coordinator.domain.round_machine import step
-from promptfed.coordinator.domain.run_state import (
-    Answered,
-    Enrolled,
-    Event,
-    Fact,
-    PhasePlan,
-    Rules,
-    Run,
-    Start,
-    Tick,
-    WorkDone,
-)
+from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 
 ONE = (PhasePlan("train"),)
 TWO = (PhasePlan("prompts"), PhasePlan("aggregators"))

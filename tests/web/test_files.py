@@ -12,7 +12,7 @@ from promptfed.shared.pages import MEDIA_TYPES
 from tests.support.coordinators import InThread
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "coordinator" / "web"
+FOLDER = ROOT / "coordinator" / "api" / "web"
 OWN = [path for path in sorted(FOLDER.iterdir()) if not path.name.startswith("chart.")]
 
 

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.domain.run_state import (
-    QUORUM_MISSED,
+from promptfed.coordinator.domain.events import (
     Answered,
-    Asked,
     Cancel,
-    Closed,
     Enrolled,
-    Fact,
     Failed,
-    Opened,
     Pause,
     Restarted,
     Resume,
-    Rules,
-    Settled,
     Withdraw,
     WorkDone,
-    ceil_fraction,
 )
+from promptfed.coordinator.domain.facts import Asked, Closed, Fact, Opened, Settled
+from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
+from promptfed.coordinator.domain.run_state import QUORUM_MISSED, Rules, ceil_fraction
 from promptfed.shared.seeds import sampling_order
 from tests.support.played_run import TWO, TWO_ALL, Play, rules
 

@@ -6,19 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.domain.run_state import (
-    ENDED,
+from promptfed.coordinator.domain.events import (
     Answered,
-    Closed,
-    Completed,
     Enrolled,
     Event,
     Failed,
-    Moved,
-    Opened,
     Pause,
-    PhasePlan,
     Restarted,
     Resume,
     Start,
@@ -26,6 +19,9 @@ from promptfed.coordinator.domain.run_state import (
     Withdraw,
     WorkDone,
 )
+from promptfed.coordinator.domain.facts import Closed, Completed, Moved, Opened
+from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
+from promptfed.coordinator.domain.run_state import ENDED, PhasePlan
 from tests.support.played_run import ONE, TWO, TWO_ALL, Play, rules
 
 

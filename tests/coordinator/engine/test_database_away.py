@@ -19,7 +19,7 @@ import pytest
 from psycopg import OperationalError
 
 from promptfed.coordinator.__main__ import main
-from promptfed.coordinator.json_logs import JsonFormatter
+from promptfed.coordinator.engine.json_logs import JsonFormatter
 from promptfed.coordinator.store import fault_points
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.postgres import PostgreSQL
@@ -51,8 +51,8 @@ WRITER = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted"
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promptfed.coordinator.engine.registry.RETRY_SECONDS", 0.05)
-    monkeypatch.setattr("promptfed.coordinator.engine.registry.FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr("promptfed.coordinator.engine.scheduler.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("promptfed.coordinator.engine.scheduler.FLUSH_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_while_it_is_away_everything_says_so_and_then_goes_on(on_postgres: InThr
     threads = [threading.Thread(target=listen), threading.Thread(target=lambda: waiting.append(a.task(wait=20)))]
     for thread in threads:
         thread.start()
-    measures = on_postgres.engine.measures
+    measures = on_postgres.registry.metrics
     until(lambda: measures.waiting._value.get() == measures.streams._value.get() == 1)
     postgres.stop()
     try:
@@ -183,7 +183,7 @@ def test_while_it_is_away_everything_says_so_and_then_goes_on(on_postgres: InThr
     for thread in threads:
         thread.join(30)
     assert waiting[0].status_code in (200, 410)
-    with on_postgres.engine.database.read() as session:
+    with on_postgres.registry.database.read() as session:
         assert story == [f"id: {row.id}" for row in session.query(EventRow).order_by(EventRow.id)]
 
 
@@ -196,7 +196,7 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def test_a_commit_whose_answer_is_lost_counts_once(on_postgres: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     federation, (a, b), (task, other) = opened(on_postgres, rounds=1)
-    dialect = on_postgres.engine.database.backend.writer.dialect
+    dialect = on_postgres.registry.database.backend.writer.dialect
     commit = dialect.do_commit
     losses = 1
 
@@ -213,7 +213,7 @@ def test_a_commit_whose_answer_is_lost_counts_once(on_postgres: InThread, monkey
         patch.setattr(dialect, "do_commit", lose)
         response = a.answer(task)
         assert (response.status_code, kind(response)) == (503, "store-away")
-    until(lambda: not on_postgres.engine.away)
+    until(lambda: not on_postgres.registry.away)
     assert on_postgres.get(federation)["answered"] == ["a"]
     assert a.answer(task).status_code == 200
     assert b.answer(other).status_code == 201
@@ -225,7 +225,7 @@ def test_nothing_is_written_without_the_lock(
     on_postgres: InThread, postgres: PostgresServer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another takes over before the first one notices; its folder is the first one's, as on a disk without locks."""
-    monkeypatch.setattr("promptfed.coordinator.engine.registry.FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr("promptfed.coordinator.engine.scheduler.FLUSH_SECONDS", 3600.0)
     federation = on_postgres.create()
     (tmp_path / "data" / "lock").rename(tmp_path / "lock")
     postgres.execute(f"SELECT pg_terminate_backend(pid) FROM ({WRITER}) AS held")
@@ -260,14 +260,14 @@ def test_a_server_that_hangs_is_given_up_and_taken_again(
     federation, (a, b), (task, other) = opened(on_postgres, rounds=1)
     [(pid,)] = postgres.execute(WRITER)
     with monkeypatch.context() as patch:
-        patch.setattr("promptfed.coordinator.engine.registry.HANG_SECONDS", 0.5)
+        patch.setattr("promptfed.coordinator.engine.scheduler.HANG_SECONDS", 0.5)
         os.kill(int(str(pid)), signal.SIGSTOP)
         try:
             response = a.answer(task)
             assert (response.status_code, kind(response)) == (503, "store-away")
         finally:
             os.kill(int(str(pid)), signal.SIGCONT)
-    until(lambda: not on_postgres.engine.away)
+    until(lambda: not on_postgres.registry.away)
     assert a.answer(task).status_code in (200, 201)
     b.answer(other)
     drive([a, b])
@@ -283,9 +283,9 @@ def test_a_server_that_hangs_does_not_hold_up_the_end(
     os.kill(int(str(pid)), signal.SIGSTOP)
     try:
         if waits == "a sign of life that is asked for":
-            until(on_postgres.engine.database._turn.locked)
-            on_postgres.engine.activity._seen.clear()
-            on_postgres.engine.activity._bytes.clear()
+            until(on_postgres.registry.database._turn.locked)
+            on_postgres.registry.last_seen._seen.clear()
+            on_postgres.registry.last_seen._bytes.clear()
         start = time.monotonic()
         on_postgres.stop()
         assert time.monotonic() - start < 5

@@ -10,7 +10,7 @@ from sqlalchemy.exc import OperationalError
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.engine import jobs
-from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.engine.registry import Registry
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import drive
 
@@ -100,7 +100,7 @@ def test_a_restart_keeps_tasks_and_payloads_and_gives_the_whole_deadline_again(
 
 
 def test_a_store_that_fails_for_a_while_is_tried_again(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promptfed.coordinator.engine.registry.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("promptfed.coordinator.engine.scheduler.RETRY_SECONDS", 0.05)
     federation = coordinator.create(rounds=1)
     clients = coordinator.enrol(federation, "a", "b")
     coordinator.post(f"{federation}/start")
@@ -108,10 +108,10 @@ def test_a_store_that_fails_for_a_while_is_tried_again(coordinator: InThread, mo
     failures = [OSError(28, "No space left on device"), OperationalError("INSERT", {}, Exception("disk is full"))]
     aggregate = jobs.aggregate
 
-    def failing(engine: Engine, id: str) -> None:
+    def failing(registry: Registry, id: str) -> None:
         if failures:
             raise failures.pop()
-        aggregate(engine, id)
+        aggregate(registry, id)
 
     monkeypatch.setattr(jobs, "aggregate", failing)
     for client, task in zip(clients, tasks, strict=True):
@@ -127,7 +127,7 @@ def test_work_that_outlives_a_stop_writes_nothing_any_more(
     import threading
 
     go_on, begun = threading.Event(), threading.Event()
-    monkeypatch.setattr("promptfed.coordinator.engine.registry.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("promptfed.coordinator.engine.scheduler.STOP_SECONDS", 0.1)
     original = global_state.check_state
 
     def slow(*arguments: Any) -> None:
@@ -148,11 +148,11 @@ def test_work_that_outlives_a_stop_writes_nothing_any_more(
         client.answer(task)
     assert begun.wait(20)
     first.stop()
-    assert first.engine.left_behind
+    assert first.registry.computing
     begun_for_real[0] = False
     second = coordinator_with()
     go_on.set()
     drive([second.client(federation, name) for name in "ab"])
     report = second.get(f"{federation}/rounds/1")
     assert report["state_hash"] == report["phases"][0]["state_hash"]
-    assert first.engine.lives[federation].run.work == "aggregate", "what was left behind has committed nothing"
+    assert first.registry.federations[federation].run.work == "aggregate", "what was left behind has committed nothing"

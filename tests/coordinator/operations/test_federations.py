@@ -126,10 +126,10 @@ def test_a_deleted_federation_leaves_nothing_behind(coordinator: InThread) -> No
     clients = coordinator.enrol(federation, "a", "b")
     coordinator.post(f"{federation}/start")
     drive(clients)
-    assert coordinator.engine.blobs.all() != []
+    assert coordinator.registry.blobs.all() != []
     coordinator.delete(federation)
     coordinator.get(federation, status=404)
-    assert coordinator.engine.blobs.all() == []
+    assert coordinator.registry.blobs.all() == []
     assert clients[0].task().status_code == 401
 
 
@@ -317,7 +317,7 @@ def test_the_last_round_s_tensors_are_kept_where_no_more_is_asked(coordinator: I
     latest = coordinator.http.get(path, headers=coordinator.operator)
     assert latest.status_code == 200
     for _ in range(200):  # rows go first, what they named a moment later
-        kept = coordinator.engine.blobs.all()
+        kept = coordinator.registry.blobs.all()
         if len(kept) <= 4:
             break
         time.sleep(0.02)

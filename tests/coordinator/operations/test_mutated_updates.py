@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from promptfed.coordinator.engine.registry import Engine
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import submissions
 from tests.support.coordinators import in_thread
 from tests.support.fake_clients import trained, update_body
@@ -42,16 +42,18 @@ def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_f
     with in_thread(tmp_path_factory.mktemp("fuzz") / "data") as coordinator:
         federation, (a, _), (task, _) = opened(coordinator)
         good = update_body(trained(a.payload(task), "a", task), task)
-        live = coordinator.engine.lives[federation]
+        live = coordinator.registry.federations[federation]
         client = live.clients["a"]
-        before = everything(coordinator.engine, federation)
+        before = everything(coordinator.registry, federation)
         seen: set[str] = set()
 
         @settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
         @given(mutations, st.booleans())
+        @example([("flip", good.index(task["task_id"].encode()), 1)], True)
+        @example([("flip", good.index(b"payload_sha256"), 1)], True)
         def one(steps: list[tuple[str, int, int]], over_http: bool) -> None:
             body = mutate(good, steps)
-            refusal = judged(coordinator.engine, live, client, task, body)
+            refusal = judged(coordinator.registry, live, client, task, body)
             if refusal is None:
                 return  # A flipped bit of a number or a metric is still an update.
             seen.add(refusal)
@@ -59,25 +61,26 @@ def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_f
                 response = a.send(task, body)
                 assert 400 <= response.status_code < 500, response.text
                 assert kind(response) == refusal
-            assert coordinator.engine.lives[federation].run == before[0]
+            assert coordinator.registry.federations[federation].run == before[0]
 
         one()
-        assert everything(coordinator.engine, federation) == before
+        assert everything(coordinator.registry, federation) == before
         assert {"not-safetensors", "bad-metadata", "wrong-task"} <= seen
         assert a.send(task, good).status_code == 201
 
 
-def judged(engine: Engine, live: Any, client: Any, task: dict[str, Any], body: bytes) -> str | None:
+def judged(registry: Registry, live: Any, client: Any, task: dict[str, Any], body: bytes) -> str | None:
     """The kind of the refusal that a body meets, or None: the examination by itself, without storing."""
     from promptfed.coordinator.problems import Refusal
     from promptfed.coordinator.store.blobs import digest_of
+    from promptfed.coordinator.store.upload import Upload
 
-    path = engine.blobs.temporary()
+    path = registry.blobs.temporary()
     path.write_bytes(body)
     try:
-        with engine.database.read() as session:
+        with registry.database.read() as session:
             target = submissions.target(session, live, client, task["task_id"])
-        submissions._examine(live, client, target, submissions.Upload(path, len(body), digest_of(body)))
+        submissions._examine(live, client, target, Upload(path, len(body), digest_of(body)))
     except Refusal as refusal:
         return refusal.kind
     finally:

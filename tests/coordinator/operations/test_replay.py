@@ -251,7 +251,7 @@ def test_what_was_changed_afterwards_shows(over: tuple[InThread, str, Tensors]) 
 
     def change(weight: float) -> None:
         mine = (TaskRow.federation_id == federation, TaskRow.client == "d", TaskRow.weight.is_not(None))
-        with coordinator.engine.database.write() as session:
+        with coordinator.registry.database.write() as session:
             row = session.query(TaskRow).where(*mine).one()
             weights.append(row.weight or 0)
             row.weight = weight
@@ -306,7 +306,7 @@ def test_a_stop_does_not_wait_for_a_long_replay(coordinator: InThread, monkeypat
     before = time.monotonic()
     coordinator.stop()
     assert time.monotonic() - before < 5
-    assert coordinator.engine.computing, "a process ends without waiting for it"
+    assert coordinator.registry.computing, "a process ends without waiting for it"
     go_on.set()
     thread.join(20)
     assert len(answers) == 1

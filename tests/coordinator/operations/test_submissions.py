@@ -116,15 +116,15 @@ def bad_updates(task: dict[str, Any]) -> dict[str, tuple[bytes, int, str]]:
 def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coordinator: InThread) -> None:
     limits = {"max_update_norm": 10.0, "max_bytes": 2_000_000}
     federation, (a, _), (task, _) = opened(coordinator, admission=limits)
-    before = everything(coordinator.engine, federation)
+    before = everything(coordinator.registry, federation)
     bad = bad_updates(task)
     for name, (body, status, expected) in bad.items():
         response = a.send(task, body)
         assert (response.status_code, kind(response)) == (status, expected), (name, response.text)
         assert response.headers["content-type"] == "application/problem+json"
         assert response.json()["status"] == status
-    assert everything(coordinator.engine, federation) == before
-    assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+    assert everything(coordinator.registry, federation) == before
+    assert list(coordinator.registry.blobs.incoming.iterdir()) == []
     view = coordinator.get(f"{federation}/clients")["clients"][0]
     assert (view["name"], view["refusals"]) == ("a", len(bad))
     assert (view["last_refusal"]["type"], view["last_refusal"]["status"]) == ("too-large", 413)
@@ -133,7 +133,7 @@ def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coord
 
 def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator: InThread) -> None:
     federation, (a, _), (task, _) = opened(coordinator, admission={"max_bytes": 2_000_000})
-    before = everything(coordinator.engine, federation)
+    before = everything(coordinator.registry, federation)
     address = httpx.URL(f"{coordinator.url}{a.path}/tasks/{task['task_id']}/update")
     lines = [f"PUT {address.path} HTTP/1.1", f"Host: {address.host}", "Content-Length: 900000000"]
     lines += [f"{name}: {value}" for name, value in {**a.headers, "Content-Digest": content_digest(b"")}.items()]
@@ -141,7 +141,7 @@ def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator
         caller.sendall("\r\n".join([*lines, "", "only this much"]).encode())
         answer = caller.makefile("rb").readline()
     assert answer.startswith(b"HTTP/1.1 413 "), answer
-    assert everything(coordinator.engine, federation) == before
+    assert everything(coordinator.registry, federation) == before
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_an_upload_that_takes_too_long_or_is_cut_off_leaves_nothing(coordinator_
     headers = a.headers | {"Content-Digest": content_digest(body)}
     response = coordinator.http.put(url, content=stalling(), headers=headers)
     assert (response.status_code, kind(response)) == (408, "upload-timeout")
-    assert list(coordinator.engine.blobs.incoming.iterdir()) == []
+    assert list(coordinator.registry.blobs.incoming.iterdir()) == []
     assert a.send(task, body).status_code == 201
 
 
@@ -351,7 +351,7 @@ def test_a_full_disk_is_said_and_costs_nothing(coordinator: InThread, monkeypatc
     from promptfed.coordinator.store.blobs import Held
 
     federation, (a, _), (task, _) = opened(coordinator)
-    before = everything(coordinator.engine, federation)
+    before = everything(coordinator.registry, federation)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -360,7 +360,7 @@ def test_a_full_disk_is_said_and_costs_nothing(coordinator: InThread, monkeypatc
         patch.setattr(Held, "adopt", full)
         response = a.send(task, update_body(GOOD, task))
         assert (response.status_code, kind(response)) == (507, "storage-full")
-    assert everything(coordinator.engine, federation) == before
+    assert everything(coordinator.registry, federation) == before
     assert a.send(task, update_body(GOOD, task)).status_code == 201
 
 

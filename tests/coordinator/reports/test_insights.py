@@ -85,13 +85,13 @@ def test_what_a_state_tells_is_computed_once_and_on_the_computing_thread(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation, _ = finished(coordinator)
-    compute, jobs = coordinator.engine.compute, []
+    compute, jobs = coordinator.registry.compute, []
 
     async def counted(job: Callable[[], Any]) -> Any:
         jobs.append(job)
         return await compute(job)
 
-    monkeypatch.setattr(coordinator.engine, "compute", counted)
+    monkeypatch.setattr(coordinator.registry, "compute", counted)
     first = coordinator.get(f"{federation}/insights")
     assert len(jobs) == 5  # three points of the drift, one matrix, one look at words and plane
     assert coordinator.get(f"{federation}/insights") == first
@@ -143,17 +143,17 @@ def test_a_lexicon_outlives_a_restart_and_its_successor_takes_its_place(
     first.stop()
     again = coordinator_with()
     assert again.get(f"{federation}/lexicon")["words"] == 3
-    former = again.engine.live(federation).lexicon
+    former = again.registry.get(federation).lexicon
     assert former is not None
     words = {"words": ["tree", *WORDS[1:]]}
     assert put(again, federation, lexicon(about=words)).status_code == 200
-    assert not again.engine.blobs.path(former).exists()
+    assert not again.registry.blobs.path(former).exists()
     near = again.get(f"{federation}/insights")["words"]["contexts"][0]["vectors"][0]
     assert "cat" not in {one["word"] for one in near}
     again.delete(federation)
-    with again.engine.database.read() as session:
+    with again.registry.database.read() as session:
         assert session.get(FederationRow, federation) is None
-    assert again.engine.blobs.all() == []
+    assert again.registry.blobs.all() == []
 
 
 @pytest.mark.parametrize(

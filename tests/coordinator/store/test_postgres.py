@@ -72,7 +72,7 @@ def test_a_folder_and_a_database_that_do_not_belong_together_are_refused(
         clients = server.enrol(federation, "a", "b")
         server.post(f"{federation}/start")
         drive(clients)
-        blobs = sorted(server.engine.blobs.all())
+        blobs = sorted(server.registry.blobs.all())
     used, unused = postgres.schema(), postgres.schema()
     with in_thread(tmp_path / "two", database_url=used) as server:
         server.create()
@@ -80,7 +80,7 @@ def test_a_folder_and_a_database_that_do_not_belong_together_are_refused(
         with pytest.raises(CannotOpen, match="do not belong together"):
             opened(tmp_path / folder, url)
     with in_thread(tmp_path / "one") as server:
-        assert sorted(server.engine.blobs.all()) == blobs != [], "no sweep has taken them away"
+        assert sorted(server.registry.blobs.all()) == blobs != [], "no sweep has taken them away"
         assert server.get(federation)["state"] == "finished"
     with in_thread(tmp_path / "two", database_url=used) as server:
         assert server.get("eyes")["state"] == "enrolling"
@@ -89,7 +89,7 @@ def test_a_folder_and_a_database_that_do_not_belong_together_are_refused(
 def test_a_folder_from_before_it_had_a_name_is_taken_over(tmp_path: Path) -> None:
     with in_thread(tmp_path) as server:
         server.create()
-        with server.engine.database.write() as session:
+        with server.registry.database.write() as session:
             session.execute(text("DELETE FROM store"))
     (tmp_path / "store.id").unlink()
     with in_thread(tmp_path) as server:
@@ -127,7 +127,7 @@ def test_event_numbers_grow_with_the_commits_and_large_numbers_fit(postgres: Pos
     with in_thread(tmp_path, database_url=postgres.schema()) as server:
         federation = server.create()
         server.enrol(federation, "a", num_samples=1 << 40)
-        with pytest.raises(IntegrityError), server.engine.change(federation) as change:
+        with pytest.raises(IntegrityError), server.registry.change(federation) as change:
             change.tell("never-committed")
             change.session.add(TokenRow(digest="x", federation_id="nobody", created_at="", expires_at=""))
         threads = [threading.Thread(target=server.token, args=(federation,)) for _ in range(4)]
@@ -136,7 +136,7 @@ def test_event_numbers_grow_with_the_commits_and_large_numbers_fit(postgres: Pos
             thread.start()
         for thread in threads:
             thread.join()
-        with server.engine.database.read() as session:
+        with server.registry.database.read() as session:
             rows = list(session.query(EventRow).order_by(EventRow.id))
             row = session.get_one(FederationRow, federation)
             assert row.name == "eyes"

@@ -54,7 +54,7 @@ def test_classes_that_no_client_has_get_a_context(coordinator: InThread, backbon
     assert done.exit_code == Exit.OK, done.output
     assert "3 classes, from round 0" in done.stdout
     found = load_file(file)
-    live = coordinator.engine.find("texts")
+    live = coordinator.registry.find("texts")
     state = load_state(coordinator)
     names = ("paint_brush", "anvil", "hot air balloon")
     wanted = make_method(METHOD).generate(state, name_features(backbone, names), live.context())

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from promptfed.coordinator.domain.federation import Live
+    from promptfed.coordinator.domain.federation import Federation
 
 FIELDS = ("federation", "round", "phase", "client")
 MOST_ITEMS = 20  # of a list: a line is for reading, the whole stands in the reports
@@ -24,9 +24,11 @@ def of_event(federation: str, data: Mapping[str, Any]) -> dict[str, Any]:
     return known | {"data": {name: _short(value) for name, value in data.items() if name not in FIELDS}}
 
 
-def where(live: Live) -> dict[str, Any]:
+def where(federation: Federation) -> dict[str, Any]:
     """A record's extra fields for something that befell a federation as it stands."""
-    return {"federation": live.name, "round": live.run.round} | ({"phase": live.phase} if live.phase else {})
+    return {"federation": federation.name, "round": federation.run.round} | (
+        {"phase": federation.phase} if federation.phase else {}
+    )
 
 
 def _short(value: Any) -> Any:

@@ -41,7 +41,7 @@ def test_the_operator_token_is_made_once_and_only_its_owner_can_read_it(
 
 
 def test_tokens_are_not_kept_as_they_are(coordinator: InThread, tokens: dict[str, str], tmp_path: Path) -> None:
-    coordinator.engine.activity.flush()
+    coordinator.registry.last_seen.flush()
     stored = b"".join(file.read_bytes() for file in (tmp_path / "data").glob("coordinator.sqlite3*"))
     assert b"stranger" in stored
     for name in ("enrolment", "client", "operator", "client elsewhere"):

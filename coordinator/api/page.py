@@ -31,7 +31,7 @@ class _File:
 def _files() -> dict[str, _File]:
     """The page's files by name: only these are served, whatever is asked for."""
     found = {}
-    for entry in (files("promptfed.coordinator") / "web").iterdir():
+    for entry in (files("promptfed.coordinator.api") / "web").iterdir():
         kind = MEDIA_TYPES.get(PurePath(entry.name).suffix)
         if kind is not None:
             content = entry.read_bytes()

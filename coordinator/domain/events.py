@@ -1,0 +1,116 @@
+"""What may happen to a federation's run: the round machine's inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from promptfed.shared.messages import Role
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """A client enrolled, or came back under its name after the operator had reset it."""
+
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True)
+class Start:
+    """The operator starts; the initial state is at hand."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class CannotStart:
+    """An automatic start was tried and refused; it is tried again when something changes."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The operator pauses."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The operator resumes."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The operator ends it for good."""
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The method cannot go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """The operator takes a client out; ``discard`` drops its accepted update of the open stage too."""
+
+    name: str
+    discard: bool
+    now: float
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A client's answer to the open stage was accepted."""
+
+    name: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A client said that it cannot answer."""
+
+    name: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class WorkDone:
+    """The due work is done and its state is committed with this event."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The coordinator was away: that time does not count."""
+
+    now: float
+
+
+Event = (
+    Enrolled
+    | Start
+    | CannotStart
+    | Pause
+    | Resume
+    | Cancel
+    | Fail
+    | Withdraw
+    | Answered
+    | Failed
+    | Tick
+    | WorkDone
+    | Restarted
+)

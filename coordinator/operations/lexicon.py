@@ -1,0 +1,67 @@
+"""How a lexicon comes in: supplied once by whoever has the backbone, as often as there are new class names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine import retention
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.problems import TENSOR_REFUSALS, WrongState
+from promptfed.coordinator.store.lexicon import FEATURES, WORDS, LexiconMetadata
+from promptfed.coordinator.store.upload import Upload
+from promptfed.shared.tensors import TensorError, check, decode_file
+
+MOST_BYTES = 256 << 20
+
+
+def wanted_names(federation: Federation) -> list[str]:
+    """The class names that clients of the federation tell apart, each once, in order."""
+    spec_names = tuple(federation.spec.class_names) if federation.spec.class_names is not None else None
+    spaces = (federation.method.label_space(spec_names, client.class_names) for client in federation.clients.values())
+    return sorted({name for space in spaces for name in space})
+
+
+def supply(registry: Registry, id: str, upload: Upload) -> LexiconMetadata:
+    """Keep a lexicon, in the place of the one before.
+
+    Raises:
+        WrongState: nobody has enrolled yet; or the refusal of a tensor or of the metadata.
+    """
+    federation = registry.get(id)
+    if federation.shape is None:
+        text = f"nobody has enrolled with {federation.name}: the backbone's widths are not known yet"
+        raise WrongState(text, state=federation.run.state)
+    try:
+        about = _checked(upload, federation)
+    except TensorError as error:
+        raise TENSOR_REFUSALS[error.kind](str(error)) from None
+    with registry.blobs.hold() as held:
+        held.adopt(upload.path, upload.sha256)
+        with registry.change(id) as change:
+            former = change.federation.lexicon
+            change.federation_row().lexicon = upload.sha256
+            change.federation = replace(change.federation, lexicon=upload.sha256)
+            change.emit("lexicon-supplied", words=len(about.words), class_names=len(about.class_names))
+    if former is not None:
+        retention.collect(registry, [former])
+    return about
+
+
+def _checked(upload: Upload, federation: Federation) -> LexiconMetadata:
+    tensors, metadata = decode_file(upload.path)
+    assert federation.shape is not None
+    if federation.shape.d_t is None:
+        raise TensorError("unknown-tensor", f"the backbone of {federation.name} has no text tower: it has no words")
+    try:
+        about = LexiconMetadata.model_validate(metadata)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "words and class_names"
+        raise TensorError("bad-metadata", f"the metadata of a lexicon: {where}: {first['msg']}") from None
+    wanted = {WORDS: ((len(about.words), federation.shape.d_t), "float32")}
+    wanted[FEATURES] = ((len(about.class_names), federation.shape.d_e), "float32")
+    check(tensors, wanted)
+    return about
