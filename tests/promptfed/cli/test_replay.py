@@ -26,7 +26,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
             clients = server.enrol(federation, *"abcde")
             server.post(f"{federation}/start")
             drive(clients)
-        with server.engine.database.write() as session:
+        with server.registry.database.write() as session:
             mine = (TaskRow.federation_id == federation, TaskRow.client == "c", TaskRow.weight.is_not(None))
             for task in session.query(TaskRow).filter(*mine):
                 task.weight = 0.9
