@@ -6,10 +6,10 @@ python -m benchmarks.aggregation
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 
+from benchmarks.harness import cpu_seconds, table
 from promptfed.coordinator.aggregation.rules import RULES, Rule
 from promptfed.shared.methods.core.base import ClientUpdate
 from promptfed.shared.spec import AggregationSpec
@@ -20,18 +20,13 @@ REPEATS = 3
 
 def seconds(rule: str, updates: list[ClientUpdate]) -> float:
     """Median CPU time of an aggregation."""
-    times = []
-    for _ in range(REPEATS):
-        begun = time.process_time()
-        Rule(AggregationSpec(rule=rule), {})(updates)  # type: ignore[arg-type]
-        times.append(time.process_time() - begun)
-    return statistics.median(times)
+    aggregate = Rule(AggregationSpec(rule=rule), {})  # type: ignore[arg-type]
+    return statistics.median(cpu_seconds(lambda: aggregate(updates)) for _ in range(REPEATS))
 
 
 def main() -> None:
     """Print a Markdown table."""
     torch.set_num_threads(1)
-    print("| rule | " + " | ".join(f"{k} × {d}" for k, d in SIZES) + " |\n|---|" + "---|" * len(SIZES))
     rows: dict[str, list[str]] = {rule: [] for rule in RULES}
     for k, d in SIZES:
         sent = torch.randn(k, d, generator=torch.Generator().manual_seed(k))
@@ -39,8 +34,8 @@ def main() -> None:
         updates = [ClientUpdate(f"{i:04d}", 1 / k, {"context": row}) for i, row in enumerate(sent)]
         for rule, cells in rows.items():
             cells.append(f"{seconds(rule, updates):.3f} s")
-    for rule, cells in rows.items():
-        print(f"| {rule} | " + " | ".join(cells) + " |")
+    columns = ["rule", *(f"{k} × {d}" for k, d in SIZES)]
+    print(table(columns, [[rule, *cells] for rule, cells in rows.items()], texts=len(columns)))
 
 
 if __name__ == "__main__":

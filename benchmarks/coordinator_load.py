@@ -22,24 +22,25 @@ import hashlib
 import json
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import parser, table, write
+from tests.support.coordinators import Process
 from tests.support.postgres import PostgresServer
 
 SHAPES = {32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of a float32 context
 CASES = ((32, 10), (32, 100), (32, 1000), (5120, 10), (5120, 100))
 ROUNDS = {10: 20, 100: 5, 1000: 2}
 FINGERPRINT = "sha256:" + "ab" * 32
-START_SECONDS = 60.0
+ENROLLING = 20  # at once
 WHOLE_SECONDS = 300.0
 
 
@@ -63,9 +64,9 @@ class Connection:
         writer.write(body)
         await writer.drain()
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        found = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
-        content = await reader.readexactly(int(found.get("content-length", 0)))
-        return int(head[0].split()[1]), found, content
+        answered = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        content = await reader.readexactly(int(answered.get("content-length", 0)))
+        return int(head[0].split()[1]), answered, content
 
     def close(self) -> None:
         """Hang up."""
@@ -121,8 +122,8 @@ class LoadClient:
             if status == 410:
                 return None
             if status == 200:
-                found: dict[str, Any] = json.loads(body)
-                return found
+                task: dict[str, Any] = json.loads(body)
+                return task
             if status != 204:
                 raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
 
@@ -175,60 +176,83 @@ async def expect(http: Connection, wanted: int, verb: str, path: str, body: byte
 
 
 @contextlib.contextmanager
-def coordinator(folder: Path, options: list[str]) -> Iterator[tuple[int, int]]:
-    """A coordinator process: its port and its process id."""
-    port_file = folder / "url"
-    command = [sys.executable, "-m", "promptfed.coordinator", "--data-dir", str(folder / "data"), "--port", "0"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--port-file", str(port_file), *options], stdout=log, stderr=log)  # noqa: S603
+def coordinator(folder: Path, options: Sequence[str] = ()) -> Iterator[tuple[int, int]]:
+    """A coordinator process on ``folder / "data"``: its port and its process id."""
+    process = Process(folder / "data", *options)
     try:
-        end = time.monotonic() + START_SECONDS
-        while not port_file.exists():
-            if process.poll() is not None or time.monotonic() > end:
-                raise SystemExit((folder / "log").read_text())
-            time.sleep(0.02)
-        yield int(port_file.read_text().rsplit(":", 1)[1]), process.pid
+        if process.dead:
+            raise SystemExit(process.log())
+        yield int(process.url.rsplit(":", 1)[1]), process.pid
     finally:
-        process.terminate()
-        process.wait(30)
+        process.signal(signal.SIGTERM)
+        process.wait()
 
 
-def peak_megabytes(pid: int) -> float:
-    """The most resident memory that the process has had."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    raise SystemExit("this system does not tell a process's peak memory")
+@dataclass
+class Footprint:
+    """What the coordinator holds at a moment, in MB and files; ``peak_mb`` is the most memory so far."""
+
+    resident_mb: float
+    peak_mb: float
+    open_files: int
 
 
-async def play(port: int, operator: str, size: int, count: int, record: Record) -> float:
-    """A whole federation of ``count`` clients; seconds that enrolling took."""
-    shape = SHAPES[size]
-    content = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).tobytes()
-    http = Connection(port, operator)
-    rounds = ROUNDS[count]
-    spec = {
+def footprint(pid: int) -> Footprint:
+    """Of the coordinator's process."""
+    lines = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    megabytes = {key: int(value.split()[0]) / 1024 for key, _, value in lines if key in ("VmRSS", "VmHWM")}
+    return Footprint(megabytes["VmRSS"], megabytes["VmHWM"], len(list(Path(f"/proc/{pid}/fd").iterdir())))
+
+
+def load_spec(kilobytes: int, clients: int, rounds: int, retention: str, deadline: float) -> dict[str, Any]:
+    """Of the federation ``load``: evaluated before the first and after the last round only."""
+    return {
         "name": "load",
-        "method": {"name": "promptfl", "m": shape[0]},
+        "method": {"name": "promptfl", "m": SHAPES[kilobytes][0]},
         "rounds": rounds,
-        "participation": {"min_clients": count, "deadline_seconds": 600},
+        "participation": {"min_clients": clients, "deadline_seconds": deadline},
         "evaluation": {"every": rounds},
-        "retention": "last_round",
+        "retention": retention,
     }
+
+
+def content_of(kilobytes: int) -> bytes:
+    """The context that every update holds."""
+    return np.random.default_rng(0).standard_normal(SHAPES[kilobytes], dtype=np.float32).tobytes()
+
+
+async def play(
+    http: Connection,
+    spec: dict[str, Any],
+    clients: Sequence[LoadClient],
+    seconds: float,
+    watch: Callable[[], Awaitable[None]] | None = None,
+) -> tuple[float, float]:
+    """A whole federation, in at most ``seconds``; how long enrolling took, and how long the rounds."""
     await expect(http, 201, "POST", "/v1/federations", json.dumps(spec).encode())
     token = json.loads(await expect(http, 201, "POST", "/v1/federations/load/enrolment-tokens"))["token"]
-    clients = [LoadClient(port, f"client-{number:04}", content, shape, record) for number in range(count)]
     begun = time.perf_counter()
-    for start in range(0, count, 20):
-        await asyncio.gather(*(client.enrol(token) for client in clients[start : start + 20]))
-    enrolling = time.perf_counter() - begun
+    for start in range(0, len(clients), ENROLLING):
+        await asyncio.gather(*(client.enrol(token) for client in clients[start : start + ENROLLING]))
+    enrolled = time.perf_counter()
     working = asyncio.gather(*(client.work() for client in clients))
     await expect(http, 200, "POST", "/v1/federations/load/start")
-    await asyncio.wait_for(working, WHOLE_SECONDS)
+    async with asyncio.timeout(seconds):
+        await asyncio.gather(working, *([watch()] if watch else []))
+    ended = time.perf_counter()
     state = json.loads(await expect(http, 200, "GET", "/v1/federations/load"))["state"]
-    http.close()
     if state != "finished":
         raise SystemExit(f"the federation is {state}")
+    return enrolled - begun, ended - enrolled
+
+
+async def burst(port: int, operator: str, kilobytes: int, count: int, record: Record) -> float:
+    """A federation of ``count`` clients; seconds that enrolling took."""
+    http, content = Connection(port, operator), content_of(kilobytes)
+    clients = [LoadClient(port, f"client-{k:04}", content, SHAPES[kilobytes], record) for k in range(count)]
+    spec = load_spec(kilobytes, count, ROUNDS[count], "last_round", 600)
+    enrolling, _ = await play(http, spec, clients, WHOLE_SECONDS)
+    http.close()
     return enrolling
 
 
@@ -239,10 +263,10 @@ def measure(database: str, options: list[str], size: int, count: int) -> dict[st
         tempfile.TemporaryDirectory(prefix="promptfed-load-") as folder,
         coordinator(Path(folder), options) as (port, pid),
     ):
-        idle = peak_megabytes(pid)
+        idle = footprint(pid).peak_mb
         operator = (Path(folder) / "data" / "operator.token").read_text().strip()
-        enrolling = asyncio.run(play(port, operator, size, count, record))
-        peak = peak_megabytes(pid)
+        enrolling = asyncio.run(burst(port, operator, size, count, record))
+        peak = footprint(pid).peak_mb
     rounds = {number for number, _, _ in record.spans}
     seconds = sum(
         max(end for number, _, end in record.spans if number == one) - min(b for n, b, _ in record.spans if n == one)
@@ -264,19 +288,28 @@ def measure(database: str, options: list[str], size: int, count: int) -> dict[st
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = [
-        "| database | update | clients | updates/s | p50 | p99 | 503s per update | peak memory (idle) |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        size = f"{row['kilobytes']} KB" if row["kilobytes"] < 1024 else f"{row['kilobytes'] // 1024} MB"
-        cells = [row["database"], size, f"{row['clients']:,}", f"{row['updates_per_second']:.0f}"]
-        cells += [f"{row['p50_ms']:.0f} ms", f"{row['p99_ms']:.0f} ms"]
-        cells += [f"{row['too_many_uploads'] / row['updates']:.2f}", f"{row['peak_mb']:.0f} MB ({row['idle_mb']:.0f})"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def update_size(kilobytes: int) -> str:
+    """As a table shows it."""
+    return f"{kilobytes} KB" if kilobytes < 1024 else f"{kilobytes // 1024} MB"
+
+
+def markdown(cases: list[dict[str, Any]]) -> str:
+    """The table of the cases."""
+    columns = ["database", "update", "clients", "updates/s", "p50", "p99", "503s per update", "peak memory (idle)"]
+    rows = []
+    for case in cases:
+        cells = [case["database"], update_size(case["kilobytes"]), f"{case['clients']:,}"]
+        cells += [f"{case['updates_per_second']:.0f}", f"{case['p50_ms']:.0f} ms", f"{case['p99_ms']:.0f} ms"]
+        cells.append(f"{case['too_many_uploads'] / case['updates']:.2f}")
+        rows.append([*cells, f"{case['peak_mb']:.0f} MB ({case['idle_mb']:.0f})"])
+    return table(columns, rows)
+
+
+def allow_many_connections() -> None:
+    """As many open files as the system lets us have; and SIGTERM ends what was started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def parse_cases(text: str) -> list[tuple[int, int]]:
@@ -290,15 +323,12 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=parse_cases, default=CASES, help="KB:clients, with commas between")
-    parser.add_argument("--databases", default="sqlite,postgresql")
-    parser.add_argument("--repeat", type=int, default=1, help="the case with the median updates/s is shown")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    options = parser(__doc__)
+    options.add_argument("--cases", type=parse_cases, default=CASES, help="KB:clients, with commas between")
+    options.add_argument("--databases", default="sqlite,postgresql")
+    options.add_argument("--repeat", type=int, default=1, help="the case with the median updates/s is shown")
+    given = options.parse_args()
+    allow_many_connections()
     rows, shown = [], []
     with contextlib.ExitStack() as stack:
         server = None
@@ -309,14 +339,13 @@ def main() -> None:
             for database in given.databases.split(","):
                 runs = []
                 for _ in range(given.repeat):
-                    options = ["--database-url", server.schema()] if server and database == "postgresql" else []
-                    runs.append(measure(database, options, size, count))
+                    where = ["--database-url", server.schema()] if server and database == "postgresql" else []
+                    runs.append(measure(database, where, size, count))
                     print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
                 rows += runs
-                shown.append(sorted(runs, key=lambda one: one["updates_per_second"])[len(runs) // 2])
-    print(table(shown))
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=2) + "\n")
+                shown.append(sorted(runs, key=lambda run: run["updates_per_second"])[len(runs) // 2])
+    print(markdown(shown))
+    write(given.json, rows, indent=2)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,7 @@ scored with both mixtures and with P^G alone on the unseen style.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.harness import client_context, cpu_seconds, integers, medians, parser, write
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
@@ -38,7 +35,6 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import Classifier, ClientContext
 from promptfed.shared.methods.fast_pt.domain_mixture import MixtureClassifier
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit
-from promptfed.shared.spec import TrainingSpec
 
 M, DOMAINS = 4, 3
 STYLES, TARGET = ("blueprint", "quickdraw", "neon"), "sketch"
@@ -58,7 +54,7 @@ class Case:
     bias: Tensor  # (k,)
 
     def classifier(self, mixture: str) -> MixtureClassifier:
-        """Ours."""
+        """What `fast_pt` makes of the prompts."""
         context = make_context(self.backbone, self.names)
         return MixtureClassifier(context, self.general, self.prompts, self.weight, self.bias, mixture)  # type: ignore[arg-type]
 
@@ -69,21 +65,7 @@ class Case:
 
 def make_context(backbone: Backbone, names: tuple[str, ...]) -> ClientContext:
     """All that a classifier looks at."""
-    none = EmbeddedSplit(torch.zeros(0, backbone.d_e), torch.zeros(0, dtype=torch.int64))
-    return ClientContext(
-        backbone=backbone,
-        class_names=names,
-        template="a photo of a {}.",
-        training=TrainingSpec(),
-        client="bench",
-        domain=None,
-        peers=(),
-        round=1,
-        rounds=1,
-        phase="",
-        seed=0,
-        train=none,
-    )
+    return client_context(backbone, names, EmbeddedSplit(torch.zeros(0, backbone.d_e), torch.zeros(0).long()))
 
 
 def made_up(backbone: Backbone, classes: int, images: int) -> Case:
@@ -120,13 +102,8 @@ def one_by_one(case: Case, count: int, path: str) -> Tensor:
 
 def seconds(prepare: Callable[[Case], Callable[[], object]], case: Case, repeats: int) -> list[float]:
     """CPU seconds of what ``prepare`` returns, each time for another P^G, after one that is not counted."""
-    taken = []
-    for number in range(repeats + 1):
-        work = prepare(replace(case, general=case.general + 1e-3 * number))
-        began = time.process_time()
-        work()
-        taken.append(time.process_time() - began)
-    return taken[1:]
+    cases = [replace(case, general=case.general + 1e-3 * number) for number in range(repeats + 1)]
+    return [cpu_seconds(prepare(other)) for other in cases][1:]
 
 
 def speed(backbone: Backbone, classes: int, images: int, few: int, repeats: int) -> dict[str, Any]:
@@ -136,11 +113,11 @@ def speed(backbone: Backbone, classes: int, images: int, few: int, repeats: int)
     worst = largest_difference(case, few)
 
     def slow(path: str) -> Callable[[Case], Callable[[], object]]:
-        return lambda one: lambda: one_by_one(one, few, path)
+        return lambda case: lambda: one_by_one(case, few, path)
 
     def ours(mixture: str) -> Callable[[Case], Callable[[], object]]:
-        def prepare(one: Case) -> Callable[[], object]:
-            classifier = one.classifier(mixture)
+        def prepare(case: Case) -> Callable[[], object]:
+            classifier = case.classifier(mixture)
             return lambda: classifier.logits(split, rows)
 
         return prepare
@@ -154,9 +131,9 @@ def speed(backbone: Backbone, classes: int, images: int, few: int, repeats: int)
         "classes": classes,
         "images": images,
         "largest_difference": worst,
-        "images_per_second": {name: counts[name] / statistics.median(one) for name, one in taken.items()},
-        "seconds_per_image": {name: [value / counts[name] for value in one] for name, one in taken.items()},
-        "texts_seconds": seconds(lambda one: lambda: one.classifier("hard"), unseen, repeats),
+        "images_per_second": {name: counts[name] / median for name, median in medians(taken).items()},
+        "seconds_per_image": {name: [value / counts[name] for value in values] for name, values in taken.items()},
+        "texts_seconds": seconds(lambda case: lambda: case.classifier("hard"), unseen, repeats),
     }
 
 
@@ -164,7 +141,7 @@ def largest_difference(case: Case, few: int) -> float:
     """Between the logits of the three soft ways; an error where they are not equal."""
     slow = one_by_one(case, few, "plain")
     quick = one_by_one(case, few, "prefix"), case.classifier("soft").logits(case.split(), torch.arange(few))
-    worst = max(float((one - slow).abs().max()) for one in quick)
+    worst = max(float((logits - slow).abs().max()) for logits in quick)
     assert worst <= 1e-5 * max(1.0, float(slow.abs().max())), f"the ways differ by {worst}"
     return worst
 
@@ -203,32 +180,30 @@ def right(classifier: Classifier, test: EmbeddedSplit) -> float:
 
 def main() -> None:
     """Run what the options say and print one line each."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default=f"{tiny.MODEL},ViT-B-16", help="random weights but for the embedded one")
-    parser.add_argument("--classes", default="10,51")
-    parser.add_argument("--images", type=int, default=64)
-    parser.add_argument("--plain-images", type=int, default=4, help="images that the slow ways score")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seeds", default="0,1,2", help="of the federations; empty: no accuracy")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--features", type=Path, default=Path("run/benchmark-features"))
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--models", default=f"{tiny.MODEL},ViT-B-16", help="random weights but for the embedded one")
+    options.add_argument("--classes", type=integers, default=[10, 51])
+    options.add_argument("--images", type=int, default=64)
+    options.add_argument("--plain-images", type=int, default=4, help="images that the slow ways score")
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--seeds", type=integers, default=[0, 1, 2], help="of the federations; empty: no accuracy")
+    options.add_argument("--rounds", type=int, default=8)
+    options.add_argument("--features", type=Path, default=Path("run/benchmark-features"))
+    given = options.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.machine(), "speed": [], "accuracy": []}
     for model in given.models.split(","):
         backbone = load_backbone(model, tiny.PRETRAINED if model == tiny.MODEL else None)
-        for classes in map(int, given.classes.split(",")):
+        for classes in given.classes:
             row = speed(backbone, classes, given.images, given.plain_images, given.repeats)
             result["speed"].append(row)
             rates = ", ".join(f"{name} {rate:.4g}" for name, rate in row["images_per_second"].items())
             print(f"{model}, {classes} classes, images/s: {rates}", flush=True)
     if given.seeds:
-        result["accuracy"] = accuracies([int(seed) for seed in given.seeds.split(",")], given.rounds, given.features)
+        result["accuracy"] = accuracies(given.seeds, given.rounds, given.features)
         for row in result["accuracy"]:
             print(", ".join(f"{name} {value:.3g}" for name, value in row.items()), flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(given.json, result)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,20 @@ the target domain's images alone.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks.harness import client_context, write
 from promptfed.experiments.provenance import data_hash, provenance
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data import Source, open_source
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.base import ClientContext
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
-from promptfed.shared.spec import TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,6 @@ class Transfer:
     nearest: tuple[int, ...]  # row of the target's test images nearest to each transferred embedding
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """Test images of one domain: embeddings ``(M, d_e)`` and labels ``(M,)``."""
-
-    values: Tensor
-    labels: Tensor
-
-
 def nearest(embeddings: Tensor, reference: Tensor) -> Tensor:
     """``(N,)`` row of the ``reference (M, d)`` with the highest cosine to each of ``embeddings (N, d)``."""
     unit = torch.nn.functional.normalize
@@ -67,23 +57,26 @@ def nearest(embeddings: Tensor, reference: Tensor) -> Tensor:
 
 
 def shares(
-    embeddings: Tensor, labels: Tensor, reference: Mapping[str, Embedded], source: str, target: str
+    embeddings: Tensor, labels: Tensor, reference: Mapping[str, EmbeddedSplit], source: str, target: str
 ) -> tuple[Shares, tuple[int, ...]]:
-    """How ``embeddings (N, d_e)`` of classes ``labels (N,)`` lie among real ones, and their rows in the target."""
+    """How ``embeddings (N, d_e)`` of classes ``labels (N,)`` lie among the domains' test images, ``reference``.
+
+    Also the rows of the target's images nearest to them.
+    """
     names = list(reference)
-    values = torch.cat([one.values for one in reference.values()])
-    classes = torch.cat([one.labels for one in reference.values()])
-    domains = torch.cat([torch.full_like(one.labels, number) for number, one in enumerate(reference.values())])
-    found = nearest(embeddings, values)
+    values = torch.cat([images.values for images in reference.values()])
+    classes = torch.cat([images.labels for images in reference.values()])
+    domains = torch.cat([torch.full_like(images.labels, number) for number, images in enumerate(reference.values())])
+    anywhere = nearest(embeddings, values)
     rows = nearest(embeddings, reference[target].values)
 
     def share(right: Tensor) -> float:
         return float(right.float().mean())
 
     return Shares(
-        same_class=share(classes[found] == labels),
-        in_target=share(domains[found] == names.index(target)),
-        in_source=share(domains[found] == names.index(source)),
+        same_class=share(classes[anywhere] == labels),
+        in_target=share(domains[anywhere] == names.index(target)),
+        in_source=share(domains[anywhere] == names.index(source)),
         same_class_in_target=share(reference[target].labels[rows] == labels),
     ), tuple(rows.tolist())
 
@@ -112,18 +105,19 @@ def transfers(
             raise ValueError(f"{client}: every source needs a domain, and the same classes in the same order")
         domains[client] = Domain(name=source.domain.name, description=source.domain.description)
     reference = {
-        client: Embedded(cache.features(backbone, source.test), source.test.labels)
+        client: EmbeddedSplit(cache.features(backbone, source.test), source.test.labels)
         for client, source in sources.items()
     }
-    found = []
+    measured = []
     for client, source in sources.items():
         train = EmbeddedSplit(cache.features(backbone, source.train), source.train.labels)
-        context = _context(client, backbone, names, template or source.template, domains[client], train, seed)
+        about = {"client": client, "domain": domains[client], "template": template or source.template, "seed": seed}
+        context = client_context(backbone, names, train, round=0, rounds=0, phase="", **about)
         transfer = StyleTransfer(context, hyper)
         for target in sources:
             if target != client:
-                found.append(_measured(transfer, client, target, domains[target], train, reference))
-    return found
+                measured.append(_measured(transfer, client, target, domains[target], train, reference))
+    return measured
 
 
 def _measured(
@@ -132,7 +126,7 @@ def _measured(
     target: str,
     domain: Domain,
     train: EmbeddedSplit,
-    reference: Mapping[str, Embedded],
+    reference: Mapping[str, EmbeddedSplit],
 ) -> Transfer:
     private = transfer.train(domain)
     moved = transfer.apply(private, domain)
@@ -141,52 +135,27 @@ def _measured(
     return Transfer(source, target, len(train), transfer.report(private, domain), before, after, rows)
 
 
-def _context(
-    client: str,
-    backbone: Backbone,
-    names: tuple[str, ...],
-    template: str,
-    domain: Domain,
-    train: EmbeddedSplit,
-    seed: int,
-) -> ClientContext:
-    return ClientContext(
-        backbone=backbone,
-        class_names=names,
-        template=template,
-        training=TrainingSpec(),
-        client=client,
-        domain=domain,
-        peers=(),
-        round=0,
-        rounds=0,
-        phase="",
-        seed=seed,
-        train=train,
-    )
-
-
-def markdown(found: Sequence[Transfer]) -> str:
+def markdown(measured: Sequence[Transfer]) -> str:
     """A table in percent: each transform, before → after."""
     head = "| from | to | alignment | class read by the template | nearest is of the same class | of the target | "
     head += "of the source | same class within the target |\n| --- | --- | --: | --: | --: | --: | --: | --: |\n"
     rows = []
-    for one in found:
-        cells = [f"{one.report['alignment_before']:.2f} → {one.report['alignment_after']:.2f}"]
-        pairs = [(one.report["consistency_before"], one.report["consistency_after"])]
-        pairs += [(getattr(one.before, name), getattr(one.after, name)) for name in Shares.__dataclass_fields__]
-        cells += [f"{100 * before:.0f} → {100 * after:.0f}" for before, after in pairs]
-        rows.append(f"| {one.source} | {one.target} | {' | '.join(cells)} |\n")
+    for transfer in measured:
+        report, before, after = transfer.report, astuple(transfer.before), astuple(transfer.after)
+        cells = [f"{report['alignment_before']:.2f} → {report['alignment_after']:.2f}"]
+        pairs = [(report["consistency_before"], report["consistency_after"]), *zip(before, after, strict=True)]
+        cells += [f"{100 * old:.0f} → {100 * new:.0f}" for old, new in pairs]
+        rows.append(f"| {transfer.source} | {transfer.target} | {' | '.join(cells)} |\n")
     return head + "".join(rows)
 
 
-def picture(found: Transfer, sources: Mapping[str, Source], count: int = 8) -> Figure:
+def picture(transfer: Transfer, sources: Mapping[str, Source], count: int = 8) -> Figure:
     """Images as they are above, and below each the target's image nearest to its transferred embedding."""
     figure = Figure(figsize=(count, 2.4))
-    figure.suptitle(f"{found.source} → {found.target}", fontsize=9)
-    chosen = [round(step * (found.num_samples - 1) / max(1, count - 1)) for step in range(count)]
+    figure.suptitle(f"{transfer.source} → {transfer.target}", fontsize=9)
+    chosen = [round(step * (transfer.num_samples - 1) / max(1, count - 1)) for step in range(count)]
     for column, row in enumerate(chosen):
-        images = sources[found.source].train.image(row), sources[found.target].test.image(found.nearest[row])
+        images = sources[transfer.source].train.image(row), sources[transfer.target].test.image(transfer.nearest[row])
         for line, image in enumerate(images):
             axes = figure.add_subplot(2, count, line * count + column + 1)
             axes.imshow(image)
@@ -211,15 +180,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     hyper = StyleTransferHyper(mst_epochs=given.epochs, mst_temperature=given.temperature)
     given.out.mkdir(parents=True, exist_ok=True)
     cache = FeatureCache(given.out / "features")
-    found = transfers(sources, backbone, cache, hyper, seed=given.seed, template=given.template)
-    rows = [{key: value for key, value in asdict(one).items() if key != "nearest"} for one in found]
+    measured = transfers(sources, backbone, cache, hyper, seed=given.seed, template=given.template)
+    rows = [{key: value for key, value in asdict(transfer).items() if key != "nearest"} for transfer in measured]
     about = {"data": given.data, "hash": data_hash(sources), "seed": given.seed, "hyperparameters": hyper.model_dump()}
     whole = {"setting": about, "transfers": rows, "provenance": provenance().model_dump()}
-    (given.out / "neighbours.json").write_text(json.dumps(whole, indent=1) + "\n")
-    (given.out / "neighbours.md").write_text(markdown(found))
-    for one in found:
-        picture(one, sources).savefig(given.out / f"{one.source}-{one.target}.png", dpi=100)
-    print(markdown(found))
+    write(given.out / "neighbours.json", whole)
+    (given.out / "neighbours.md").write_text(markdown(measured))
+    for transfer in measured:
+        picture(transfer, sources).savefig(given.out / f"{transfer.source}-{transfer.target}.png", dpi=100)
+    print(markdown(measured))
 
 
 if __name__ == "__main__":

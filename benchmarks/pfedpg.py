@@ -10,17 +10,15 @@ is asserted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.harness import parser, table, write
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ClientInfo, ClientUpdate, ServerContext
 from promptfed.shared.seeds import initial_draws
@@ -75,35 +73,32 @@ def measure(generator: str, optimizer: str, clients: int, m: int, width: int, re
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = ["| generator | optimizer | clients | d_v | step, wall | CPU | slowest | all payloads | state |"]
-    lines.append("|---|---|--:|--:|--:|--:|--:|--:|--:|")
-    for one in results:
-        step = one["step"]
-        times = f"{step['wall_ms']:.1f} ms | {step['cpu_ms']:.1f} ms | {step['slowest_wall_ms']:.1f} ms"
-        rest = f"{one['payloads']['wall_ms']:.0f} ms | {one['state_bytes'] / 1e6:.1f} MB"
-        names = f"{one['generator']} | {one['optimizer']} | {one['clients']} | {one['d_v']}"
-        lines.append(f"| {names} | {times} | {rest} |")
-    return "\n".join(lines)
+def markdown(results: list[dict[str, Any]]) -> str:
+    """The table of the results."""
+    columns = ["generator", "optimizer", "clients", "d_v", "step, wall", "CPU", "slowest", "all payloads", "state"]
+    rows = []
+    for result in results:
+        names = [str(result[key]) for key in columns[:4]]
+        times = [f"{result['step'][key]:.1f} ms" for key in ("wall_ms", "cpu_ms", "slowest_wall_ms")]
+        payloads = f"{result['payloads']['wall_ms']:.0f} ms"
+        rows.append([*names, *times, payloads, f"{result['state_bytes'] / 1e6:.1f} MB"])
+    return table(columns, rows, texts=2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--width", type=int, default=768, help="d_v (default: %(default)s)")
-    parser.add_argument("--m", type=int, default=10, help="prompt tokens (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write all numbers and the provenance here")
-    arguments = parser.parse_args()
+    """Measure all generators, and print a table."""
+    options = parser(__doc__)
+    options.add_argument("--clients", type=int, default=100)
+    options.add_argument("--width", type=int, default=768, help="d_v (default: %(default)s)")
+    options.add_argument("--m", type=int, default=10, help="prompt tokens (default: %(default)s)")
+    options.add_argument("--repeats", type=int, default=30)
+    given = options.parse_args()
     torch.set_num_threads(1)
     kinds = [("attention", "adam"), ("attention", "sgd"), ("mlp", "adam"), ("adain", "adam"), ("basis", "adam")]
-    results = [measure(*kind, arguments.clients, arguments.m, arguments.width, arguments.repeats) for kind in kinds]
-    print(table(results))
-    if arguments.json:
-        about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-        report = {"provenance": about | {"threads": 1, "target_ms": TARGET_MS}, "results": results}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    results = [measure(*kind, given.clients, given.m, given.width, given.repeats) for kind in kinds]
+    print(markdown(results))
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    write(given.json, {"provenance": about | {"threads": 1, "target_ms": TARGET_MS}, "results": results})
 
 
 if __name__ == "__main__":

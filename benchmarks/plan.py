@@ -17,27 +17,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.step import class_names
+from benchmarks.harness import (
+    VIT_B_16,
+    Batch,
+    class_names,
+    client_context,
+    cpu_seconds,
+    in_own_process,
+    machine,
+    medians,
+    parser,
+    write,
+)
 from promptfed.shared.clip import Backbone, load_backbone, shape_of
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Phase, ServerContext
-from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 
 PARTS = ("time", "memory", "numbers")
@@ -49,28 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16, checkpoint 8": {"autocast": "bf16", "checkpoint": 8},
 }
 COMPARED = ("plan", "fedmaple", "promptfl", "fedvpt", "fedvpt_deep")
-VIT_B_16 = BackboneShape(d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16)
 PAPER_CLIENTS = 3  # leave-one-domain-out with four domains
-
-
-@dataclass
-class Batch:
-    """A client whose images are one batch, in memory."""
-
-    pixels: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def features(self) -> Tensor:
-        raise AssertionError("only round 1 looks at frozen features")
-
-    def images(self, indices: Tensor) -> Tensor:
-        return self.pixels[indices]
-
-    def first(self, count: int) -> Batch:
-        return Batch(self.pixels[:count], self.labels[:count])
 
 
 @dataclass
@@ -132,36 +117,30 @@ def plain_images(backbone: Backbone, images: Tensor, prompts: Tensor) -> Tensor:
     return F.normalize(visual.ln_post(rows[:, 0]) @ visual.proj, dim=-1)
 
 
-def make_bench(arguments: argparse.Namespace, names: tuple[str, ...] = ()) -> Bench:
-    """``names`` instead of ``arguments.classes`` names of one to five tokens."""
+def make_bench(given: argparse.Namespace, names: tuple[str, ...] = ()) -> Bench:
+    """``names`` instead of ``given.classes`` names of one to five tokens."""
     torch.set_num_threads(1)
-    backbone = load_backbone(arguments.model, "random")
+    backbone = load_backbone(given.model, "random")
     draws = torch.Generator().manual_seed(0)
-    names = names or tuple(class_names(arguments.classes, lambda name: len(backbone.embed_words(name))))
-    pixels = torch.randn(arguments.batch, 3, *backbone.image_size, generator=draws)
-    batch = Batch(pixels, torch.randint(len(names), (arguments.batch,), generator=draws))
-    training = TrainingSpec(batch_size=arguments.batch, learning_rate=0.0015)
-    context = ClientContext(backbone, names, "a photo of a {}.", training, "a", None, (), 2, 20, "prompts", 0, batch)
-    clients = tuple(ClientInfo(f"client-{k}", "trainer", arguments.batch, names) for k in range(arguments.clients))
+    names = names or class_names(given.classes, backbone)
+    batch = Batch.drawn(backbone, given.batch, len(names), draws)
+    training = TrainingSpec(batch_size=given.batch, learning_rate=0.0015)
+    moment = {"round": 2, "rounds": 20, "phase": "prompts"}
+    context = client_context(backbone, names, batch, training=training, **moment)
+    clients = tuple(ClientInfo(f"client-{k}", "trainer", given.batch, names) for k in range(given.clients))
     server = ServerContext(training, shape_of(backbone), names, clients, 0, 20)
     method = make_method({"name": "plan"})
     state = method.initial_state(server, draws)
     for kind in ("text", "visual"):
-        one = state[f"{kind}_prompts"]
-        state[f"client_{kind}_prompts"] = torch.randn(arguments.clients, *one.shape, generator=draws) * 0.02
+        shape = state[f"{kind}_prompts"].shape
+        state[f"client_{kind}_prompts"] = torch.randn(given.clients, *shape, generator=draws) * 0.02
     return Bench(backbone, context, batch, state, {phase.name: phase for phase in method.phases(2, 20)}, server)
 
 
-def cpu_seconds(work: Callable[[], Any]) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started
-
-
 def measure_time(bench: Bench, repeats: int, plain_repeats: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     seconds: dict[str, dict[str, list[float]]] = {phase: {} for phase in bench.phases}
-    few = bench.batch.first(2)
+    few = replace(bench.batch, pixels=bench.batch.pixels[:2], classes=bench.batch.classes[:2])
     small = replace(bench, batch=few, context=replace(bench.context, train=few))
     for phase in bench.phases:  # warming up
         small.step(phase)
@@ -178,25 +157,24 @@ def measure_time(bench: Bench, repeats: int, plain_repeats: int) -> dict[str, An
                 seconds[phase].setdefault(way, []).append(round(cpu_seconds(work), 3))
         print(f"repeat {repeat + 1} of {repeats}: {seconds}", file=sys.stderr, flush=True)
     for phase, runs in seconds.items():
-        medians = {way: statistics.median(values) for way, values in runs.items()}
-        over = medians["step"] / medians["floor"] - 1
-        found[phase] = {"runs": runs, "median": medians, "over_floor": round(over, 4)}
-    return found
+        typical = medians(runs)
+        over = typical["step"] / typical["floor"] - 1
+        measured[phase] = {"runs": runs, "median": typical, "over_floor": round(over, 4)}
+    return measured
 
 
-def measure_memory(arguments: argparse.Namespace) -> dict[str, Any]:
-    found = {}
+def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
+    """Every option in a process of its own."""
+    measured = {}
+    size = ["--model", given.model, "--batch", str(given.batch), "--classes", str(given.classes)]
     for name in OPTIONS:
-        command = [sys.executable, "-m", "benchmarks.plan", "--option", name, "--model", arguments.model]
-        command += ["--batch", str(arguments.batch), "--classes", str(arguments.classes)]
-        out = subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603 (our own command)
-        found[name] = json.loads(out)
-        print(f"{name}: {found[name]['mib']} MiB", file=sys.stderr, flush=True)
-    wanted = found["float32"].pop("update")
-    for one in found.values():
-        update = one.pop("update", wanted)
-        one["errors"] = {key: _relative(update[key], wanted[key]) for key in wanted}
-    return found
+        measured[name] = in_own_process("benchmarks.plan", "--option", name, *size)
+        print(f"{name}: {measured[name]['mib']} MiB", file=sys.stderr, flush=True)
+    wanted = measured["float32"].pop("update")
+    for option in measured.values():
+        update = option.pop("update", wanted)
+        option["errors"] = {key: _relative(update[key], wanted[key]) for key in wanted}
+    return measured
 
 
 def _relative(found: list[float], wanted: list[float]) -> float:
@@ -208,9 +186,8 @@ def _relative(found: list[float], wanted: list[float]) -> float:
 def one_option(bench: Bench, name: str) -> None:
     """Run as a process of its own: peak growth in MiB, CPU seconds, and the update's change, as JSON."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.process_time()
-    update = bench.step("prompts", **OPTIONS[name])
-    seconds = time.process_time() - started
+    update: Tensors = {}
+    seconds = cpu_seconds(lambda: update.update(bench.step("prompts", **OPTIONS[name])))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     change = {key: (tensor - bench.state[key]).flatten().tolist() for key, tensor in update.items()}
     print(json.dumps({"mib": round((after - before) / 1024), "seconds": round(seconds, 2), "update": change}))
@@ -232,53 +209,34 @@ def count_numbers() -> dict[str, Any]:
     return found
 
 
-def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return {
-        "cpu": cpu,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": 1,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        **{name: getattr(arguments, name) for name in ("model", "batch", "classes", "clients", "repeats")},
-    }
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ViT-B-16", help="any open_clip model with a vision transformer")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--classes", type=int, default=65, help="OfficeHome has 65")
-    parser.add_argument("--clients", type=int, default=PAPER_CLIENTS, help="K")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--plain-repeats", type=int, default=1, help="steps through plain towers")
-    parser.add_argument("--only", choices=PARTS, help="measure this part")
-    parser.add_argument("--option", choices=OPTIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="write results and provenance here, beside what other parts wrote")
-    return parser.parse_args()
-
-
 def main() -> None:
-    arguments = parse()
-    if arguments.option is not None:
-        one_option(make_bench(arguments), arguments.option)
+    """Measure the parts that are asked for, and print their numbers."""
+    options = parser(__doc__)
+    options.add_argument("--model", default="ViT-B-16", help="any open_clip model with a vision transformer")
+    options.add_argument("--batch", type=int, default=32)
+    options.add_argument("--classes", type=int, default=65, help="OfficeHome has 65")
+    options.add_argument("--clients", type=int, default=PAPER_CLIENTS, help="K")
+    options.add_argument("--repeats", type=int, default=7)
+    options.add_argument("--plain-repeats", type=int, default=1, help="steps through plain towers")
+    options.add_argument("--only", choices=PARTS, help="measure this part")
+    options.add_argument("--option", choices=OPTIONS, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    if given.option is not None:
+        one_option(make_bench(given), given.option)
         return
-    found: dict[str, Any] = {}
-    if arguments.only in (None, "time"):
-        found["time"] = measure_time(make_bench(arguments), arguments.repeats, arguments.plain_repeats)
-    if arguments.only in (None, "memory"):
-        found["memory"] = measure_memory(arguments)
-    if arguments.only in (None, "numbers"):
-        found["numbers"] = count_numbers()
-    print(json.dumps(found, indent=1))
-    if arguments.json:
-        known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        about = {part: provenance(arguments) for part in found}
-        known["provenance"] = known.get("provenance", {}) | about
-        arguments.json.write_text(json.dumps(known | found, indent=1) + "\n")
+    measured: dict[str, Any] = {}
+    if given.only in (None, "time"):
+        measured["time"] = measure_time(make_bench(given), given.repeats, given.plain_repeats)
+    if given.only in (None, "memory"):
+        measured["memory"] = measure_memory(given)
+    if given.only in (None, "numbers"):
+        measured["numbers"] = count_numbers()
+    print(json.dumps(measured, indent=1))
+    known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    about = machine() | {name: getattr(given, name) for name in ("model", "batch", "classes", "clients", "repeats")}
+    known["provenance"] = known.get("provenance", {}) | dict.fromkeys(measured, about)
+    write(given.json, known | measured)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ poison, on training images held out with `validation=0.25`, among 0.1, 0.3, 0.5 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness import integers, parser, table, write
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
@@ -100,39 +99,38 @@ class Bench:
             "seed": seed,
         }
         with poisoned(PromptFL, ATTACKS[attack], POISONED) if attack else poisoned(PromptFL, _noise, ()):
-            found = simulate(
-                spec, sites, backbone=self._backbone, features=self._features, sources=self._sources
-            ).final()
-        return statistics.fmean(one.accuracy for one in found), statistics.fmean(one.zero_shot or 0 for one in found)
+            run = simulate(spec, sites, backbone=self._backbone, features=self._features, sources=self._sources)
+        last = run.final()
+        accuracy = statistics.fmean(client.accuracy for client in last)
+        return accuracy, statistics.fmean(client.zero_shot or 0 for client in last)
 
 
 def main() -> None:
     """Run all combinations and print a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rules", default=";".join(RULES), help="of this list, with semicolons between")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--seeds", type=integers, default=[0, 1, 2])
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--rules", default=";".join(RULES), help="of this list, with semicolons between")
+    given = options.parse_args()
     torch.set_num_threads(1)
-    seeds = [int(text) for text in options.seeds.split(",")]
-    table: dict[str, dict[str, list[float]]] = {}
+    accuracies: dict[str, dict[str, list[float]]] = {}
     zero_shot = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), options.rounds)
-        for rule in options.rules.split(";"):
+        bench = Bench(Path(folder), given.rounds)
+        for rule in given.rules.split(";"):
             for attack in (None, *ATTACKS):
-                runs = [bench.accuracy(attack, rule, seed) for seed in seeds]
-                table.setdefault(rule, {})[attack or "none"] = [accuracy for accuracy, _ in runs]
+                runs = [bench.accuracy(attack, rule, seed) for seed in given.seeds]
+                accuracies.setdefault(rule, {})[attack or "none"] = [accuracy for accuracy, _ in runs]
                 zero_shot = runs[0][1]
                 print(rule, attack, [f"{accuracy:.3f}" for accuracy, _ in runs], flush=True)
     print(f"\nzero-shot {100 * zero_shot:.1f}\n")
-    print("| rule | none | " + " | ".join(ATTACKS) + " |\n|---|" + "---|" * (len(ATTACKS) + 1))
-    for rule, found in table.items():
-        cells = [f"{100 * statistics.fmean(one):.1f} ± {100 * statistics.pstdev(one):.1f}" for one in found.values()]
-        print(f"| {rule} | " + " | ".join(cells) + " |")
-    if options.json:
-        options.json.write_text(json.dumps({"zero_shot": zero_shot, "accuracy": table, "seeds": seeds}, indent=1))
+    rows = []
+    for rule, by_attack in accuracies.items():
+        spread = [(100 * statistics.fmean(seeds), 100 * statistics.pstdev(seeds)) for seeds in by_attack.values()]
+        rows.append([rule, *(f"{mean:.1f} ± {sd:.1f}" for mean, sd in spread)])
+    columns = ["rule", "none", *ATTACKS]
+    print(table(columns, rows, texts=len(columns)))
+    write(given.json, {"zero_shot": zero_shot, "accuracy": accuracies, "seeds": given.seeds})
 
 
 if __name__ == "__main__":

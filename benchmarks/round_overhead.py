@@ -13,8 +13,6 @@ aggregation. Medians over the rounds after the first.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -23,6 +21,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import parser, write
+from promptfed.experiments.simulation import simulate
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk import operations
@@ -66,8 +66,6 @@ def run_processes(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any
 
 def run_simulation(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any]]:
     """Run the same in this process."""
-    from promptfed.experiments.simulation import simulate
-
     torch.set_num_threads(1)
     return simulate(spec, sites).reports
 
@@ -103,20 +101,18 @@ def measure(reports: list[dict[str, Any]], together: Callable[[list[float]], flo
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", choices=sorted(WAYS), default="process")
-    parser.add_argument("--clients", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--images", type=int, default=8, help="training images per class and client")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--way", choices=sorted(WAYS), default="process")
+    options.add_argument("--clients", type=int, default=2)
+    options.add_argument("--rounds", type=int, default=20)
+    options.add_argument("--images", type=int, default=8, help="training images per class and client")
+    given = options.parse_args()
     run, together = WAYS[given.way]
     reports = run(*plan(given.clients, given.rounds, given.images))
-    found = {"way": given.way, "clients": given.clients} | measure(reports, together)
-    for name, value in found.items():
+    figures = {"way": given.way, "clients": given.clients} | measure(reports, together)
+    for name, value in figures.items():
         print(f"{name:24s} {value:.4f}" if isinstance(value, float) else f"{name:24s} {value}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=2) + "\n")
+    write(given.json, figures, indent=2)
 
 
 if __name__ == "__main__":

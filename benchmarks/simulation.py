@@ -11,17 +11,14 @@ whole process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.harness import in_own_process, parser, write
 from promptfed.experiments.provenance import provenance
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
@@ -90,14 +87,6 @@ def _tasks(found: FederationResult, kind: str) -> tuple[int, float]:
     return sum(len(stage[kind]) for stage in stages), sum(stage["seconds"] for stage in stages)
 
 
-def apart(clients: int, rounds: int, pool: int) -> dict[str, Any]:
-    """Run one case in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.simulation", "--case", f"{clients}:{rounds}", "--pool", str(pool)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603 (ourselves)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def pair(text: str) -> tuple[int, int]:
     """``100:20`` as numbers."""
     clients, rounds = text.split(":")
@@ -106,20 +95,21 @@ def pair(text: str) -> tuple[int, int]:
 
 def main() -> None:
     """Run the cases and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=pair, nargs="+", default=list(CASES), help="CLIENTS:ROUNDS")
-    parser.add_argument("--case", type=pair, help="run this one here and print its numbers as JSON")
-    parser.add_argument("--pool", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    given = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--cases", type=pair, nargs="+", default=list(CASES), help="CLIENTS:ROUNDS")
+    options.add_argument("--case", type=pair, help="run this one here and print its numbers as JSON")
+    options.add_argument("--pool", type=int, default=1)
+    given = options.parse_args()
     if given.case is not None:
         print(json.dumps(measure(*given.case, given.pool)))
         return
-    results = [apart(*case, given.pool) for case in given.cases]
-    for found in results:
-        print("\n".join(f"{name:28s} {value}" for name, value in found.items()), end="\n\n")
-    if given.json is not None:
-        given.json.write_text(json.dumps({"cases": results, "provenance": provenance().model_dump()}, indent=2) + "\n")
+    results = []
+    for clients, rounds in given.cases:
+        case = ["--case", f"{clients}:{rounds}", "--pool", str(given.pool)]
+        results.append(in_own_process("benchmarks.simulation", *case))
+    for figures in results:
+        print("\n".join(f"{name:28s} {value}" for name, value in figures.items()), end="\n\n")
+    write(given.json, {"cases": results, "provenance": provenance().model_dump()}, indent=2)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """CPU time of one local training step of promptfl: as released code does it, and with each saving of `shared/clip`.
 
-    python benchmarks/step.py --json step.json
+    python -m benchmarks.step --json step.json
 
 The step: logits of a batch of images against all classes, cross-entropy, gradient with respect to the context
 `(m, d_t)`, SGD update. The ways differ in what is computed for it, never in the result; equality of text features and
@@ -18,14 +18,11 @@ chunking costs the plain way nothing.
 
 import argparse
 import itertools
-import json
-import platform
-import random
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from promptfed.shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone
+from benchmarks.harness import Batch, class_names, in_words, machine, medians, parser, random_backbone, table, write
+from promptfed.shared.clip import Backbone, ClassPrompts
 
 CHUNK = 100
 WAYS = ("plain", "cached", "short", "prefix")
@@ -63,32 +61,18 @@ class Step:
     gradient: Tensor
 
 
-def class_names(count: int, tokens_of: Any) -> list[str]:
-    """`count` different names of one to five tokens in equal shares, of words that are one token each."""
-    from open_clip import IMAGENET_CLASSNAMES
-
-    words = sorted({name.lower() for name in IMAGENET_CLASSNAMES if name.isalpha() and tokens_of(name) == 1})
-    draw = random.Random(0)
-    names: list[str] = []
-    while len(names) < count:
-        name = " ".join(draw.sample(words, len(names) % 5 + 1))
-        if name not in names:
-            names.append(name)
-    return names
-
-
 def make_task(backbone: Backbone, classes: int, batch: int, m: int) -> Task:
-    generator = torch.Generator().manual_seed(0)
-    names = class_names(classes, lambda name: len(backbone.embed_words(name)))
-    images = torch.randn(batch, 3, *backbone.image_size, generator=generator)
+    draws = torch.Generator().manual_seed(0)
+    names = class_names(classes, backbone)
+    drawn = Batch.drawn(backbone, batch, classes, draws)
     return Task(
         backbone=backbone,
         prompts=[backbone.class_prompts(names[i : i + CHUNK], m) for i in range(0, classes, CHUNK)],
         whole=backbone.class_prompts(names, m),
-        images=images,
-        features=backbone.encode_images(images),
-        labels=torch.randint(classes, (batch,), generator=generator),
-        start=torch.randn(m, backbone.d_t, generator=generator) * 0.02,
+        images=drawn.pixels,
+        features=backbone.encode_images(drawn.pixels),
+        labels=drawn.classes,
+        start=torch.randn(m, backbone.d_t, generator=draws) * 0.02,
     )
 
 
@@ -168,90 +152,68 @@ def measure(task: Task, plain_repeats: int, fast_repeats: int) -> dict[str, Any]
                 seconds[path].append(step.seconds)
                 deviation = assert_equal(step, plain)
                 worst = (max(worst[0], deviation[0]), max(worst[1], deviation[1]))
-    medians = {way: statistics.median(taken) for way, taken in seconds.items()}
+    typical = medians(seconds)
     return {
         "classes": len(task.whole),
-        "seconds": medians,
+        "seconds": typical,
         "runs": seconds,
-        "speedup": medians["plain"] / medians["prefix"],
-        "factor": {after: medians[before] / medians[after] for before, after in itertools.pairwise(WAYS)},
+        "speedup": typical["plain"] / typical["prefix"],
+        "factor": {after: typical[before] / typical[after] for before, after in itertools.pairwise(WAYS)},
         "largest_deviation": {"text_features": worst[0], "gradient_relative": worst[1]},
     }
 
 
-def provenance(arguments: argparse.Namespace) -> dict[str, Any]:
-    import open_clip
-
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return {
-        "command": "python benchmarks/step.py " + " ".join(sys.argv[1:]),
-        "cpu": cpu,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "open_clip": open_clip.__version__,
-        "python": platform.python_version(),
-        "batch": arguments.batch,
-        "context_tokens": arguments.context_tokens,
-    }
+def provenance(command: str, batch: int, context_tokens: int | dict[str, int]) -> dict[str, Any]:
+    """Where a training step's seconds come from."""
+    about = {"command": f"python -m benchmarks.{command} " + " ".join(sys.argv[1:]), **machine()}
+    return about | {"open_clip": version("open_clip_torch"), "batch": batch, "context_tokens": context_tokens}
 
 
-def markdown(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "| backbone | classes | plain | + feature cache | + short text | + shared prefix | times faster | target |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """The table of the results."""
+    columns = ["backbone", "classes", "plain", "+ feature cache", "+ short text", "+ shared prefix", "times faster"]
+    rows = []
     for result in results:
-        cells = [f"{seconds(result['seconds'][way])} (×{result['factor'][way]:.1f})" for way in WAYS[1:]]
+        seconds, factor = result["seconds"], result["factor"]
+        cells = [f"{in_words(seconds[way])} (×{factor[way]:.1f})" for way in WAYS[1:]]
         target = f"≥ {TARGETS[result['classes']]}" if result["target"] else "–"
-        yield (
-            f"| {result['model']} | {result['classes']} | {seconds(result['seconds']['plain'])} | {' | '.join(cells)} "
-            f"| **{result['speedup']:.1f}** | {target} |"
-        )
-
-
-def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
+        cells = [in_words(seconds["plain"]), *cells, f"**{result['speedup']:.1f}**", target]
+        rows.append([result["model"], str(result["classes"]), *cells])
+    return table([*columns, "target"], rows)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
-    parser.add_argument("--no-tiny", action="store_true", help="leave the tiny backbone out")
-    parser.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--context-tokens", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=5, help="plain steps; a third of it above 100 classes")
-    parser.add_argument("--fast-repeats", type=int, default=3, help="steps of each fast way per plain step")
-    parser.add_argument("--json", type=Path, help="write all runs and the provenance here")
-    parser.add_argument("--markdown", type=Path, help="write the table here as well")
-    return parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
+    options.add_argument("--no-tiny", action="store_true", help="leave the tiny backbone out")
+    options.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
+    options.add_argument("--batch", type=int, default=32)
+    options.add_argument("--context-tokens", type=int, default=16)
+    options.add_argument("--repeats", type=int, default=5, help="plain steps; a third of it above 100 classes")
+    options.add_argument("--fast-repeats", type=int, default=3, help="steps of each fast way per plain step")
+    options.add_argument("--markdown", type=Path, help="write the table here as well")
+    return options.parse_args()
 
 
 def main() -> None:
-    arguments = parse()
+    """Measure every backbone and number of classes, and print a table."""
+    given = parse()
     torch.set_num_threads(1)
     results = []
-    for model in [arguments.model] + ([] if arguments.no_tiny else ["promptfed-tiny"]):
-        try:
-            backbone = load_backbone(model, "random")  # the weights' values do not matter here
-        except BackboneError as error:
-            raise SystemExit(str(error)) from error
-        for classes in arguments.classes:
-            task = make_task(backbone, classes, arguments.batch, arguments.context_tokens)
-            repeats = max(1, arguments.repeats // 3) if classes > CHUNK else arguments.repeats
-            result = measure(task, repeats, arguments.fast_repeats)
+    for model in [given.model] + ([] if given.no_tiny else ["promptfed-tiny"]):
+        backbone = random_backbone(model)
+        for classes in given.classes:
+            task = make_task(backbone, classes, given.batch, given.context_tokens)
+            repeats = max(1, given.repeats // 3) if classes > CHUNK else given.repeats
+            result = measure(task, repeats, given.fast_repeats)
             result |= {"model": model, "target": model == "ViT-B-16" and classes in TARGETS}
             results.append(result)
             print(f"{model}, {classes} classes: {result['speedup']:.1f} times faster", file=sys.stderr)
-    table = "\n".join(markdown(results))
-    print(table)
-    if arguments.markdown:
-        arguments.markdown.write_text(table + "\n")
-    if arguments.json:
-        report = {"provenance": provenance(arguments), "results": results}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(markdown(results))
+    if given.markdown:
+        given.markdown.write_text(markdown(results) + "\n")
+    about = provenance("step", given.batch, given.context_tokens)
+    write(given.json, {"provenance": about, "results": results})
 
 
 if __name__ == "__main__":

@@ -11,22 +11,30 @@ it. What a client computes once for all rounds is not: its image features and th
 Equality is asserted on every run: one step from the same start changes each tensor alike in both ways.
 """
 
-import argparse
-import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.step import class_names, provenance, seconds
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from benchmarks.harness import (
+    TEMPLATE,
+    Batch,
+    class_names,
+    client_context,
+    in_words,
+    medians,
+    parser,
+    random_backbone,
+    table,
+    write,
+)
+from benchmarks.step import provenance
+from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ClientContext, Method, ServerContext
 from promptfed.shared.methods.core.training import make_optimizer
@@ -39,33 +47,6 @@ from promptfed.shared.tensors import Tensors
 CLASSES = {"fedpgp": 10, "fedtpg": 20}
 RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
 TARGET = 20
-TEMPLATE = "a photo of a {}."
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A client's training images: one batch, as many times over as a task has steps."""
-
-    batch: Tensor  # (B, 3, H, W)
-    encoded: Tensor  # (B, d_e)
-    classes: Tensor  # (B,)
-    steps: int
-
-    @property
-    def labels(self) -> Tensor:
-        """Of all images."""
-        return self.classes.repeat(self.steps)
-
-    def __len__(self) -> int:
-        return self.steps * len(self.classes)
-
-    def features(self) -> Tensor:
-        """As the client has kept them."""
-        return self.encoded.repeat(self.steps, 1)
-
-    def images(self, indices: Tensor) -> Tensor:
-        """Images at ``indices``."""
-        return self.batch[indices % len(self.batch)]
 
 
 @dataclass
@@ -82,7 +63,7 @@ class Task:
 
     method: Method
     context: ClientContext
-    split: Repeated
+    split: Batch
     payload: Tensors
 
     @property
@@ -94,26 +75,12 @@ class Task:
 
 def make_task(backbone: Backbone, name: str, batch: int) -> Task:
     draws, method = torch.Generator().manual_seed(0), make_method({"name": name})
-    names = tuple(class_names(CLASSES[name], lambda word: len(backbone.embed_words(word))))
+    names = class_names(CLASSES[name], backbone)
     given = {key: value for key, value in method.defaults["training"].items() if key != "schedule"}
     training = TrainingSpec(**given | {"batch_size": batch, "epochs": 1})
-    images = torch.randn(batch, 3, *backbone.image_size, generator=draws)
-    labels = torch.randint(len(names), (batch,), generator=draws)
-    split = Repeated(images, backbone.encode_images(images), labels, 1)
-    context = ClientContext(
-        backbone=backbone,
-        class_names=names,
-        template=TEMPLATE,
-        training=training,
-        client="benchmark",
-        domain=None,
-        peers=(),
-        round=1,
-        rounds=1,
-        phase="train",
-        seed=0,
-        train=split,
-    )
+    split = Batch.drawn(backbone, batch, len(names), draws)
+    split = replace(split, encoded=backbone.encode_images(split.pixels))
+    context = client_context(backbone, names, split, training=training)
     server = ServerContext(training, shape_of(backbone), names, (), 0, 1)
     return Task(method, context, split, method.initial_state(server, initial_draws(0)))
 
@@ -125,7 +92,7 @@ def plain_step(task: Task) -> Step:
     optimizer = make_optimizer(list(leaves.values()), task.context.training, RATE_OF_COMPARISON)
     passes = plain_fedpgp(task, leaves) if isinstance(task.method, FedPGP) else plain_fedtpg(task, leaves)
     began = time.process_time()
-    images = backbone.encode_images(task.split.batch)
+    images = backbone.encode_images(task.split.pixels)
 
     def cross_entropy(text: Tensor) -> Tensor:
         return F.cross_entropy(backbone.logit_scale * images @ text.T, task.split.classes)
@@ -195,62 +162,56 @@ def largest_deviation(task: Task, found: Step, wanted: Step) -> float:
 
 def measure(task: Task, repeats: int, steps: int) -> dict[str, Any]:
     """Interleaved: one plain step, then one task of ours."""
-    plain, ours, deviations = [], [], []
+    runs: dict[str, list[float]] = {"plain": [], "ours": []}
+    deviations = []
     rate = task.context.training.learning_rate
     our_steps(task, 1, rate)  # warm up: what a client computes once, and the allocator
     for _ in range(repeats):
         slow = plain_step(task)
-        plain.append(slow.seconds)
+        runs["plain"].append(slow.seconds)
         deviations.append(largest_deviation(task, our_steps(task, 1, RATE_OF_COMPARISON), slow))
-        ours.append(our_steps(task, steps, rate).seconds)
-    medians = {"plain": statistics.median(plain), "ours": statistics.median(ours)}
+        runs["ours"].append(our_steps(task, steps, rate).seconds)
+    typical = medians(runs)
     return {
         "method": task.method.name,
         "classes": len(task.context.class_names),
         "context_tokens": next(iter(task.payload.values())).shape[0],
-        "seconds": medians,
-        "runs": {"plain": plain, "ours": ours},
-        "speedup": medians["plain"] / medians["ours"],
+        "seconds": typical,
+        "runs": runs,
+        "speedup": typical["plain"] / typical["ours"],
         "largest_deviation": max(deviations),
     }
 
 
-def markdown(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "| method | classes | plain step | our step | times faster | target |"
-    yield "|---|--:|--:|--:|--:|--:|"
-    for one in results:
-        cells = [seconds(one["seconds"][way]) for way in ("plain", "ours")]
-        yield f"| `{one['method']}` | {one['classes']} | {' | '.join(cells)} | **{one['speedup']:.1f}** | ≥ {TARGET} |"
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
-    parser.add_argument("--methods", nargs="+", choices=sorted(CLASSES), default=sorted(CLASSES))
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a task of ours")
-    parser.add_argument("--json", type=Path, help="write all runs and the provenance here")
-    return parser.parse_args()
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """The table of the results."""
+    rows = []
+    for result in results:
+        times = [in_words(result["seconds"][way]) for way in ("plain", "ours")]
+        cells = [*times, f"**{result['speedup']:.1f}**", f"≥ {TARGET}"]
+        rows.append([f"`{result['method']}`", str(result["classes"]), *cells])
+    return table(["method", "classes", "plain step", "our step", "times faster", "target"], rows)
 
 
 def main() -> None:
-    arguments = parse()
+    """Measure the methods one after another, and print a table."""
+    options = parser(__doc__)
+    options.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
+    options.add_argument("--methods", nargs="+", choices=sorted(CLASSES), default=sorted(CLASSES))
+    options.add_argument("--batch", type=int, default=32)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--steps", type=int, default=5, help="steps of a task of ours")
+    given = options.parse_args()
     torch.set_num_threads(1)
-    try:
-        backbone = load_backbone(arguments.model, "random")  # the weights' values do not matter here
-    except BackboneError as error:
-        raise SystemExit(str(error)) from error
+    backbone = random_backbone(given.model)
     results = []
-    for name in arguments.methods:
-        results.append(measure(make_task(backbone, name, arguments.batch), arguments.repeats, arguments.steps))
+    for name in given.methods:
+        results.append(measure(make_task(backbone, name, given.batch), given.repeats, given.steps))
         print(f"{name}: {results[-1]['speedup']:.1f} times faster", file=sys.stderr)
-    print("\n".join(markdown(results)))
-    if arguments.json:
-        tokens = {one["method"]: one["context_tokens"] for one in results}
-        about = provenance(argparse.Namespace(batch=arguments.batch, context_tokens=tokens))
-        about |= {"command": "python -m benchmarks.text_methods " + " ".join(sys.argv[1:]), "model": arguments.model}
-        arguments.json.write_text(json.dumps({"provenance": about, "results": results}, indent=1) + "\n")
+    print(markdown(results))
+    tokens = {result["method"]: result["context_tokens"] for result in results}
+    about = provenance("text_methods", given.batch, tokens) | {"model": given.model}
+    write(given.json, {"provenance": about, "results": results})
 
 
 if __name__ == "__main__":

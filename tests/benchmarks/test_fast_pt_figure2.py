@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.fast_pt_figure2 import Embedded, Shares, main, markdown, nearest, picture, shares, transfers
+from benchmarks.fast_pt_figure2 import Shares, main, markdown, nearest, picture, shares, transfers
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from promptfed.shared.data import Source, open_source
-from promptfed.shared.methods.fast_pt.style_transfer import StyleTransferHyper
+from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransferHyper
 
 SMALL = "topic=weather&per_class=2&test_per_class=2"
 HYPER = StyleTransferHyper(mst_epochs=3)
@@ -45,9 +45,9 @@ def test_the_nearest_has_the_highest_cosine() -> None:
 
 def test_shares_count_classes_and_domains() -> None:
     reference = {
-        "own": Embedded(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])),
-        "there": Embedded(torch.tensor([[1.0, 0.2], [0.2, 1.0]]), torch.tensor([0, 1])),
-        "other": Embedded(torch.tensor([[-1.0, 0.0]]), torch.tensor([0])),
+        "own": EmbeddedSplit(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])),
+        "there": EmbeddedSplit(torch.tensor([[1.0, 0.2], [0.2, 1.0]]), torch.tensor([0, 1])),
+        "other": EmbeddedSplit(torch.tensor([[-1.0, 0.0]]), torch.tensor([0])),
     }
     embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.2], [0.2, 1.0], [-1.0, 0.1]])
     found, rows = shares(embeddings, torch.tensor([0, 1, 1, 0]), reference, "own", "there")

@@ -6,11 +6,9 @@ import sys
 
 from tests import ROOT
 
-SCRIPT = ROOT / "benchmarks" / "step.py"
-
 
 def test_the_benchmark_of_a_step(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--model", "promptfed-tiny", "--no-tiny", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks.step", "--model", "promptfed-tiny", "--no-tiny", "--repeats", "1"]
     command += ["--classes", "10", "130", "--fast-repeats", "1", "--batch", "4", "--json", str(tmp_path / "step.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert "| promptfed-tiny | 130 |" in done.stdout
