@@ -269,8 +269,8 @@ def measure(database: str, options: list[str], size: int, count: int) -> dict[st
         peak = footprint(pid).peak_mb
     rounds = {number for number, _, _ in record.spans}
     seconds = sum(
-        max(end for number, _, end in record.spans if number == one) - min(b for n, b, _ in record.spans if n == one)
-        for one in rounds
+        max(end for k, _, end in record.spans if k == round) - min(begun for k, begun, _ in record.spans if k == round)
+        for round in rounds
     )
     latencies = np.array(record.accepted)
     return {
@@ -314,7 +314,7 @@ def allow_many_connections() -> None:
 
 def parse_cases(text: str) -> list[tuple[int, int]]:
     """``32:10,5120:100`` as pairs of kilobytes and clients."""
-    cases = [(int(size), int(count)) for size, _, count in (one.partition(":") for one in text.split(","))]
+    cases = [(int(size), int(count)) for size, _, count in (case.partition(":") for case in text.split(","))]
     for size, count in cases:
         if size not in SHAPES or count not in ROUNDS:
             raise argparse.ArgumentTypeError(f"sizes are {list(SHAPES)} (KB), numbers of clients {list(ROUNDS)}")
@@ -323,29 +323,29 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
 
 def main() -> None:
     """Run and print."""
-    options = parser(__doc__)
-    options.add_argument("--cases", type=parse_cases, default=CASES, help="KB:clients, with commas between")
-    options.add_argument("--databases", default="sqlite,postgresql")
-    options.add_argument("--repeat", type=int, default=1, help="the case with the median updates/s is shown")
-    given = options.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--cases", type=parse_cases, default=CASES, help="KB:clients, with commas between")
+    command.add_argument("--databases", default="sqlite,postgresql")
+    command.add_argument("--repeat", type=int, default=1, help="the case with the median updates/s is shown")
+    options = command.parse_args()
     allow_many_connections()
     rows, shown = [], []
     with contextlib.ExitStack() as stack:
         server = None
-        if "postgresql" in given.databases:
+        if "postgresql" in options.databases:
             server = PostgresServer(fsync=True)
             stack.callback(server.remove)
-        for size, count in given.cases:
-            for database in given.databases.split(","):
+        for size, count in options.cases:
+            for database in options.databases.split(","):
                 runs = []
-                for _ in range(given.repeat):
+                for _ in range(options.repeat):
                     where = ["--database-url", server.schema()] if server and database == "postgresql" else []
                     runs.append(measure(database, where, size, count))
                     print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
                 rows += runs
                 shown.append(sorted(runs, key=lambda run: run["updates_per_second"])[len(runs) // 2])
     print(markdown(shown))
-    write(given.json, rows, indent=2)
+    write(options.json, rows, indent=2)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.fast_pt --json fast_pt.json
 
-Speed: CPU time for the logits of images whose embeddings are known, every one of which has texts of its own.
+Speed: CPU time for the logits of images whose embeddings are known, each of which has texts of its own.
 
   plain    soft: the text tower per image, all positions of all classes
   prefix   soft: the text tower per image, with `[SOS] P^G P^N` once for all classes of that image
@@ -152,7 +152,7 @@ def accuracies(seeds: Sequence[int], rounds: int, folder: Path) -> list[dict[str
     features = FeatureCache(folder)
     target = open_source(f"symbols:{TARGET}?classes=base")
     test = EmbeddedSplit(features.features(backbone, target.test), target.test.labels)
-    found = []
+    rows = []
     for seed in seeds:
         method = {"name": "fast_pt", "m": M}
         spec = {"name": "mixtures", "method": method, "rounds": rounds, "training": TRAINING, "seed": seed}
@@ -168,8 +168,8 @@ def accuracies(seeds: Sequence[int], rounds: int, folder: Path) -> list[dict[str
 
         row = {mixture: scored("fast_pt", m=M, mixture=mixture) for mixture in ("hard", "soft")}
         alone = scored("fast_pt", m=M, prompts="global")
-        found.append({"seed": seed, **row, "global": alone, "zero_shot": scored("zero_shot")})
-    return found
+        rows.append({"seed": seed, **row, "global": alone, "zero_shot": scored("zero_shot")})
+    return rows
 
 
 def right(classifier: Classifier, test: EmbeddedSplit) -> float:
@@ -180,30 +180,30 @@ def right(classifier: Classifier, test: EmbeddedSplit) -> float:
 
 def main() -> None:
     """Run what the options say and print one line each."""
-    options = parser(__doc__)
-    options.add_argument("--models", default=f"{tiny.MODEL},ViT-B-16", help="random weights but for the embedded one")
-    options.add_argument("--classes", type=integers, default=[10, 51])
-    options.add_argument("--images", type=int, default=64)
-    options.add_argument("--plain-images", type=int, default=4, help="images that the slow ways score")
-    options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--seeds", type=integers, default=[0, 1, 2], help="of the federations; empty: no accuracy")
-    options.add_argument("--rounds", type=int, default=8)
-    options.add_argument("--features", type=Path, default=Path("run/benchmark-features"))
-    given = options.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--models", default=f"{tiny.MODEL},ViT-B-16", help="random weights but for the embedded one")
+    command.add_argument("--classes", type=integers, default=[10, 51])
+    command.add_argument("--images", type=int, default=64)
+    command.add_argument("--plain-images", type=int, default=4, help="images that the slow ways score")
+    command.add_argument("--repeats", type=int, default=3)
+    command.add_argument("--seeds", type=integers, default=[0, 1, 2], help="of the federations; empty: no accuracy")
+    command.add_argument("--rounds", type=int, default=8)
+    command.add_argument("--features", type=Path, default=Path("run/benchmark-features"))
+    options = command.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.machine(), "speed": [], "accuracy": []}
-    for model in given.models.split(","):
+    for model in options.models.split(","):
         backbone = load_backbone(model, tiny.PRETRAINED if model == tiny.MODEL else None)
-        for classes in given.classes:
-            row = speed(backbone, classes, given.images, given.plain_images, given.repeats)
+        for classes in options.classes:
+            row = speed(backbone, classes, options.images, options.plain_images, options.repeats)
             result["speed"].append(row)
             rates = ", ".join(f"{name} {rate:.4g}" for name, rate in row["images_per_second"].items())
             print(f"{model}, {classes} classes, images/s: {rates}", flush=True)
-    if given.seeds:
-        result["accuracy"] = accuracies(given.seeds, given.rounds, given.features)
+    if options.seeds:
+        result["accuracy"] = accuracies(options.seeds, options.rounds, options.features)
         for row in result["accuracy"]:
             print(", ".join(f"{name} {value:.3g}" for name, value in row.items()), flush=True)
-    write(given.json, result)
+    write(options.json, result)
 
 
 if __name__ == "__main__":

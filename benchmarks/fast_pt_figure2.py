@@ -165,29 +165,34 @@ def picture(transfer: Transfer, sources: Mapping[str, Source], count: int = 8) -
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write ``neighbours.json``, ``neighbours.md`` and a picture of each transform into ``--out``."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", required=True, help="data URI with {domain} in it")
-    parser.add_argument("--domains", required=True, help="domains, separated by commas")
-    parser.add_argument("--template", help="the federation's template; default: the data's own")
-    parser.add_argument("--epochs", type=int, default=StyleTransferHyper().mst_epochs)
-    parser.add_argument("--temperature", type=float, default=StyleTransferHyper().mst_temperature)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    given = parser.parse_args(arguments)
+    command = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    command.add_argument("--data", required=True, help="data URI with {domain} in it")
+    command.add_argument("--domains", required=True, help="domains, separated by commas")
+    command.add_argument("--template", help="the federation's template; default: the data's own")
+    command.add_argument("--epochs", type=int, default=StyleTransferHyper().mst_epochs)
+    command.add_argument("--temperature", type=float, default=StyleTransferHyper().mst_temperature)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--out", type=Path, required=True, help="folder to write into")
+    options = command.parse_args(arguments)
     torch.set_num_threads(1)
-    sources = {name: open_source(given.data.replace("{domain}", name)) for name in given.domains.split(",")}
+    sources = {name: open_source(options.data.replace("{domain}", name)) for name in options.domains.split(",")}
     backbone = load_backbone(tiny.MODEL, tiny.PRETRAINED)
-    hyper = StyleTransferHyper(mst_epochs=given.epochs, mst_temperature=given.temperature)
-    given.out.mkdir(parents=True, exist_ok=True)
-    cache = FeatureCache(given.out / "features")
-    measured = transfers(sources, backbone, cache, hyper, seed=given.seed, template=given.template)
+    hyper = StyleTransferHyper(mst_epochs=options.epochs, mst_temperature=options.temperature)
+    options.out.mkdir(parents=True, exist_ok=True)
+    cache = FeatureCache(options.out / "features")
+    measured = transfers(sources, backbone, cache, hyper, seed=options.seed, template=options.template)
     rows = [{key: value for key, value in asdict(transfer).items() if key != "nearest"} for transfer in measured]
-    about = {"data": given.data, "hash": data_hash(sources), "seed": given.seed, "hyperparameters": hyper.model_dump()}
-    whole = {"setting": about, "transfers": rows, "provenance": provenance().model_dump()}
-    write(given.out / "neighbours.json", whole)
-    (given.out / "neighbours.md").write_text(markdown(measured))
+    about = {
+        "data": options.data,
+        "hash": data_hash(sources),
+        "seed": options.seed,
+        "hyperparameters": hyper.model_dump(),
+    }
+    neighbours = {"setting": about, "transfers": rows, "provenance": provenance().model_dump()}
+    write(options.out / "neighbours.json", neighbours)
+    (options.out / "neighbours.md").write_text(markdown(measured))
     for transfer in measured:
-        picture(transfer, sources).savefig(given.out / f"{transfer.source}-{transfer.target}.png", dpi=100)
+        picture(transfer, sources).savefig(options.out / f"{transfer.source}-{transfer.target}.png", dpi=100)
     print(markdown(measured))
 
 

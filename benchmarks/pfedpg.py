@@ -87,18 +87,18 @@ def markdown(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure all generators, and print a table."""
-    options = parser(__doc__)
-    options.add_argument("--clients", type=int, default=100)
-    options.add_argument("--width", type=int, default=768, help="d_v (default: %(default)s)")
-    options.add_argument("--m", type=int, default=10, help="prompt tokens (default: %(default)s)")
-    options.add_argument("--repeats", type=int, default=30)
-    given = options.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--clients", type=int, default=100)
+    command.add_argument("--width", type=int, default=768, help="d_v (default: %(default)s)")
+    command.add_argument("--m", type=int, default=10, help="prompt tokens (default: %(default)s)")
+    command.add_argument("--repeats", type=int, default=30)
+    options = command.parse_args()
     torch.set_num_threads(1)
     kinds = [("attention", "adam"), ("attention", "sgd"), ("mlp", "adam"), ("adain", "adam"), ("basis", "adam")]
-    results = [measure(*kind, given.clients, given.m, given.width, given.repeats) for kind in kinds]
+    results = [measure(*kind, options.clients, options.m, options.width, options.repeats) for kind in kinds]
     print(markdown(results))
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    write(given.json, {"provenance": about | {"threads": 1, "target_ms": TARGET_MS}, "results": results})
+    write(options.json, {"provenance": about | {"threads": 1, "target_ms": TARGET_MS}, "results": results})
 
 
 if __name__ == "__main__":

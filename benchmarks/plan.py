@@ -93,8 +93,8 @@ class Bench:
             with torch.no_grad():
                 plain_images(self.backbone, self._pixels, visual)
         classes = self.backbone.class_prompts(self.context.class_names, text.shape[1])
-        found = self.backbone.encode_prompts(text[0], classes, deep=text[1:], path="plain")
-        torch.autograd.backward((plain_images(self.backbone, self._pixels, visual) @ found.T).sum())
+        texts = self.backbone.encode_prompts(text[0], classes, deep=text[1:], path="plain")
+        torch.autograd.backward((plain_images(self.backbone, self._pixels, visual) @ texts.T).sum())
 
     @property
     def _pixels(self) -> Tensor:
@@ -117,27 +117,28 @@ def plain_images(backbone: Backbone, images: Tensor, prompts: Tensor) -> Tensor:
     return F.normalize(visual.ln_post(rows[:, 0]) @ visual.proj, dim=-1)
 
 
-def make_bench(given: argparse.Namespace, names: tuple[str, ...] = ()) -> Bench:
-    """``names`` instead of ``given.classes`` names of one to five tokens."""
+def make_bench(options: argparse.Namespace, names: tuple[str, ...] = ()) -> Bench:
+    """``names`` instead of ``options.classes`` names of one to five tokens."""
     torch.set_num_threads(1)
-    backbone = load_backbone(given.model, "random")
+    backbone = load_backbone(options.model, "random")
     draws = torch.Generator().manual_seed(0)
-    names = names or class_names(given.classes, backbone)
-    batch = Batch.drawn(backbone, given.batch, len(names), draws)
-    training = TrainingSpec(batch_size=given.batch, learning_rate=0.0015)
+    names = names or class_names(options.classes, backbone)
+    batch = Batch.drawn(backbone, options.batch, len(names), draws)
+    training = TrainingSpec(batch_size=options.batch, learning_rate=0.0015)
     moment = {"round": 2, "rounds": 20, "phase": "prompts"}
     context = client_context(backbone, names, batch, training=training, **moment)
-    clients = tuple(ClientInfo(f"client-{k}", "trainer", given.batch, names) for k in range(given.clients))
+    clients = tuple(ClientInfo(f"client-{k}", "trainer", options.batch, names) for k in range(options.clients))
     server = ServerContext(training, shape_of(backbone), names, clients, 0, 20)
     method = make_method({"name": "plan"})
     state = method.initial_state(server, draws)
     for kind in ("text", "visual"):
         shape = state[f"{kind}_prompts"].shape
-        state[f"client_{kind}_prompts"] = torch.randn(given.clients, *shape, generator=draws) * 0.02
+        state[f"client_{kind}_prompts"] = torch.randn(options.clients, *shape, generator=draws) * 0.02
     return Bench(backbone, context, batch, state, {phase.name: phase for phase in method.phases(2, 20)}, server)
 
 
 def measure_time(bench: Bench, repeats: int, plain_repeats: int) -> dict[str, Any]:
+    """CPU seconds of every way and phase, in turn; ``over_floor``: what a step costs beyond its floor, as a share."""
     measured: dict[str, Any] = {}
     seconds: dict[str, dict[str, list[float]]] = {phase: {} for phase in bench.phases}
     few = replace(bench.batch, pixels=bench.batch.pixels[:2], classes=bench.batch.classes[:2])
@@ -163,10 +164,10 @@ def measure_time(bench: Bench, repeats: int, plain_repeats: int) -> dict[str, An
     return measured
 
 
-def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
+def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Every option in a process of its own."""
     measured = {}
-    size = ["--model", given.model, "--batch", str(given.batch), "--classes", str(given.classes)]
+    size = ["--model", options.model, "--batch", str(options.batch), "--classes", str(options.classes)]
     for name in OPTIONS:
         measured[name] = in_own_process("benchmarks.plan", "--option", name, *size)
         print(f"{name}: {measured[name]['mib']} MiB", file=sys.stderr, flush=True)
@@ -177,9 +178,9 @@ def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
     return measured
 
 
-def _relative(found: list[float], wanted: list[float]) -> float:
+def _relative(update: list[float], wanted: list[float]) -> float:
     """‖a − b‖ / ‖b‖ of what a step changed."""
-    a, b = torch.tensor(found), torch.tensor(wanted)
+    a, b = torch.tensor(update), torch.tensor(wanted)
     return float((a - b).norm() / b.norm())
 
 
@@ -196,7 +197,7 @@ def one_option(bench: Bench, name: str) -> None:
 def count_numbers() -> dict[str, Any]:
     """Numbers per client and round for ViT-B/16, by phase and direction, from the methods' own declarations."""
     server = ServerContext(TrainingSpec(), VIT_B_16, None, (), 0, 20)
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name in COMPARED:
         method = make_method({"name": name, **({"m": 8} if name == "promptfl" else {})})
         dims = method.dims(server) | {"K": PAPER_CLIENTS}
@@ -205,38 +206,38 @@ def count_numbers() -> dict[str, Any]:
                          for way, specs in (("down", phase.down), ("up", phase.up))}
             for phase in method.phases(2, 20)
         }  # fmt: skip
-        found[name] = {"phases": phases, "both_ways": sum(sum(ways.values()) for ways in phases.values())}
-    return found
+        numbers[name] = {"phases": phases, "both_ways": sum(sum(ways.values()) for ways in phases.values())}
+    return numbers
 
 
 def main() -> None:
     """Measure the parts that are asked for, and print their numbers."""
-    options = parser(__doc__)
-    options.add_argument("--model", default="ViT-B-16", help="any open_clip model with a vision transformer")
-    options.add_argument("--batch", type=int, default=32)
-    options.add_argument("--classes", type=int, default=65, help="OfficeHome has 65")
-    options.add_argument("--clients", type=int, default=PAPER_CLIENTS, help="K")
-    options.add_argument("--repeats", type=int, default=7)
-    options.add_argument("--plain-repeats", type=int, default=1, help="steps through plain towers")
-    options.add_argument("--only", choices=PARTS, help="measure this part")
-    options.add_argument("--option", choices=OPTIONS, help=argparse.SUPPRESS)
-    given = options.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--model", default="ViT-B-16", help="any open_clip model with a vision transformer")
+    command.add_argument("--batch", type=int, default=32)
+    command.add_argument("--classes", type=int, default=65, help="OfficeHome has 65")
+    command.add_argument("--clients", type=int, default=PAPER_CLIENTS, help="K")
+    command.add_argument("--repeats", type=int, default=7)
+    command.add_argument("--plain-repeats", type=int, default=1, help="steps through plain towers")
+    command.add_argument("--only", choices=PARTS, help="measure this part")
+    command.add_argument("--option", choices=OPTIONS, help=argparse.SUPPRESS)
+    options = command.parse_args()
     torch.set_num_threads(1)
-    if given.option is not None:
-        one_option(make_bench(given), given.option)
+    if options.option is not None:
+        one_option(make_bench(options), options.option)
         return
     measured: dict[str, Any] = {}
-    if given.only in (None, "time"):
-        measured["time"] = measure_time(make_bench(given), given.repeats, given.plain_repeats)
-    if given.only in (None, "memory"):
-        measured["memory"] = measure_memory(given)
-    if given.only in (None, "numbers"):
+    if options.only in (None, "time"):
+        measured["time"] = measure_time(make_bench(options), options.repeats, options.plain_repeats)
+    if options.only in (None, "memory"):
+        measured["memory"] = measure_memory(options)
+    if options.only in (None, "numbers"):
         measured["numbers"] = count_numbers()
     print(json.dumps(measured, indent=1))
-    known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
-    about = machine() | {name: getattr(given, name) for name in ("model", "batch", "classes", "clients", "repeats")}
+    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    about = machine() | {name: getattr(options, name) for name in ("model", "batch", "classes", "clients", "repeats")}
     known["provenance"] = known.get("provenance", {}) | dict.fromkeys(measured, about)
-    write(given.json, known | measured)
+    write(options.json, known | measured)
 
 
 if __name__ == "__main__":

@@ -107,19 +107,19 @@ class Bench:
 
 def main() -> None:
     """Run all combinations and print a Markdown table."""
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=integers, default=[0, 1, 2])
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--rules", default=";".join(RULES), help="of this list, with semicolons between")
-    given = options.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--seeds", type=integers, default=[0, 1, 2])
+    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--rules", default=";".join(RULES), help="of this list, with semicolons between")
+    options = command.parse_args()
     torch.set_num_threads(1)
     accuracies: dict[str, dict[str, list[float]]] = {}
     zero_shot = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), given.rounds)
-        for rule in given.rules.split(";"):
+        bench = Bench(Path(folder), options.rounds)
+        for rule in options.rules.split(";"):
             for attack in (None, *ATTACKS):
-                runs = [bench.accuracy(attack, rule, seed) for seed in given.seeds]
+                runs = [bench.accuracy(attack, rule, seed) for seed in options.seeds]
                 accuracies.setdefault(rule, {})[attack or "none"] = [accuracy for accuracy, _ in runs]
                 zero_shot = runs[0][1]
                 print(rule, attack, [f"{accuracy:.3f}" for accuracy, _ in runs], flush=True)
@@ -130,7 +130,7 @@ def main() -> None:
         rows.append([rule, *(f"{mean:.1f} ± {sd:.1f}" for mean, sd in spread)])
     columns = ["rule", "none", *ATTACKS]
     print(table(columns, rows, texts=len(columns)))
-    write(given.json, {"zero_shot": zero_shot, "accuracy": accuracies, "seeds": given.seeds})
+    write(options.json, {"zero_shot": zero_shot, "accuracy": accuracies, "seeds": options.seeds})
 
 
 if __name__ == "__main__":

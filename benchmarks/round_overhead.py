@@ -101,18 +101,18 @@ def measure(reports: list[dict[str, Any]], together: Callable[[list[float]], flo
 
 def main() -> None:
     """Run and print."""
-    options = parser(__doc__)
-    options.add_argument("--way", choices=sorted(WAYS), default="process")
-    options.add_argument("--clients", type=int, default=2)
-    options.add_argument("--rounds", type=int, default=20)
-    options.add_argument("--images", type=int, default=8, help="training images per class and client")
-    given = options.parse_args()
-    run, together = WAYS[given.way]
-    reports = run(*plan(given.clients, given.rounds, given.images))
-    figures = {"way": given.way, "clients": given.clients} | measure(reports, together)
+    command = parser(__doc__)
+    command.add_argument("--way", choices=sorted(WAYS), default="process")
+    command.add_argument("--clients", type=int, default=2)
+    command.add_argument("--rounds", type=int, default=20)
+    command.add_argument("--images", type=int, default=8, help="training images per class and client")
+    options = command.parse_args()
+    run, together = WAYS[options.way]
+    reports = run(*plan(options.clients, options.rounds, options.images))
+    figures = {"way": options.way, "clients": options.clients} | measure(reports, together)
     for name, value in figures.items():
         print(f"{name:24s} {value:.4f}" if isinstance(value, float) else f"{name:24s} {value}")
-    write(given.json, figures, indent=2)
+    write(options.json, figures, indent=2)
 
 
 if __name__ == "__main__":

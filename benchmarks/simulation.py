@@ -56,34 +56,34 @@ def measure(clients: int, rounds: int, pool: int) -> dict[str, Any]:
             begun.append(time.process_time())
 
     started = time.process_time()
-    found = simulate(*plan(clients, rounds), pool=pool, progress=progress)
+    run = simulate(*plan(clients, rounds), pool=pool, progress=progress)
     ended = time.process_time()
-    trained, training = _tasks(found, "updates")
-    evaluated, evaluating = _tasks(found, "clients")
+    trained, training = _tasks(run, "updates")
+    evaluated, evaluating = _tasks(run, "clients")
     return {
         "clients": clients,
         "rounds": rounds,
         "pool": pool,
-        "seconds_before_round_1": round(found.setup_seconds, 2),
-        "seconds_of_rounds": round(found.wall_seconds, 2),
+        "seconds_before_round_1": round(run.setup_seconds, 2),
+        "seconds_of_rounds": round(run.wall_seconds, 2),
         "cpu_seconds_before_round_1": round(begun[0] - started, 2),
         "cpu_seconds_of_rounds": round(ended - begun[0], 2),
         "training_tasks": trained,
         "training_tasks_per_second": round(trained / training, 1),
         "evaluations": evaluated,
         "evaluations_per_second": round(evaluated / evaluating, 1),
-        "client_seconds": round(found.client_seconds, 2),
+        "client_seconds": round(run.client_seconds, 2),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "state_hash": found.state_hash,
+        "state_hash": run.state_hash,
     }
 
 
-def _tasks(found: FederationResult, kind: str) -> tuple[int, float]:
+def _tasks(run: FederationResult, kind: str) -> tuple[int, float]:
     """Number of training tasks (``updates``) or evaluations (``clients``), and the seconds of their phases."""
     if kind == "updates":
-        stages = [phase for report in found.reports for phase in report["phases"]]
+        stages = [phase for report in run.reports for phase in report["phases"]]
     else:
-        stages = [report["evaluation"] for report in found.reports if report["evaluation"]]
+        stages = [report["evaluation"] for report in run.reports if report["evaluation"]]
     return sum(len(stage[kind]) for stage in stages), sum(stage["seconds"] for stage in stages)
 
 
@@ -95,21 +95,22 @@ def pair(text: str) -> tuple[int, int]:
 
 def main() -> None:
     """Run the cases and print."""
-    options = parser(__doc__)
-    options.add_argument("--cases", type=pair, nargs="+", default=list(CASES), help="CLIENTS:ROUNDS")
-    options.add_argument("--case", type=pair, help="run this one here and print its numbers as JSON")
-    options.add_argument("--pool", type=int, default=1)
-    given = options.parse_args()
-    if given.case is not None:
-        print(json.dumps(measure(*given.case, given.pool)))
+    command = parser(__doc__)
+    command.add_argument("--cases", type=pair, nargs="+", default=list(CASES), help="CLIENTS:ROUNDS")
+    command.add_argument("--case", type=pair, help="run this one here and print its numbers as JSON")
+    command.add_argument("--pool", type=int, default=1)
+    options = command.parse_args()
+    if options.case is not None:
+        clients, rounds = options.case
+        print(json.dumps(measure(clients, rounds, options.pool)))
         return
     results = []
-    for clients, rounds in given.cases:
-        case = ["--case", f"{clients}:{rounds}", "--pool", str(given.pool)]
+    for clients, rounds in options.cases:
+        case = ["--case", f"{clients}:{rounds}", "--pool", str(options.pool)]
         results.append(in_own_process("benchmarks.simulation", *case))
     for figures in results:
         print("\n".join(f"{name:28s} {value}" for name, value in figures.items()), end="\n\n")
-    write(given.json, {"cases": results, "provenance": provenance().model_dump()}, indent=2)
+    write(options.json, {"cases": results, "provenance": provenance().model_dump()}, indent=2)
 
 
 if __name__ == "__main__":

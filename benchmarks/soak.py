@@ -76,7 +76,7 @@ class SoakClient(LoadClient):
         self._number, self._soaked = number, record
 
     async def next_task(self) -> dict[str, Any] | None:
-        """The next task, and for some clients how long it takes to be told it again."""
+        """The next task, and for some clients how long it takes to receive it again."""
         task = await super().next_task()
         if task is not None and (self._number + task["round"]) % PROBES == 0:
             begun = time.perf_counter()
@@ -106,7 +106,7 @@ def seen(leg: Leg, record: Soaked) -> dict[str, Any]:
 
 
 async def watch(http: Connection, leg: Leg, record: Soaked, pid: int) -> None:
-    """Note the footprint after each round, and tell how far the leg is: what is cut off has told something."""
+    """Note the footprint after each round, and print how far the leg is: one that is cut off has shown something."""
     done = 0
     while True:
         await asyncio.sleep(1)
@@ -193,17 +193,17 @@ def legs(text: str) -> list[Leg]:
 
 def main() -> None:
     """Run and print."""
-    options = parser(__doc__)
-    options.add_argument(
+    command = parser(__doc__)
+    command.add_argument(
         "--legs", type=legs, default=legs(LEGS), help="KB:clients:rounds:retention, with commas between"
     )
-    given = options.parse_args()
+    options = command.parse_args()
     allow_many_connections()
     measured = []
-    for leg in given.legs:
+    for leg in options.legs:
         measured.append(measure(leg))
         print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
-        write(given.json, measured, indent=2)
+        write(options.json, measured, indent=2)
     print(markdown(measured))
 
 

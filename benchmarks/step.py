@@ -44,7 +44,7 @@ class Task:
 
     backbone: Backbone
     prompts: list[ClassPrompts]  # all classes, or chunks of them for the plain way
-    whole: ClassPrompts
+    all_prompts: ClassPrompts
     images: Tensor  # (B, 3, H, W)
     features: Tensor  # (B, d_e)
     labels: Tensor  # (B,)
@@ -62,13 +62,14 @@ class Step:
 
 
 def make_task(backbone: Backbone, classes: int, batch: int, m: int) -> Task:
+    """Random images, names and context of ``m`` tokens."""
     draws = torch.Generator().manual_seed(0)
     names = class_names(classes, backbone)
     drawn = Batch.drawn(backbone, batch, classes, draws)
     return Task(
         backbone=backbone,
         prompts=[backbone.class_prompts(names[i : i + CHUNK], m) for i in range(0, classes, CHUNK)],
-        whole=backbone.class_prompts(names, m),
+        all_prompts=backbone.class_prompts(names, m),
         images=drawn.pixels,
         features=backbone.encode_images(drawn.pixels),
         labels=drawn.classes,
@@ -77,10 +78,12 @@ def make_task(backbone: Backbone, classes: int, batch: int, m: int) -> Task:
 
 
 def loss_of(task: Task, images: Tensor, texts: Tensor) -> Tensor:
+    """Cross-entropy of image features ``(B, d_e)`` against text features ``(C, d_e)``."""
     return F.cross_entropy(task.backbone.logit_scale * images @ texts.T, task.labels)
 
 
 def fresh(task: Task) -> tuple[Tensor, torch.optim.SGD]:
+    """The context to train, as it is at the start, and its optimizer."""
     context = task.start.clone().requires_grad_()
     return context, torch.optim.SGD([context], lr=0.002, momentum=0.9, weight_decay=5e-4)
 
@@ -103,7 +106,7 @@ def plain_step(task: Task) -> Step:
             features[-1] = features[-1].detach()
         texts = torch.cat(features)
     else:
-        texts = encode_plain(task, context, task.whole)
+        texts = encode_plain(task, context, task.all_prompts)
         torch.autograd.backward(loss_of(task, images, texts))
     optimizer.step()
     text = time.process_time() - began
@@ -119,7 +122,7 @@ def cached_step(task: Task, path: Any) -> Step:
     """On kept image features, by a fast text path."""
     context, optimizer = fresh(task)
     began = time.process_time()
-    texts = task.backbone.encode_prompts(context, task.whole, path=path)
+    texts = task.backbone.encode_prompts(context, task.all_prompts, path=path)
     torch.autograd.backward(loss_of(task, task.features, texts))
     optimizer.step()
     seconds = time.process_time() - began
@@ -127,10 +130,10 @@ def cached_step(task: Task, path: Any) -> Step:
     return Step(seconds, seconds, texts.detach(), context.grad)
 
 
-def assert_equal(found: Step, wanted: Step) -> tuple[float, float]:
+def assert_equal(step: Step, wanted: Step) -> tuple[float, float]:
     """Largest deviations of text features and gradient (the latter relative to its largest entry)."""
-    value = float((found.features - wanted.features).abs().max())
-    gradient = float((found.gradient - wanted.gradient).abs().max() / wanted.gradient.abs().max())
+    value = float((step.features - wanted.features).abs().max())
+    gradient = float((step.gradient - wanted.gradient).abs().max() / wanted.gradient.abs().max())
     if value > 1e-5 * max(1.0, float(wanted.features.abs().max())) or gradient > 1e-4:
         raise SystemExit(f"The ways differ: text features by {value:.1e}, gradients by {gradient:.1e}.")
     return value, gradient
@@ -154,7 +157,7 @@ def measure(task: Task, plain_repeats: int, fast_repeats: int) -> dict[str, Any]
                 worst = (max(worst[0], deviation[0]), max(worst[1], deviation[1]))
     typical = medians(seconds)
     return {
-        "classes": len(task.whole),
+        "classes": len(task.all_prompts),
         "seconds": typical,
         "runs": seconds,
         "speedup": typical["plain"] / typical["prefix"],
@@ -183,37 +186,37 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    options = parser(__doc__)
-    options.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
-    options.add_argument("--no-tiny", action="store_true", help="leave the tiny backbone out")
-    options.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
-    options.add_argument("--batch", type=int, default=32)
-    options.add_argument("--context-tokens", type=int, default=16)
-    options.add_argument("--repeats", type=int, default=5, help="plain steps; a third of it above 100 classes")
-    options.add_argument("--fast-repeats", type=int, default=3, help="steps of each fast way per plain step")
-    options.add_argument("--markdown", type=Path, help="write the table here as well")
-    return options.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
+    command.add_argument("--no-tiny", action="store_true", help="leave the tiny backbone out")
+    command.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
+    command.add_argument("--batch", type=int, default=32)
+    command.add_argument("--context-tokens", type=int, default=16)
+    command.add_argument("--repeats", type=int, default=5, help="plain steps; a third of it above 100 classes")
+    command.add_argument("--fast-repeats", type=int, default=3, help="steps of each fast way per plain step")
+    command.add_argument("--markdown", type=Path, help="write the table here as well")
+    return command.parse_args()
 
 
 def main() -> None:
     """Measure every backbone and number of classes, and print a table."""
-    given = parse()
+    options = parse()
     torch.set_num_threads(1)
     results = []
-    for model in [given.model] + ([] if given.no_tiny else ["promptfed-tiny"]):
+    for model in [options.model] + ([] if options.no_tiny else ["promptfed-tiny"]):
         backbone = random_backbone(model)
-        for classes in given.classes:
-            task = make_task(backbone, classes, given.batch, given.context_tokens)
-            repeats = max(1, given.repeats // 3) if classes > CHUNK else given.repeats
-            result = measure(task, repeats, given.fast_repeats)
+        for classes in options.classes:
+            task = make_task(backbone, classes, options.batch, options.context_tokens)
+            repeats = max(1, options.repeats // 3) if classes > CHUNK else options.repeats
+            result = measure(task, repeats, options.fast_repeats)
             result |= {"model": model, "target": model == "ViT-B-16" and classes in TARGETS}
             results.append(result)
             print(f"{model}, {classes} classes: {result['speedup']:.1f} times faster", file=sys.stderr)
     print(markdown(results))
-    if given.markdown:
-        given.markdown.write_text(markdown(results) + "\n")
-    about = provenance("step", given.batch, given.context_tokens)
-    write(given.json, {"provenance": about, "results": results})
+    if options.markdown:
+        options.markdown.write_text(markdown(results) + "\n")
+    about = provenance("step", options.batch, options.context_tokens)
+    write(options.json, {"provenance": about, "results": results})
 
 
 if __name__ == "__main__":

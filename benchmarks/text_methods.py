@@ -76,8 +76,8 @@ class Task:
 def make_task(backbone: Backbone, name: str, batch: int) -> Task:
     draws, method = torch.Generator().manual_seed(0), make_method({"name": name})
     names = class_names(CLASSES[name], backbone)
-    given = {key: value for key, value in method.defaults["training"].items() if key != "schedule"}
-    training = TrainingSpec(**given | {"batch_size": batch, "epochs": 1})
+    defaults = {key: value for key, value in method.defaults["training"].items() if key != "schedule"}
+    training = TrainingSpec(**defaults | {"batch_size": batch, "epochs": 1})
     split = Batch.drawn(backbone, batch, len(names), draws)
     split = replace(split, encoded=backbone.encode_images(split.pixels))
     context = client_context(backbone, names, split, training=training)
@@ -145,7 +145,7 @@ def our_steps(task: Task, steps: int, rate: float) -> Step:
     return Step((time.process_time() - began) / steps, result.update | result.private)
 
 
-def largest_deviation(task: Task, found: Step, wanted: Step) -> float:
+def largest_deviation(task: Task, step: Step, wanted: Step) -> float:
     """Of what one step changed, relative to its largest entry in the same tensor.
 
     A bias of all keys moves no softmax, so its gradient is rounding alone: it is compared on the scale of all tensors.
@@ -154,7 +154,7 @@ def largest_deviation(task: Task, found: Step, wanted: Step) -> float:
     moved = {name: float((value - start[name]).abs().max()) for name, value in wanted.after.items()}
     for name, value in wanted.after.items():
         scale = max(moved.values()) if name == "to_key.bias" else moved[name]
-        worst = max(worst, float((found.after[name] - value).abs().max()) / scale)
+        worst = max(worst, float((step.after[name] - value).abs().max()) / scale)
     if worst > 1e-4:
         raise SystemExit(f"The ways differ: a tensor moves otherwise by {worst:.1e} of its largest change.")
     return worst
@@ -195,23 +195,23 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure the methods one after another, and print a table."""
-    options = parser(__doc__)
-    options.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
-    options.add_argument("--methods", nargs="+", choices=sorted(CLASSES), default=sorted(CLASSES))
-    options.add_argument("--batch", type=int, default=32)
-    options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--steps", type=int, default=5, help="steps of a task of ours")
-    given = options.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
+    command.add_argument("--methods", nargs="+", choices=sorted(CLASSES), default=sorted(CLASSES))
+    command.add_argument("--batch", type=int, default=32)
+    command.add_argument("--repeats", type=int, default=3)
+    command.add_argument("--steps", type=int, default=5, help="steps of a task of ours")
+    options = command.parse_args()
     torch.set_num_threads(1)
-    backbone = random_backbone(given.model)
+    backbone = random_backbone(options.model)
     results = []
-    for name in given.methods:
-        results.append(measure(make_task(backbone, name, given.batch), given.repeats, given.steps))
+    for name in options.methods:
+        results.append(measure(make_task(backbone, name, options.batch), options.repeats, options.steps))
         print(f"{name}: {results[-1]['speedup']:.1f} times faster", file=sys.stderr)
     print(markdown(results))
     tokens = {result["method"]: result["context_tokens"] for result in results}
-    about = provenance("text_methods", given.batch, tokens) | {"model": given.model}
-    write(given.json, {"provenance": about, "results": results})
+    about = provenance("text_methods", options.batch, tokens) | {"model": options.model}
+    write(options.json, {"provenance": about, "results": results})
 
 
 if __name__ == "__main__":

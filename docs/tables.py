@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter
@@ -31,8 +32,8 @@ def options(name: str) -> str:
     """Every hyperparameter with its default, what it may be, and what it means; then the spec's defaults."""
     about = describe(name)
     rows = [
-        [f"`{key}`", f"`{_json(one.get('default'))}`", _range(one), _cell(one.get("description", ""))]
-        for key, one in about["hyperparameters"]["properties"].items()
+        [f"`{key}`", f"`{_json(schema.get('default'))}`", _range(schema), _cell(schema.get("description", ""))]
+        for key, schema in about["hyperparameters"]["properties"].items()
     ]
     flat = ", ".join(f"`{key}: {_json(value)}`" for key, value in _flat(about["defaults"]))
     behind = f"\n\nLaid under the spec, unless it says otherwise: {flat}." if flat else ""
@@ -44,13 +45,13 @@ def cost(name: str) -> str:
     method = make_method({"name": name})
     context = _context()
     sizes = {"K": CLIENTS, **method.dims(context)}
-    found: dict[tuple[str, str], tuple[str, tuple[TensorSpec, ...]]] = {}
+    travelling: dict[tuple[str, str], tuple[str, tuple[TensorSpec, ...]]] = {}
     for phase, when in _phases(method.phases):
         for way, specs in (("down", phase.down), ("up", phase.up)):
-            found[(phase.name, way)] = (when, specs)
-    if not any(specs for _, specs in found.values()):
+            travelling[(phase.name, way)] = (when, specs)
+    if not any(specs for _, specs in travelling.values()):
         return "Nothing travels but metrics."
-    rows = [_cost_row(phase, way, when, specs, sizes) for (phase, way), (when, specs) in found.items()]
+    rows = [_cost_row(phase, way, when, specs, sizes) for (phase, way), (when, specs) in travelling.items()]
     return _table(["phase", "", "when", "tensors", "numbers", "with ViT-B/16", "bytes"], rows)
 
 
@@ -72,7 +73,7 @@ def _context() -> ServerContext:
 def _cost_row(phase: str, way: str, when: str, specs: tuple[TensorSpec, ...], sizes: dict[str, int]) -> list[str]:
     if not specs:
         return [phase, way, when, "-", "0", "0", "0"]
-    counts = [_product(spec.resolve(sizes)) for spec in specs]
+    counts = [math.prod(spec.resolve(sizes)) for spec in specs]
     size = sum(count * DTYPES[spec.dtype].itemsize for spec, count in zip(specs, counts, strict=True))
     names = ", ".join(f"`{spec.name}`" for spec in specs) if len(specs) <= MOST_NAMES else f"{len(specs)} tensors"
     return [phase, way, when, names, _formula(specs), f"{sum(counts):,}", f"{size:,}"]
@@ -89,13 +90,6 @@ def _symbols(spec: TensorSpec) -> list[str]:
     return [symbol + ("²" if count == 2 else "") for symbol, count in counted.items()]
 
 
-def _product(shape: Iterable[int]) -> int:
-    whole = 1
-    for size in shape:
-        whole *= size
-    return whole
-
-
 def _flat(section: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in section.items():
         if isinstance(value, dict):
@@ -105,23 +99,23 @@ def _flat(section: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
 
 
 def _range(schema: dict[str, Any]) -> str:
-    """What a JSON schema lets through, in words."""
+    """The values that a JSON schema allows, in words."""
     if "anyOf" in schema:
-        return ", or ".join(_range(one) for one in schema["anyOf"])
+        return ", or ".join(_range(choice) for choice in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     kind = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "null": "nothing"}.get(
         schema.get("type", ""), "text"
     )
     bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
-    told = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
-    return " ".join([kind, *told])
+    limits = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
+    return " ".join([kind, *limits])
 
 
 def _json(value: Any) -> str:
     if isinstance(value, list):
         return ""
-    if value is None or isinstance(value, bool):  # 1.0 == True: a dictionary would take one for the other
+    if value is None or isinstance(value, bool):  # 1.0 == True: a dictionary would confuse them
         return {None: "none", True: "true", False: "false"}[value]
     return str(value)
 
@@ -140,8 +134,8 @@ TABLES: dict[str, Callable[[str], str]] = {"options": options, "cost": cost}
 def renewed(text: str) -> str:
     """A page with all its tables made anew."""
 
-    def make(found: re.Match[str]) -> str:
-        kind, name = found.groups()
+    def make(match: re.Match[str]) -> str:
+        kind, name = match.groups()
         return f"<!-- table: {kind} {name} -->\n{TABLES[kind](name)}\n<!-- end of table -->"
 
     return MARKED.sub(make, text)
@@ -149,11 +143,11 @@ def renewed(text: str) -> str:
 
 def shown() -> dict[str, set[str]]:
     """Which methods have which table on some page."""
-    found: dict[str, set[str]] = {kind: set() for kind in TABLES}
+    methods: dict[str, set[str]] = {kind: set() for kind in TABLES}
     for page in FOLDER.glob("*.md"):
         for kind, name in MARKED.findall(page.read_text(encoding="utf-8")):
-            found[kind].add(name)
-    return found
+            methods[kind].add(name)
+    return methods
 
 
 def stale() -> list[Path]:
@@ -164,8 +158,8 @@ def stale() -> list[Path]:
 
 def main() -> int:
     """Renew all pages, or with ``--check`` name the stale ones."""
-    found = stale()
-    for page in found:
+    pages = stale()
+    for page in pages:
         if "--check" in sys.argv:
             print(f"{page.name} is stale: run python docs/tables.py")
         else:
@@ -173,7 +167,7 @@ def main() -> int:
     missing = [f"{kind} {name}" for kind, names in shown().items() for name in sorted(set(METHODS) - names)]
     if missing:
         print(f"no page shows: {', '.join(missing)}")
-    return int(bool(missing) or ("--check" in sys.argv and bool(found)))
+    return int(bool(missing) or ("--check" in sys.argv and bool(pages)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The evaluation protocols: which federations a seed needs, and what their accuracies come to.
+"""The evaluation protocols: which federations a seed needs, and which columns their accuracies become.
 
 Every protocol is a function of data URIs and a seed; methods differ in nothing but their spec.
 """
@@ -25,7 +25,7 @@ _TRAINING = frozenset({"shots", "validation"})
 
 @dataclass(frozen=True)
 class Setting:
-    """What a bench is told of its data. ``data`` may hold ``{domain}``, for which each of ``domains`` is put in."""
+    """A bench's data and how they are divided. Each of ``domains`` takes the place of ``{domain}`` in ``data``."""
 
     data: tuple[str, ...]
     domains: tuple[str, ...] = ()
@@ -72,8 +72,8 @@ class Protocol(ABC):
         """The federations of one seed. ``personal``: a client's classifier is its own, so each is tested."""
 
     @abstractmethod
-    def scores(self, found: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
-        """Columns from the last evaluation of each trial; ``pick`` takes the method's accuracy or the template's."""
+    def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
+        """Columns from each trial's last evaluation; ``pick`` takes the method's accuracy of it or the template's."""
 
 
 class BaseToNovel(Protocol):
@@ -114,9 +114,9 @@ class BaseToNovel(Protocol):
         names = _names(with_options(setting.data[0], {"classes": "base"})) if len(setting.data) == 1 else None
         return [Trial("all", {"class_names": names}, tuple(sites))]
 
-    def scores(self, found: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
+    def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Means over the clients."""
-        rows = found["all"]
+        rows = by_trial["all"]
         means = {
             column: _mean(rows, pick, split)
             for column, split in (("local", "test"), ("base", "base"), ("novel", "novel"))
@@ -168,15 +168,15 @@ class LeaveOneDomainOut(Protocol):
             trials.append(Trial(target, {"class_names": _names(unseen)}, (*sites, *referees)))
         return trials
 
-    def scores(self, found: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
+    def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """The evaluator's accuracy, or the mean of the clients' on the target; and on their own domains."""
         scores = {}
-        for target, rows in found.items():
-            shared = [one for one in rows if one.role == "evaluator"]
-            own = [one for one in rows if one.split == TARGET]
+        for target, rows in by_trial.items():
+            shared = [accuracy for accuracy in rows if accuracy.role == "evaluator"]
+            own = [accuracy for accuracy in rows if accuracy.split == TARGET]
             scores[target] = _mean(own, pick, TARGET) if own else _mean(shared, pick, "test")
         mean = fmean(scores.values())
-        sources = [one for rows in found.values() for one in rows if one.role == "trainer"]
+        sources = [accuracy for rows in by_trial.values() for accuracy in rows if accuracy.role == "trainer"]
         return scores | {"mean": mean, "clients": _mean(sources, pick, "test")}
 
     def _targets(self, setting: Setting) -> tuple[str, ...]:
@@ -220,12 +220,12 @@ class Personalisation(Protocol):
         names = _names(data.replace(DOMAIN, setting.domains[0]) if DOMAIN in data else data)
         return [Trial("all", {"class_names": names}, tuple(Site(_client(name), uri) for name, uri in uris.items()))]
 
-    def scores(self, found: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
+    def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Over the clients, each counting once."""
-        values = _values(found["all"], pick, "test")
-        tested = [one for one in found["all"] if one.split == "test"]
-        by_domain = {one.domain: _mean([one], pick, "test") for one in tested if one.domain}
-        if len(by_domain) < len(tested):  # several clients share one: it is no column
+        values = _values(by_trial["all"], pick, "test")
+        tested = [accuracy for accuracy in by_trial["all"] if accuracy.split == "test"]
+        by_domain = {accuracy.domain: _mean([accuracy], pick, "test") for accuracy in tested if accuracy.domain}
+        if len(by_domain) < len(tested):  # several clients share a domain: it is no column
             by_domain = {}
         spread = {"mean": fmean(values), "sd of clients": pstdev(values), "worst client": min(values)}
         return {**by_domain, **spread}
@@ -263,10 +263,10 @@ class CrossDataset(Protocol):
             sites.append(Site(f"client{client:03}", uri, tests=tests if personal or client == 0 else {}))
         return [Trial("all", {"class_names": _names(source)}, tuple(sites))]
 
-    def scores(self, found: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
+    def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Means over the clients that were tested."""
-        splits = sorted({one.split for one in found["all"]} - {"test"})
-        scores = {split: _mean(found["all"], pick, split) for split in splits}
+        splits = sorted({accuracy.split for accuracy in by_trial["all"]} - {"test"})
+        scores = {split: _mean(by_trial["all"], pick, split) for split in splits}
         others = [value for split, value in scores.items() if split != "source"]
         return scores | {"mean": fmean(others)}
 
@@ -300,20 +300,20 @@ class FewShot(Protocol):
             for trial in self.inner.trials(replace(setting, shots=number), seed, personal)
         ]
 
-    def scores(self, found: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
+    def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """The inner protocol's harmonic mean, or mean."""
         by_shots: dict[str, dict[str, Sequence[Accuracy]]] = {}
-        for name, rows in found.items():
+        for name, rows in by_trial.items():
             shots, _, trial = name.partition("/")
             by_shots.setdefault(shots, {})[trial] = rows
         scores = {shots: self.inner.scores(rows, pick) for shots, rows in by_shots.items()}
-        return {shots: one.get("harmonic mean", one.get("mean", 0.0)) for shots, one in scores.items()}
+        return {shots: columns.get("harmonic mean", columns.get("mean", 0.0)) for shots, columns in scores.items()}
 
 
 _PLAIN: tuple[Protocol, ...] = (BaseToNovel(), LeaveOneDomainOut(), Personalisation(), CrossDataset())
 PROTOCOLS: dict[str, Protocol] = {
-    **{one.name: one for one in _PLAIN},
-    **{f"{FewShot.name}:{one.name}": FewShot(one) for one in _PLAIN},
+    **{protocol.name: protocol for protocol in _PLAIN},
+    **{f"{FewShot.name}:{protocol.name}": FewShot(protocol) for protocol in _PLAIN},
 }
 
 
@@ -328,8 +328,8 @@ def _shots(number: int) -> str:
 def with_options(uri: str, options: Mapping[str, Any]) -> str:
     """A data URI with further options; what it names itself stays, what is None is left out."""
     address, _, query = uri.partition("?")
-    given = {part.partition("=")[0] for part in query.split("&") if part}
-    added = [f"{key}={value}" for key, value in options.items() if value is not None and key not in given]
+    named = {part.partition("=")[0] for part in query.split("&") if part}
+    added = [f"{key}={value}" for key, value in options.items() if value is not None and key not in named]
     parts = [part for part in (query, *added) if part]
     return f"{address}?{'&'.join(parts)}" if parts else address
 
@@ -347,7 +347,7 @@ def _names(uri: str) -> list[str]:
 
 
 def _values(rows: Iterable[Accuracy], pick: Pick, split: str) -> list[float]:
-    return [value for one in rows if one.split == split and (value := pick(one)) is not None]
+    return [value for row in rows if row.split == split and (value := pick(row)) is not None]
 
 
 def _mean(rows: Iterable[Accuracy], pick: Pick, split: str) -> float:

@@ -73,9 +73,9 @@ class Bench:
         return jobs
 
     def _spec(self, entry: Entry, seed: int, trial: Trial) -> RawSpec:
-        """Each data set's own template, everybody asked, evaluated at the start and the end, unless told otherwise."""
-        given = {name: value for name, value in trial.spec.items() if value is not None}
-        raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | given, dict(self.base)), self.m)
+        """Unless it says otherwise: each data set's own template, everybody asked, evaluated at start and end."""
+        added = {name: value for name, value in trial.spec.items() if value is not None}
+        raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
         trainers = sum(site.role == "trainer" for site in trial.sites)
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
         return merged({"evaluation": {"every": resolve_spec(raw).rounds}, **everybody}, raw)
