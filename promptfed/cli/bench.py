@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 from rich.markup import escape
@@ -27,6 +28,25 @@ from promptfed.sdk.output import console, messages, print_json, table
 _ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "as_json"})
 _EMBEDDED = _ALL | {"reduced"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
+
+
+def setting_of(options: Mapping[str, Any]) -> Setting:
+    """What the options of the command line say of a protocol's setting.
+
+    Raises:
+        CommandError: ``--curve`` is no list of numbers.
+    """
+    lists = {
+        "data": tuple(options["data"] or ()),
+        "domains": _names(options["domains"]),
+        "targets": _names(options["targets"]),
+        "curve": whole_numbers(options["curve"], "--curve"),
+    }
+    return Setting(**{field.name: options[field.name] for field in fields(Setting)} | lists)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:

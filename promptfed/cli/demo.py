@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from promptfed.cli.launch import accuracies, conduct, new_folder, show
+from promptfed.cli.launch import conduct, new_folder, show, summary
 from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
 from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk.errors import CommandError, Exit
@@ -16,19 +15,6 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.data.demo import DEMOS, Demo
 from promptfed.shared.methods import method_for, resolve_spec
 from promptfed.shared.spec import FederationSpec, SpecError
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """What `promptfed demo --json` prints last; splits are named ``client:<name>`` and ``unseen:<domain>``."""
-
-    method: str
-    rounds: int
-    seconds: float
-    zero_shot: dict[str, float]
-    federated: dict[str, float]
-    bytes_up: int
-    bytes_down: int
 
 
 def run_demo(*, method: str, rounds: int | None, data: str, seed: int, keep: Path | None, as_json: bool) -> None:
@@ -47,7 +33,11 @@ def run_demo(*, method: str, rounds: int | None, data: str, seed: int, keep: Pat
             result = _run(DEMOS[data], spec, processes, folder, quiet=as_json)
     except ProcessFailed as error:
         raise CommandError(str(error), Exit.FAILED) from None
-    _show(result, method, time.monotonic() - started, as_json)
+    seconds = time.monotonic() - started
+    if as_json:
+        print_json(summary(result, seconds))
+    else:
+        show(result, method, seconds)
 
 
 def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> FederationSpec:
@@ -89,19 +79,3 @@ def _run(demo: Demo, spec: FederationSpec, processes: Processes, folder: Path, q
         watcher.say("starting the coordinator")
         with LocalFederation(processes, folder) as local:
             return conduct(local, spec, sites, watcher)
-
-
-def _show(result: FederationResult, method: str, seconds: float, as_json: bool) -> None:
-    if not as_json:
-        show(result, method, seconds)
-        return
-    summary = DemoResult(
-        method=method,
-        rounds=result.evaluated_round or 0,
-        seconds=round(seconds, 2),
-        zero_shot=accuracies(result, "zero_shot"),
-        federated=accuracies(result, "accuracy"),
-        bytes_up=result.bytes_up,
-        bytes_down=result.bytes_down,
-    )
-    print_json(asdict(summary))

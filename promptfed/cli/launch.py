@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from promptfed.sdk.text import size
 from promptfed.shared.spec import FederationSpec
 
 Runtime = Literal["process", "docker"]
+KEYS = ("method", "runtime", "rounds", "seconds", "state_hash", "zero_shot", "federated", "bytes_up", "bytes_down")
 LOGS = "look at the logs with --keep FOLDER"
 
 
@@ -37,21 +38,6 @@ class Launch:
     port: int = 0
     keep: Path | None = None
     allow_backbone: bool = False
-
-
-@dataclass(frozen=True)
-class LaunchResult:
-    """What `promptfed launch --json` prints last; splits are named ``client:<name>`` and ``unseen:<domain>``."""
-
-    method: str
-    runtime: Runtime
-    rounds: int
-    seconds: float
-    state_hash: str
-    zero_shot: dict[str, float]
-    federated: dict[str, float]
-    bytes_up: int
-    bytes_down: int
 
 
 def run_launch(path: Path, clients: int | None, launch: Launch, as_json: bool) -> None:
@@ -82,7 +68,8 @@ def run_launch(path: Path, clients: int | None, launch: Launch, as_json: bool) -
         result = conduct(services, spec, run.sites, watcher, initial_state, gpus)
     seconds = time.monotonic() - started
     if as_json:
-        print_json(asdict(_launch_result(launch, result, seconds)))
+        whole = summary(result, seconds) | {"runtime": launch.runtime, "state_hash": result.federation.state_hash}
+        print_json({key: whole[key] for key in KEYS})
     else:
         show(result, spec.method["name"], seconds)
         console.print(f"State {result.federation.state_hash}", highlight=False, soft_wrap=True)
@@ -163,11 +150,19 @@ def show(result: FederationResult, method: str, seconds: float) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def accuracies(result: FederationResult, column: Literal["zero_shot", "accuracy"]) -> dict[str, float]:
-    """Accuracies by ``client:<name>`` and ``unseen:<domain>``, where they were measured."""
+def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
+    """The result for programs; splits are named ``client:<name>`` and ``unseen:<domain>``."""
     rows = sorted(result.final(), key=lambda row: (row.role != "trainer", row.client))
-    values = {_split(row): getattr(row, column) for row in rows if row.split == "test"}
-    return {name: value for name, value in values.items() if value is not None}
+    own = {_split(row): row for row in rows if row.split == "test"}
+    return {
+        "method": result.federation.spec.method["name"],
+        "rounds": result.evaluated_round,
+        "seconds": round(seconds, 2),
+        "zero_shot": {name: row.zero_shot for name, row in own.items() if row.zero_shot is not None},
+        "federated": {name: row.accuracy for name, row in own.items()},
+        "bytes_up": result.bytes_up,
+        "bytes_down": result.bytes_down,
+    }
 
 
 def _prepared(run: Run, allow_backbone: bool) -> tuple[FederationSpec, bytes | None, tuple[str, ...]]:
@@ -200,20 +195,6 @@ def _services(launch: Launch, engine: Any, folder: Path, watcher: Watcher) -> It
 def _revive(services: Services, watcher: Watcher) -> None:
     for name in services.watch():
         watcher.say(f"{name} had died and was started again")
-
-
-def _launch_result(launch: Launch, result: FederationResult, seconds: float) -> LaunchResult:
-    return LaunchResult(
-        method=result.federation.spec.method["name"],
-        runtime=launch.runtime,
-        rounds=result.evaluated_round or 0,
-        seconds=round(seconds, 2),
-        state_hash=result.federation.state_hash or "",
-        zero_shot=accuracies(result, "zero_shot"),
-        federated=accuracies(result, "accuracy"),
-        bytes_up=result.bytes_up,
-        bytes_down=result.bytes_down,
-    )
 
 
 def _split(row: Accuracy) -> str:

@@ -26,6 +26,24 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, 
 Classes = Annotated[
     str | None, typer.Option(help="class names by commas, to choose among; default: those that the spec names")
 ]
+AllowBackbone = Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")]
+Pool = Annotated[int, typer.Option(min=1, help="clients that compute at once")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
+Protocol = Annotated[
+    str,
+    typer.Argument(
+        help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
+        "paper:TABLE; or embedded, the whole benchmark on what needs no download"
+    ),
+]
+Entries = Annotated[str, typer.Option(help="entries by commas, each NAME[:KEY=VALUE]..., as plan:residual=false")]
+BenchData = Annotated[
+    list[str] | None, typer.Option(help="data URI, repeatable; {domain} stands for each of --domains")
+]
+Partition = Annotated[str, typer.Option(help="pathological, dirichlet or iid, for personalisation")]
+Validation = Annotated[
+    float | None, typer.Option(help="test on this share of the training images, to choose hyperparameters")
+]
 ClassesOf = Annotated[str | None, typer.Option("--data", help="data URI whose class names are taken instead")]
 
 
@@ -53,7 +71,7 @@ def launch(
     gpus: Annotated[str, typer.Option(help="auto, none or a number: GPUs that clients get in turn")] = "auto",
     port: Annotated[int, typer.Option(min=0, max=65535, help="the coordinator's, on loopback; 0: any free one")] = 0,
     keep: Annotated[Path | None, typer.Option(help="keep logs (and the processes' folders) here")] = None,
-    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    allow_backbone: AllowBackbone = False,
     as_json: Json = False,
 ) -> None:
     """Run a federation on this machine, in processes or containers, and take away what was started."""
@@ -67,11 +85,11 @@ def launch(
 def simulate(
     spec: Annotated[Path, typer.Argument(help="run file: a federation's spec and its clients, in YAML")],
     clients: Annotated[int | None, typer.Option(min=1, help="trainers; default: as many as the run file has")] = None,
-    pool: Annotated[int, typer.Option(min=1, help="clients that compute at once")] = 1,
+    pool: Pool = 1,
     out: Annotated[Path | None, typer.Option(help="keep result.json and prompts.safetensors here")] = None,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
-    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    device: Device = "cpu",
+    allow_backbone: AllowBackbone = False,
     as_json: Json = False,
 ) -> None:
     """Run a federation in this one process: the same services without sockets, for hundreds of clients."""
@@ -100,20 +118,10 @@ def _written(context: typer.Context, name: str) -> bool:
 @app.command()
 def bench(
     context: typer.Context,
-    protocol: Annotated[
-        str,
-        typer.Argument(
-            help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
-            "paper:TABLE; or embedded, the whole benchmark on what needs no download"
-        ),
-    ],
+    protocol: Protocol,
     out: Annotated[Path, typer.Option(help="folder for results; finished federations in it are not run again")],
-    methods: Annotated[
-        str, typer.Option(help="entries by commas, each NAME[:KEY=VALUE]..., as plan:residual=false")
-    ] = "",
-    data: Annotated[
-        list[str] | None, typer.Option(help="data URI, repeatable; {domain} stands for each of --domains")
-    ] = None,
+    methods: Entries = "",
+    data: BenchData = None,
     root: Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")] = "data",
     seeds: Annotated[str | None, typer.Option(help="by commas; default: 0,1,2")] = None,
     reduced: Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")] = False,
@@ -121,54 +129,36 @@ def bench(
     targets: Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")] = "",
     clients: Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")] = 10,
     classes_per_client: Annotated[int | None, typer.Option(min=1, help="instead of --clients, base-to-novel")] = None,
-    partition: Annotated[
-        str, typer.Option(help="pathological, dirichlet or iid, for personalisation")
-    ] = "pathological",
+    partition: Partition = "pathological",
     alpha: Annotated[float, typer.Option(help="of the Dirichlet distribution")] = 0.1,
     shots: Annotated[int | None, typer.Option(min=1, help="training images of each class and client")] = None,
     curve: Annotated[str, typer.Option(help="numbers of shots for few-shot, by commas")] = "1,2,4,8,16",
-    validation: Annotated[
-        float | None, typer.Option(help="test on this share of the training images, to choose hyperparameters")
-    ] = None,
+    validation: Validation = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None,
     m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None,
     spec: Annotated[
         Path | None, typer.Option(help="YAML laid under every method's spec: backbone, training, ...")
     ] = None,
-    pool: Annotated[int, typer.Option(min=1, help="clients that compute at once")] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N")] = "cpu",
-    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    pool: Pool = 1,
+    device: Device = "cpu",
+    allow_backbone: AllowBackbone = False,
     as_json: Json = False,
 ) -> None:
     """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot."""
-    from promptfed.cli.bench import make_bench, refuse_unused, run_bench, run_embedded, run_preset, whole_numbers
-    from promptfed.experiments.protocols import Setting
-    from promptfed.experiments.runner import Runner
-
     with reporting_errors():
-        setting = Setting(
-            data=tuple(data or ()),
-            domains=tuple(name.strip() for name in domains.split(",") if name.strip()),
-            targets=tuple(name.strip() for name in targets.split(",") if name.strip()),
-            clients=clients,
-            classes_per_client=classes_per_client,
-            partition=partition,
-            alpha=alpha,
-            shots=shots,
-            validation=validation,
-            curve=whole_numbers(curve, "--curve"),
-        )
-        refuse_unused(protocol, setting, {name for name in context.params if _written(context, name)})
+        from promptfed.cli import bench as running
+        from promptfed.experiments.runner import Runner
+
+        setting = running.setting_of(context.params)
         runner = Runner(out, pool, device, allow_backbone)
+        running.refuse_unused(protocol, setting, {name for name in context.params if _written(context, name)})
         if protocol == "embedded":
-            run_embedded(runner, reduced, seeds, as_json)
-            return
-        seeds = seeds or "0,1,2"
-        if protocol.startswith("paper:"):
-            run_preset(protocol, root, seeds, runner, spec, rounds, as_json)
-            return
-        described = make_bench(protocol, methods, setting, seeds, spec, rounds, m)
-        run_bench(described, runner, as_json)
+            running.run_embedded(runner, reduced, seeds, as_json)
+        elif protocol.startswith("paper:"):
+            running.run_preset(protocol, root, seeds or "0,1,2", runner, spec, rounds, as_json)
+        else:
+            described = running.make_bench(protocol, methods, setting, seeds or "0,1,2", spec, rounds, m)
+            running.run_bench(described, runner, as_json)
 
 
 @app.command()
@@ -179,7 +169,7 @@ def export(
     classes: Classes = None,
     data: ClassesOf = None,
     anonymous: Annotated[bool, typer.Option(help="number the clients in the card instead of naming them")] = False,
-    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    allow_backbone: AllowBackbone = False,
     coordinator: Url = None,
     token_file: TokenFile = None,
     as_json: Json = False,
@@ -207,7 +197,7 @@ def predict(
     classes: Classes = None,
     data: ClassesOf = None,
     top: Annotated[int, typer.Option(min=1, help="classes that are shown")] = 5,
-    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    allow_backbone: AllowBackbone = False,
     coordinator: Url = None,
     token_file: TokenFile = None,
     as_json: Json = False,

@@ -13,97 +13,87 @@ from pydantic import BaseModel
 from promptfed.sdk.client import Answer, Operation, Request, View
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.api_schemas import (
-    ClientPage,
-    ClientView,
-    DryRun,
-    FederationPage,
-    FederationView,
-    Health,
-    MintedToken,
-    PromptsView,
-    RoundPage,
-    RoundReport,
-    SuppliedState,
-)
+from promptfed.shared import api_schemas as schemas
 from promptfed.shared.insight_schemas import LexiconView
 from promptfed.shared.replay_schemas import ReplayReport
 from promptfed.shared.spec import FederationSpec
 
-Page = TypeVar("Page", FederationPage, ClientPage, RoundPage)
+Page = TypeVar("Page", schemas.FederationPage, schemas.ClientPage, schemas.RoundPage)
 
 ReplayQuestion = Mapping[str, object]  # aggregation and without, as the coordinator takes them
 Spec = FederationSpec | Mapping[str, Any]  # resolved, or as somebody wrote it
 FEDERATIONS = "/v1/federations"
 Accept = Literal["application/json", "application/octet-stream"]
 ROUNDS_AT_ONCE = 20  # with a thousand clients the report of each has megabytes
-READY = Request("GET", "/readyz", Health)
+READY = Request("GET", "/readyz", schemas.Health)
 REPLAY_SECONDS = 600.0  # that one round may take
 
 
-def dry_run(spec: Spec) -> Request[DryRun]:
+def dry_run(spec: Spec) -> Request[schemas.DryRun]:
     """The spec as it would be read back; nothing is created."""
-    return Request("POST", FEDERATIONS, DryRun, {"json": _sent(spec), "params": {"dry_run": "true"}})
+    return Request("POST", FEDERATIONS, schemas.DryRun, {"json": _sent(spec), "params": {"dry_run": "true"}})
 
 
-def create(spec: Spec, initial_state: bytes | None = None) -> Operation[Answer[FederationView]]:
+def create(spec: Spec, initial_state: bytes | None = None) -> Operation[Answer[schemas.FederationView]]:
     """A new federation; ``initial_state`` is a safetensors body that only a backbone could make."""
-    created = yield from _one(Request("POST", FEDERATIONS, FederationView, {"json": _sent(spec)}))
+    created = yield from _one(Request("POST", FEDERATIONS, schemas.FederationView, {"json": _sent(spec)}))
     if initial_state is not None:
-        yield _upload(f"{FEDERATIONS}/{created.json['id']}/initial-state", SuppliedState, initial_state)
+        yield _upload(f"{FEDERATIONS}/{created.json['id']}/initial-state", schemas.SuppliedState, initial_state)
     return created
 
 
-def get_federation(federation: str) -> Request[FederationView]:
+def get_federation(federation: str) -> Request[schemas.FederationView]:
     """One federation by its name or id."""
-    return Request("GET", f"{FEDERATIONS}/{federation}", FederationView)
+    return Request("GET", f"{FEDERATIONS}/{federation}", schemas.FederationView)
 
 
-def list_federations() -> Operation[list[Answer[FederationPage]]]:
+def list_federations() -> Operation[list[Answer[schemas.FederationPage]]]:
     """All federations, oldest first."""
-    return _pages(lambda after: Request("GET", FEDERATIONS, FederationPage, _query(after=after)))
+    return _pages(lambda after: Request("GET", FEDERATIONS, schemas.FederationPage, _query(after=after)))
 
 
-def steer(federation: str, verb: str) -> Request[FederationView]:
+def steer(federation: str, verb: str) -> Request[schemas.FederationView]:
     """``start``, ``pause``, ``resume`` or ``cancel`` a federation."""
-    return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", FederationView)
+    return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", schemas.FederationView)
 
 
-def mint_token(federation: str) -> Request[MintedToken]:
+def mint_token(federation: str) -> Request[schemas.MintedToken]:
     """A fresh enrolment token."""
-    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", MintedToken)
+    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", schemas.MintedToken)
 
 
-def list_clients(federation: str) -> Operation[list[Answer[ClientPage]]]:
+def list_clients(federation: str) -> Operation[list[Answer[schemas.ClientPage]]]:
     """Who has enrolled, in order of name."""
     path = f"{FEDERATIONS}/{federation}/clients"
-    return _pages(lambda after: Request("GET", path, ClientPage, _query(after=after)))
+    return _pages(lambda after: Request("GET", path, schemas.ClientPage, _query(after=after)))
 
 
-def get_rounds(federation: str, after: str | None = None) -> Request[RoundPage]:
+def get_rounds(federation: str, after: str | None = None) -> Request[schemas.RoundPage]:
     """Reports of the rounds behind ``after``, a page of them."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/rounds", RoundPage, _query(after=after, limit=ROUNDS_AT_ONCE))
+    return Request(
+        "GET", f"{FEDERATIONS}/{federation}/rounds", schemas.RoundPage, _query(after=after, limit=ROUNDS_AT_ONCE)
+    )
 
 
-def get_round(federation: str, round: int) -> Request[RoundReport]:
+def get_round(federation: str, round: int) -> Request[schemas.RoundReport]:
     """The report of one round."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/rounds/{round}", RoundReport)
+    return Request("GET", f"{FEDERATIONS}/{federation}/rounds/{round}", schemas.RoundReport)
 
 
 def get_prompts(
     federation: str, round: int | str = "latest", accept: Accept = "application/octet-stream"
-) -> Request[PromptsView]:
+) -> Request[schemas.PromptsView]:
     """The global state after a round, as JSON or as a safetensors body under its hash."""
     path, options = f"{FEDERATIONS}/{federation}/prompts", _query(round=round)
-    return Request("GET", path, PromptsView, options | {"headers": {"Accept": accept}})
+    return Request("GET", path, schemas.PromptsView, options | {"headers": {"Accept": accept}})
 
 
 def generate_prompts(
     federation: str, round: str, class_names: list[str], text_features: list[list[float]]
-) -> Request[PromptsView]:
+) -> Request[schemas.PromptsView]:
     """Prompts for classes that no client need have, of whose bare names ``text_features (C, d_e)`` are given."""
     options = _query(round=round) | {"json": {"class_names": class_names, "text_features": text_features}}
-    return Request("POST", f"{FEDERATIONS}/{federation}/prompts/generate", PromptsView, options)
+    return Request("POST", f"{FEDERATIONS}/{federation}/prompts/generate", schemas.PromptsView, options)
 
 
 def get_lexicon(federation: str) -> Request[LexiconView]:
@@ -156,7 +146,7 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     )
 
 
-def clients_of(pages: list[Answer[ClientPage]]) -> list[ClientView]:
+def clients_of(pages: list[Answer[schemas.ClientPage]]) -> list[schemas.ClientView]:
     """All clients of the pages."""
     return [client for page in pages for client in page.view.clients]
 
