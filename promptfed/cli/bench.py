@@ -60,7 +60,7 @@ def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:
     elif protocol.startswith("paper:"):
         unused, why = given - _PRESET, "the preset sets the rest"
     elif protocol in PROTOCOLS:
-        idle = {one.name for one in fields(Setting)} - {"data"} - PROTOCOLS[protocol].used(setting)
+        idle = {field.name for field in fields(Setting)} - {"data"} - PROTOCOLS[protocol].used(setting)
         unused, why = given & (idle | {"reduced", "root"}), "it looks at none with this data and these options"
     else:
         return  # `make_bench` says so
@@ -114,7 +114,7 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
         CommandError: the text of ``option`` is something else.
     """
     try:
-        numbers = tuple(int(one) for one in text.split(","))
+        numbers = tuple(int(number) for number in text.split(","))
     except ValueError:
         raise CommandError(f"{option} {text!r}: write whole numbers separated by commas", Exit.BAD_INPUT) from None
     if len(set(numbers)) < len(numbers) or min(numbers) < 0:

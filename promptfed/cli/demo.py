@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from promptfed.cli.launch import conduct, new_folder, show, summary
+from promptfed.cli.launch import conduct, show, summary
 from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
 from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.files import new_folder
 from promptfed.sdk.output import print_json
 from promptfed.sdk.progress import Watcher
 from promptfed.sdk.result import FederationResult
@@ -29,7 +30,7 @@ def run_demo(*, method: str, rounds: int | None, data: str, seed: int, keep: Pat
         raise CommandError(f"there is no demo {data!r}: use {' or '.join(sorted(DEMOS))}", Exit.BAD_INPUT)
     spec = demo_spec(DEMOS[data], method, rounds, seed)
     try:
-        with new_folder(keep) as folder, Processes(folder) as processes:
+        with new_folder(keep, "--keep") as folder, Processes(folder) as processes:
             result = _run(DEMOS[data], spec, processes, folder, quiet=as_json)
     except ProcessFailed as error:
         raise CommandError(str(error), Exit.FAILED) from None

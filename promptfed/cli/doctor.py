@@ -17,18 +17,18 @@ def examine(patient: Patient, as_json: bool) -> None:
     Raises:
         CommandError: something stands in the way.
     """
-    found = Examination(patient)
-    found.run()
+    examination = Examination(patient)
+    examination.run()
     if as_json:
-        disclosure = found.disclosure.facts() if found.disclosure is not None else None
-        print_json({"checks": [asdict(check) for check in found.checks], "leaves": disclosure})
+        disclosure = examination.disclosure.facts() if examination.disclosure is not None else None
+        print_json({"checks": [asdict(check) for check in examination.checks], "leaves": disclosure})
     else:
-        for check in found.checks:
+        for check in examination.checks:
             console.print(check.line(), style=COLOURS[check.verdict], highlight=False, markup=False, soft_wrap=True)
-        if found.disclosure is not None:
+        if examination.disclosure is not None:
             console.print("")
-            for line in found.disclosure.lines():
+            for line in examination.disclosure.lines():
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
-    failed = [check.name for check in found.checks if check.verdict == "fail"]
+    failed = [check.name for check in examination.checks if check.verdict == "fail"]
     if failed:
         raise CommandError(f"not ready: {', '.join(failed)}", Exit.BAD_INPUT)

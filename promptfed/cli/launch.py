@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from promptfed.runtime.run_file import Run, check_trainers, read_run
 from promptfed.runtime.services import LocalFederation, Services, Site
 from promptfed.sdk import operations
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.files import new_folder
 from promptfed.sdk.follow import follow
 from promptfed.sdk.output import console, print_json
 from promptfed.sdk.progress import Watcher, result_table
@@ -60,7 +60,7 @@ def run_launch(path: Path, clients: int | None, launch: Launch, as_json: bool) -
         engine = open_engine()
     spec, initial_state, permitted = _prepared(run, launch.allow_backbone)
     with (
-        new_folder(launch.keep) as folder,
+        new_folder(launch.keep, "--keep") as folder,
         Watcher(spec.rounds, quiet=as_json) as watcher,
         _services(launch, engine, folder, watcher) as services,
     ):
@@ -83,7 +83,7 @@ def conduct(
     initial_state: bytes | None = None,
     gpus: Sequence[str] = (),
 ) -> FederationResult:
-    """Run a federation to its end: what it came to.
+    """Run a federation to its end; its result.
 
     Raises:
         CommandError: the federation did not finish.
@@ -121,32 +121,12 @@ def check_port(port: int) -> None:
             raise CommandError(text, Exit.BAD_INPUT) from None
 
 
-@contextmanager
-def new_folder(keep: Path | None, option: str = "--keep") -> Iterator[Path]:
-    """``keep``, which must be new or empty, or a temporary folder; ``option`` is where it was given.
-
-    Raises:
-        CommandError: it cannot be used.
-    """
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="promptfed-") as made:
-            yield Path(made)
-        return
-    try:
-        keep.mkdir(parents=True, exist_ok=True)
-        if any(keep.iterdir()):
-            raise CommandError(f"{keep} is not empty: give {option} a new folder", Exit.BAD_INPUT)
-    except OSError as error:
-        raise CommandError(f"cannot use {keep}: {error.strerror}", Exit.BAD_INPUT) from None
-    yield keep
-
-
 def show(result: FederationResult, method: str, seconds: float) -> None:
     """The result for people."""
     rounds = _counted(result.evaluated_round or 0, "round")
     console.print(result_table(result.final(), f"Accuracy of {method} after {rounds}"))
-    sent, taken = size(result.bytes_up), size(result.bytes_down)
-    text = f"{seconds:.0f} s in all; the clients sent {sent} up and took {taken} down, and not one image."
+    up, down = size(result.bytes_up), size(result.bytes_down)
+    text = f"{seconds:.0f} s in all; the clients sent {up} up and took {down} down, and not one image."
     console.print(text, highlight=False, soft_wrap=True)
 
 

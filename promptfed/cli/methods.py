@@ -21,40 +21,40 @@ def show_methods(name: str | None, as_json: bool) -> None:
         if as_json:
             print_json(listed)
             return
-        rows = [[found["name"], _summary(found), _phases(found)] for found in listed]
+        rows = [[method["name"], _summary(method), _phases(method)] for method in listed]
         console.print(table(None, ["method", "what it does", "phases"], rows))
         return
     try:
-        found = describe(name)
+        method = describe(name)
     except SpecError as error:
         raise CommandError(error.errors[0]["detail"], Exit.BAD_INPUT) from None
     if as_json:
-        print_json(found)
+        print_json(method)
         return
-    console.print(f"[bold]{name}[/bold]: {_summary(found)}\n{found['paper']}\n", highlight=False)
-    console.print(table("Hyperparameters", ["name", "default", "meaning"], _hyperparameters(found)))
+    console.print(f"[bold]{name}[/bold]: {_summary(method)}\n{method['paper']}\n", highlight=False)
+    console.print(table("Hyperparameters", ["name", "default", "meaning"], _hyperparameters(method)))
     rows = [
         [phase["name"], "; ".join(map(_tensor, phase["down"])) or "-", "; ".join(map(_tensor, phase["up"])) or "-"]
-        for phase in found["phases"]
+        for phase in method["phases"]
     ]
     console.print(table("What travels", ["phase", "down", "up"], rows))
 
 
-def _summary(found: dict[str, Any]) -> str:
-    package = METHODS.package(found["name"])
-    return f"{found['summary']} (from {package})" if package else str(found["summary"])
+def _summary(method: dict[str, Any]) -> str:
+    package = METHODS.package(method["name"])
+    return f"{method['summary']} (from {package})" if package else str(method["summary"])
 
 
-def _phases(found: dict[str, Any]) -> str:
-    return ", ".join(phase["name"] for phase in found["phases"]) or "-"
+def _phases(method: dict[str, Any]) -> str:
+    return ", ".join(phase["name"] for phase in method["phases"]) or "-"
 
 
 def _tensor(tensor: dict[str, Any]) -> str:
     return f"{tensor['name']} ({', '.join(map(str, tensor['shape']))}) {tensor['dtype']}"
 
 
-def _hyperparameters(found: dict[str, Any]) -> list[list[str]]:
+def _hyperparameters(method: dict[str, Any]) -> list[list[str]]:
     return [
         [key, str(schema.get("default")), schema.get("description", "")]
-        for key, schema in found["hyperparameters"].get("properties", {}).items()
+        for key, schema in method["hyperparameters"].get("properties", {}).items()
     ]

@@ -13,14 +13,13 @@ from typing import Any
 
 from rich.table import Table
 
-from promptfed.cli.launch import new_folder
 from promptfed.experiments.provenance import provenance
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.processes import interrupt_on_sigterm
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.backbone import resolve
 from promptfed.sdk.errors import Exit
-from promptfed.sdk.files import write_file
+from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, messages, print_json, table
 from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.result import Accuracy, FederationResult

@@ -82,8 +82,8 @@ def vocabulary(backbone: Backbone) -> tuple[list[str], Tensor]:
     kept: list[str] = []
     rows: list[Tensor] = []
     remaining = iter(words)
-    while some := list(islice(remaining, AT_ONCE)):
-        for word, row in _embedded(backbone, some):
+    while batch := list(islice(remaining, AT_ONCE)):
+        for word, row in _embedded(backbone, batch):
             kept.append(word)
             rows.append(row)
     if not kept:

@@ -17,12 +17,12 @@ class _Images:
     """Distinct images of many splits, as the feature cache sees a split."""
 
     def __init__(self, splits: Iterable[Split]):
-        found: dict[str, tuple[Split, int]] = {}
+        places: dict[str, tuple[Split, int]] = {}
         for split in splits:
             for index in range(len(split)):
-                found.setdefault(split.digest(index), (split, index))
-        self._digests = list(found)
-        self._places = list(found.values())
+                places.setdefault(split.digest(index), (split, index))
+        self._digests = list(places)
+        self._places = list(places.values())
 
     def __len__(self) -> int:
         return len(self._places)

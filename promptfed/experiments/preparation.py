@@ -17,11 +17,11 @@ from promptfed.shared.spec import BackboneSpec, FederationSpec
 
 NO_DEADLINE = 30 * 86400.0  # seconds: the longest that a spec may give
 
-Progress = Callable[[Snapshot], None]
+ProgressCallback = Callable[[Snapshot], None]
 
 
 @dataclass(frozen=True)
-class Client:
+class SimulatedClient:
     """A site with its images at hand."""
 
     site: Site
@@ -35,17 +35,17 @@ class Client:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SimulationSetup:
     """All that a simulation needs, checked before anything is started."""
 
     spec: FederationSpec
     initial_state: bytes | None
-    clients: tuple[Client, ...]
+    clients: tuple[SimulatedClient, ...]
     folder: Path
     pool: int
     backbone: Backbone
     features: FeatureCache
-    progress: Progress
+    progress: ProgressCallback
 
     @property
     def threads(self) -> int:
@@ -84,7 +84,7 @@ def expect_backbone(spec: BackboneSpec, backbone: Backbone) -> None:
         raise CommandError(f"{text}: give the one that the spec names", Exit.BAD_INPUT)
 
 
-def open_site(site: Site, sources: SharedSources) -> Client:
+def open_site(site: Site, sources: SharedSources) -> SimulatedClient:
     """The client of ``site``.
 
     Raises:
@@ -92,6 +92,6 @@ def open_site(site: Site, sources: SharedSources) -> Client:
     """
     try:
         tests = {name: sources.open(uri) for name, uri in site.tests.items()}
-        return Client(site, sources.open(site.data), tests)
+        return SimulatedClient(site, sources.open(site.data), tests)
     except DataError as error:
         raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,19 +28,20 @@ from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.asgi_transport import InProcess
 from promptfed.experiments.feature_warmup import warm
 from promptfed.experiments.preparation import (
-    Plan,
-    Progress,
+    ProgressCallback,
+    SimulationSetup,
     expect_backbone,
     expect_usable,
     open_site,
     simulated_spec,
 )
-from promptfed.experiments.workers import AHEAD, Crew, crew
+from promptfed.experiments.workers import AHEAD, RunningWorkers, run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk import operations
 from promptfed.sdk.backbone import described, open_backbone, resolve
 from promptfed.sdk.client import AsyncCoordinator
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.files import new_folder
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api_schemas import RoundReport
@@ -68,7 +68,7 @@ def simulate(
     sources: SharedSources | None = None,
     device: str = "cpu",
     allow_backbone: bool = False,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> FederationResult:
     """Run a federation to its end in this process.
 
@@ -82,7 +82,7 @@ def simulate(
         CommandError: one line: a spec, data or backbone that cannot be used, a client that failed, a federation that
             did not finish.
     """
-    with _torch_put_back(), _folder(folder) as place:
+    with _torch_put_back(), new_folder(folder) as place:
         started = time.monotonic()
         expect_usable(sites, pool)
         wanted = simulated_spec(resolve(spec), sites)
@@ -95,9 +95,11 @@ def simulate(
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)
-        plan = Plan(wanted, initial, clients, place, pool, backbone, cache, progress or (lambda snapshot: None))
+        setup = SimulationSetup(
+            wanted, initial, clients, place, pool, backbone, cache, progress or (lambda snapshot: None)
+        )
         try:
-            return _in_a_thread(plan, started)
+            return _in_a_thread(setup, started)
         except OSError as error:
             raise CommandError(f"cannot work in {place}: {error.strerror or error}", Exit.FAILED) from None
 
@@ -120,22 +122,7 @@ def _choose_kernels(training: TrainingSpec, backbone: Backbone) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-@contextmanager
-def _folder(given: Path | None) -> Iterator[Path]:
-    if given is None:
-        with tempfile.TemporaryDirectory(prefix="promptfed-simulation-", ignore_cleanup_errors=True) as made:
-            yield Path(made)
-        return
-    try:
-        given.mkdir(parents=True, exist_ok=True)
-        if any(given.iterdir()):
-            raise CommandError(f"{given} is not empty: give a new folder", Exit.BAD_INPUT)
-    except OSError as error:
-        raise CommandError(f"cannot use {given}: {error.strerror}", Exit.BAD_INPUT) from None
-    yield given
-
-
-def _in_a_thread(plan: Plan, started: float) -> FederationResult:
+def _in_a_thread(setup: SimulationSetup, started: float) -> FederationResult:
     """Run the event loop in a thread of its own, since the caller may have one; Ctrl-C ends it from here."""
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[FederationResult]]] = []
     interrupted = threading.Event()
@@ -147,7 +134,7 @@ def _in_a_thread(plan: Plan, started: float) -> FederationResult:
         running.append((asyncio.get_running_loop(), task))
         if interrupted.is_set():
             raise asyncio.CancelledError
-        return await _run(plan, started)
+        return await _run(setup, started)
 
     def target() -> None:
         try:
@@ -172,44 +159,46 @@ def _in_a_thread(plan: Plan, started: float) -> FederationResult:
         thread.join(LEAVE_SECONDS)
 
 
-async def _run(plan: Plan, started: float) -> FederationResult:
-    settings = _coordinator_settings(plan)
+async def _run(setup: SimulationSetup, started: float) -> FederationResult:
+    settings = _coordinator_settings(setup)
     app = create_app(settings)
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
         api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
-        federation = str((await api.run(operations.create(plan.spec, plan.initial_state))).json["id"])
+        federation = str((await api.run(operations.create(setup.spec, setup.initial_state))).json["id"])
         token = (await api.send(operations.mint_token(federation))).view.token
-        await _warm(plan)
-        async with crew(plan, http, federation, token) as clients:
+        await _warm(setup)
+        async with run_workers(setup, http, federation, token) as clients:
             await clients.enrolled()
             begun = time.monotonic()
             await api.send(operations.steer(federation, "start"))
-            await _follow(plan, api, federation, clients)
+            await _follow(setup, api, federation, clients)
             ended = time.monotonic()
-            result = await api.run(operations.take(federation, plan.spec.rounds))
+            result = await api.run(operations.take(federation, setup.spec.rounds))
             _expect_all_evaluated(result.reports)
             return replace(result, wall_seconds=ended - begun, setup_seconds=begun - started)
 
 
-def _coordinator_settings(plan: Plan) -> Settings:
+def _coordinator_settings(setup: SimulationSetup) -> Settings:
     """Whatever the environment says of another coordinator's database and first federation."""
     return Settings(
-        data_dir=plan.folder / "coordinator",
+        data_dir=setup.folder / "coordinator",
         database_url=None,
         database_url_file=None,
         bootstrap=None,
         enrolment_token_file=None,
-        max_uploads=plan.pool + AHEAD,
+        max_uploads=setup.pool + AHEAD,
     )
 
 
-async def _warm(plan: Plan) -> None:
+async def _warm(setup: SimulationSetup) -> None:
     """Compute the features of all images that clients will ask for, where the method lets them be kept."""
-    if not method_for(plan.spec).needs.cached_features:
+    if not method_for(setup.spec).needs.cached_features:
         return
-    splits = [split for client in plan.clients for split in client.splits()]
+    splits = [split for client in setup.clients for split in client.splits()]
     stop = threading.Event()
-    job = asyncio.create_task(asyncio.to_thread(warm, plan.features, plan.backbone, splits, plan.threads, stop.is_set))
+    job = asyncio.create_task(
+        asyncio.to_thread(warm, setup.features, setup.backbone, splits, setup.threads, stop.is_set)
+    )
     try:
         await asyncio.shield(job)
     except DataError as error:
@@ -219,7 +208,7 @@ async def _warm(plan: Plan) -> None:
         await asyncio.wait({job})
 
 
-async def _follow(plan: Plan, api: AsyncCoordinator, federation: str, clients: Crew) -> None:
+async def _follow(setup: SimulationSetup, api: AsyncCoordinator, federation: str, clients: RunningWorkers) -> None:
     """Tell the progress until the federation has finished.
 
     Raises:
@@ -229,7 +218,7 @@ async def _follow(plan: Plan, api: AsyncCoordinator, federation: str, clients: C
     while True:
         snapshot = Snapshot.of((await api.send(operations.get_federation(federation))).view)
         if snapshot != last:
-            plan.progress(snapshot)
+            setup.progress(snapshot)
             last = snapshot
         if snapshot.state == "finished":
             return

@@ -15,7 +15,7 @@ import torch
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
-from promptfed.experiments.preparation import Plan
+from promptfed.experiments.preparation import SimulationSetup
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 20.0  # of a client whose coordinator answers nothing but err
 
 
 @dataclass
-class Crew:
+class RunningWorkers:
     """The workers, running."""
 
     tasks: dict[asyncio.Task[Any], str]
@@ -65,10 +65,12 @@ def _exit(error: ClientError) -> Exit:
 
 
 @asynccontextmanager
-async def crew(plan: Plan, http: httpx.AsyncClient, federation: str, token: str) -> AsyncIterator[Crew]:
+async def run_workers(
+    setup: SimulationSetup, http: httpx.AsyncClient, federation: str, token: str
+) -> AsyncIterator[RunningWorkers]:
     """All clients at work; they end with the block."""
-    executor = ThreadPoolExecutor(plan.pool, "clients", initializer=torch.set_num_threads, initargs=(plan.threads,))
-    turns = asyncio.Semaphore(plan.pool + AHEAD)
+    executor = ThreadPoolExecutor(setup.pool, "clients", initializer=torch.set_num_threads, initargs=(setup.threads,))
+    turns = asyncio.Semaphore(setup.pool + AHEAD)
     enrolments = asyncio.Semaphore(0)
 
     def hook(event: str, facts: object) -> None:
@@ -77,23 +79,23 @@ async def crew(plan: Plan, http: httpx.AsyncClient, federation: str, token: str)
 
     workers = [
         Worker(
-            _settings(plan, client.site, str(http.base_url), federation),
+            _settings(setup, client.site, str(http.base_url), federation),
             http=http,
-            backbone=plan.backbone,
+            backbone=setup.backbone,
             source=client.source,
             tests=client.tests,
-            features=plan.features,
+            features=setup.features,
             enrolment_token=token,
             executor=executor,
             turns=turns,
             ephemeral=True,
             hook=hook,
         )
-        for client in plan.clients
+        for client in setup.clients
     ]
     tasks = {asyncio.create_task(worker.run()): worker.settings.name for worker in workers}
     try:
-        yield Crew(tasks, enrolments)
+        yield RunningWorkers(tasks, enrolments)
     finally:
         for worker in workers:
             worker.stop()
@@ -101,7 +103,7 @@ async def crew(plan: Plan, http: httpx.AsyncClient, federation: str, token: str)
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _settings(plan: Plan, site: Site, url: str, federation: str) -> Settings:
+def _settings(setup: SimulationSetup, site: Site, url: str, federation: str) -> Settings:
     try:
         return make_settings(
             coordinator=url,
@@ -110,8 +112,8 @@ def _settings(plan: Plan, site: Site, url: str, federation: str) -> Settings:
             role=site.role,
             data=site.data,
             test=[],
-            state_dir=plan.folder / f"client-{site.name}",
-            threads=plan.threads,
+            state_dir=setup.folder / f"client-{site.name}",
+            threads=setup.threads,
             give_up_after=PATIENCE_SECONDS,
         )
     except ClientError as error:

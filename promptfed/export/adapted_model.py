@@ -1,7 +1,7 @@
 """A backbone adapted by what a federation learned: a classifier made of the global state alone, without any client.
 
 It classifies as an evaluator of the federation does. Where a method's classifier needs what a client keeps to itself
-(a head, a context of its own), there is none, and the reason is told.
+(a head, a context of its own), there is none, and `AdaptedModel.missing` says why.
 """
 
 from __future__ import annotations

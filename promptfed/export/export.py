@@ -98,23 +98,23 @@ def check_new(out: Path) -> None:
 
 def _write(files: dict[str, bytes], out: Path) -> None:
     """All files, or none: they appear by one rename."""
-    made: str | None = None
+    folder: str | None = None
     try:
         out = out.resolve()
         out.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent)
+        folder = tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent)
         for name, body in files.items():
-            path = Path(made) / name
+            path = Path(folder) / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(body)
-        Path(made).chmod(0o755)
-        os.rename(made, out)
-        made = None
+        Path(folder).chmod(0o755)
+        os.rename(folder, out)
+        folder = None
     except OSError as error:
         raise CommandError(f"cannot write {out}: {error.strerror}", Exit.BAD_INPUT) from None
     finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_export(folder: Path) -> tuple[AdaptedModel, tuple[str, ...] | None]:

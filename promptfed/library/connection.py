@@ -73,7 +73,7 @@ class Connection:
     def federations(self) -> list[Federation]:
         """All federations."""
         pages = self._api.run(operations.list_federations())
-        return [Federation(self._api, found["id"]) for page in pages for found in page.json["federations"]]
+        return [Federation(self._api, view["id"]) for page in pages for view in page.json["federations"]]
 
 
 class Federation:
@@ -122,7 +122,7 @@ class Federation:
         return self._steer("cancel")
 
     def wait(self, seconds: float | None = None, *, progress: bool | None = None) -> Result:
-        """What it came to, once it has finished.
+        """Its result, once it has finished.
 
         Raises:
             CommandError: it ended otherwise, or ``seconds`` have passed.
@@ -144,7 +144,7 @@ class Federation:
         return self.result()
 
     def result(self, round: int | None = None) -> Result:
-        """What it has come to after ``round``, or after its last finished one."""
+        """Its result after ``round``, or after its last finished one."""
         return Result(self._api.run(operations.take(self.id, round)), allow_backbone=self._allow)
 
     def _steer(self, verb: str) -> Self:

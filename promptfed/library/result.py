@@ -1,4 +1,4 @@
-"""What a finished federation came to, to look at, classify with and take away; wherever it ran."""
+"""The result of a federation, wherever it ran: to look at, classify with and take away."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Result:
     """A federation after one round.
 
     Attributes:
-        taken: everything that its coordinator told: spec, clients, reports of rounds, state.
+        taken: everything that its coordinator answered: spec, clients, reports of rounds, state.
         backbone: the frozen model, where it is loaded already; else it is loaded when it is first needed.
     """
 

@@ -130,12 +130,12 @@ class Containers:
 
     def _ours(self) -> list[tuple[Any, dict[str, bool]]]:
         """What there is with our label, and how it is removed; containers first, since they hold the rest."""
-        mine = {"label": f"{LABEL}={self.id}"}
-        containers = self.engine.containers.list(all=True, filters=mine, ignore_removed=True)
+        labelled = {"label": f"{LABEL}={self.id}"}
+        containers = self.engine.containers.list(all=True, filters=labelled, ignore_removed=True)
         return [
             *((container, {"force": True, "v": True}) for container in containers),
-            *((network, {}) for network in self.engine.networks.list(filters=mine)),
-            *((volume, {"force": True}) for volume in self.engine.volumes.list(filters=mine)),
+            *((network, {}) for network in self.engine.networks.list(filters=labelled)),
+            *((volume, {"force": True}) for volume in self.engine.volumes.list(filters=labelled)),
         ]
 
     def _keep_logs(self) -> None:

@@ -118,7 +118,7 @@ class Coordinator:
         """The answer to one request.
 
         Raises:
-            CommandError: the coordinator cannot be reached, or it refused; the problem's detail and path are told.
+            CommandError: the coordinator cannot be reached, or it refused; with the problem's detail and path.
         """
         try:
             return _answer(request, self._response(request))

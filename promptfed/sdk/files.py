@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +46,24 @@ def write_file(path: Path, body: bytes) -> None:
         path.write_bytes(body)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None
+
+
+@contextmanager
+def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
+    """``path``, which must be new or empty, or a temporary folder; ``option`` is where it was given.
+
+    Raises:
+        CommandError: it cannot be used.
+    """
+    if path is None:
+        with tempfile.TemporaryDirectory(prefix="promptfed-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            where = f"{option} " if option else ""
+            raise CommandError(f"{path} is not empty: give {where}a new folder", Exit.BAD_INPUT)
+    except OSError as error:
+        raise CommandError(f"cannot use {path}: {error.strerror}", Exit.BAD_INPUT) from None
+    yield path

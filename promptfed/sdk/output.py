@@ -27,12 +27,12 @@ def print_json(value: Any) -> None:
 
 def table(title: str | None, columns: list[str], rows: list[list[str]]) -> Table:
     """A table of plain text: what clients named is never read as markup."""
-    made = Table(title=title, title_justify="left")
+    shown = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        shown.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(escape(cell) for cell in row))
-    return made
+        shown.add_row(*(escape(cell) for cell in row))
+    return shown
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How a federation stands, shown to people: a bar over its rounds, and a table of what it came to."""
+"""How a federation stands, shown to people: a bar over its rounds, and a table of accuracies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a federation came to, wherever it ran: told by its coordinator, for commands, library, trackers and benches."""
+"""The result of a federation, wherever it ran: for commands, library, trackers, exports and benches."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ class FederationResult:
     def client_seconds(self) -> float:
         """What all clients spent on tasks, in seconds, by their own clocks."""
         updates = (update for report in self.rounds for phase in report.phases for update in phase.updates)
-        evaluations = (one for report in self.rounds if report.evaluation for one in report.evaluation.clients.values())
+        stages = (report.evaluation for report in self.rounds if report.evaluation is not None)
         trained = sum(update.metrics.get("train_seconds", 0.0) for update in updates)
-        return trained + sum(one.metrics.get("evaluate_seconds", 0.0) for one in evaluations)
+        measured = (client for stage in stages for client in stage.clients.values())
+        return trained + sum(client.metrics.get("evaluate_seconds", 0.0) for client in measured)
 
     @property
     def evaluated_round(self) -> int | None:
