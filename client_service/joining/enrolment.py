@@ -11,7 +11,7 @@ from promptfed.client_service.coordinator_client import Refused
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
-from promptfed.shared.clip.loading import CHECKPOINT_SUFFIXES
+from promptfed.shared.clip.permissions import CHECKPOINT_SUFFIXES
 from promptfed.shared.data import Source
 from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest
 from promptfed.shared.spec import BackboneSpec

@@ -4,11 +4,10 @@ vision transformer of timm without text.
 Importing this package imports neither open_clip nor timm; `load_backbone` does, on its first call.
 """
 
-from promptfed.shared.clip.backbone import Backbone, Supports
+from promptfed.shared.clip.backbone import Backbone, Supports, shape_of
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.features import FeatureCache, ImageSplit
 from promptfed.shared.clip.loading import load_backbone
-from promptfed.shared.clip.shape import shape_of
 from promptfed.shared.clip.tokens import ClassPrompts
 
 __all__ = [

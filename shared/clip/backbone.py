@@ -16,6 +16,7 @@ from promptfed.shared.clip.lru import Recent, content_key
 from promptfed.shared.clip.prefix import PrefixEncoder
 from promptfed.shared.clip.text import TextTower
 from promptfed.shared.clip.tokens import ClassPrompts, PromptTokenizer, make_class_prompts
+from promptfed.shared.spec import BackboneShape
 
 TEXT_CHUNK = 256  # texts per pass where no gradient is kept
 LABEL_SPACES = 64  # whose tokens are kept
@@ -326,3 +327,20 @@ def finish(features: Tensor, normalize: bool) -> Tensor:
     """Features `(..., d)` in at least float32, with `normalize` on the sphere."""
     features = _wide(features)
     return F.normalize(features, dim=-1) if normalize else features
+
+
+def shape_of(backbone: Backbone) -> BackboneShape:
+    """The sizes that a coordinator, which has no backbone, needs to make prompts.
+
+    None for a tower that is not there or that prompts cannot enter.
+    """
+    supports = backbone.supports
+    return BackboneShape(
+        d_t=backbone.d_t if supports.text_prompts else None,
+        d_v=backbone.d_v if supports.visual_prompts else None,
+        d_e=backbone.d_e,
+        text_layers=backbone.text_layers or None,
+        vision_layers=backbone.vision_layers or None,
+        context_length=backbone.context_length if backbone.has_text else None,
+        patch_size=backbone.patch_size,
+    )

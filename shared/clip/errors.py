@@ -1,5 +1,24 @@
-"""The one exception of the frozen backbone layer."""
+"""The one exception of the frozen backbone layer, and words for its text."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class BackboneError(ValueError):
     """A backbone cannot be loaded, or cannot do what it was asked; the message names what is wrong and what to do."""
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The names of `known` that look like `name`, as the end of a sentence."""
+    known = list(known)
+    folded = {candidate.lower(): candidate for candidate in known}
+    alike = [folded[match] for match in difflib.get_close_matches(name.lower(), folded, n=5, cutoff=0.5)]
+    if alike:
+        return "; near: " + ", ".join(alike)
+    return "; it has: " + ", ".join(known[:8]) if known else ""
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text, short enough for one line."""
+    text = " ".join(str(error).split())
+    return text[:300] or type(error).__name__

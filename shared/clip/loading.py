@@ -1,10 +1,7 @@
 """Loading a backbone by name: what may be named freely, what needs the data owner's consent, and clear refusals."""
 
-import difflib
 import logging
-import os
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +9,12 @@ import torch
 
 from promptfed.shared.clip import tiny
 from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.clip.building import check_runs, seeded
+from promptfed.shared.clip.errors import BackboneError, near, one_line
+from promptfed.shared.clip.permissions import expect_permitted, expect_permitted_checkpoint
+from promptfed.shared.clip.timm_loading import load_timm
 
 PRECISIONS = ("fp32", "fp16", "bf16")
-CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-RANDOM_SEED = 20_240_229
-
-_global_generator = threading.Lock()
 
 
 def load_backbone(
@@ -42,8 +38,6 @@ def load_backbone(
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
     _check_device(device)
     if model.startswith("timm:"):
-        from promptfed.shared.clip.timm_loading import load_timm
-
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
     import open_clip
 
@@ -67,21 +61,8 @@ def load_backbone(
         built, model_name=model, pretrained=None if random else pretrained, precision=precision, config=config
     )
     if precision != "fp32":
-        _check_runs(backbone)
+        check_runs(backbone)
     return backbone
-
-
-@torch.no_grad()
-def _check_runs(backbone: Backbone) -> None:
-    """open_clip converts some towers only in part to half precision; better said now than in the middle of a round."""
-    try:
-        backbone.encode_images(torch.zeros(1, 3, *backbone.image_size))
-        backbone.model.encode_text(torch.zeros(1, backbone.context_length, dtype=torch.long, device=backbone.device))
-    except RuntimeError as error:
-        raise BackboneError(
-            f"The backbone {backbone.model_name} does not run in {backbone.precision}, use precision fp32: "
-            f"{one_line(error)}"
-        ) from error
 
 
 def _check_device(device: str) -> None:
@@ -107,11 +88,7 @@ def _resolve(
     from open_clip import get_pretrained_cfg, is_pretrained_cfg, list_models, list_pretrained_tags_by_model
 
     if model.startswith(("hf-hub:", "local-dir:")):
-        if not allow_unregistered:
-            raise BackboneError(
-                f"The backbone {model!r} is outside open_clip's registry: the data owner must permit it by "
-                "--allow-backbone."
-            )
+        expect_permitted(model, allow_unregistered)
         if not random:
             raise BackboneError(f"The backbone {model!r} brings its own weights: leave `pretrained` out.")
         return None, {"require_pretrained": True}
@@ -127,27 +104,6 @@ def _resolve(
         return pretrained, {"force_quick_gelu": True} if quick else {}
     expect_permitted_checkpoint(model, pretrained, list_pretrained_tags_by_model(model), allow_unregistered)
     return pretrained, {}
-
-
-def expect_permitted_checkpoint(model: str, pretrained: str, tags: list[str], allow_unregistered: bool) -> None:
-    """Refuse a `pretrained` that is none of `tags` and no checkpoint file that the data owner has permitted."""
-    if not os.path.isfile(pretrained):
-        hint = near(pretrained, tags) or "; it has none, use 'random' or a checkpoint (--allow-backbone)" * (not tags)
-        raise BackboneError(f"The model {model} has no weights {pretrained!r}{hint}.")
-    if not allow_unregistered:
-        raise BackboneError(
-            f"The checkpoint {pretrained!r} is a local file: the data owner must permit it by --allow-backbone."
-        )
-    if not pretrained.endswith(CHECKPOINT_SUFFIXES):
-        raise BackboneError(f"The checkpoint {pretrained!r} is of no known kind: use {', '.join(CHECKPOINT_SUFFIXES)}.")
-
-
-@contextmanager
-def seeded() -> Iterator[None]:
-    """Random weights are drawn from the global generator: seeded here, and put back afterwards."""
-    with _global_generator, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(RANDOM_SEED)
-        yield
 
 
 def _create(
@@ -200,19 +156,3 @@ def _config(model: str) -> dict[str, Any]:
     config["vision_cfg"].pop("timm_model_pretrained", None)
     config["text_cfg"].pop("hf_model_pretrained", None)
     return dict(config)
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """The names of `known` that look like `name`, as the end of a sentence."""
-    known = list(known)
-    folded = {candidate.lower(): candidate for candidate in known}
-    alike = [folded[match] for match in difflib.get_close_matches(name.lower(), folded, n=5, cutoff=0.5)]
-    if alike:
-        return "; near: " + ", ".join(alike)
-    return "; it has: " + ", ".join(known[:8]) if known else ""
-
-
-def one_line(error: BaseException) -> str:
-    """The error's text, short enough for one line."""
-    text = " ".join(str(error).split())
-    return text[:300] or type(error).__name__

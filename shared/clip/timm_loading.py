@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.loading import expect_permitted_checkpoint, near, one_line, seeded
+from promptfed.shared.clip.building import check_runs, seeded
+from promptfed.shared.clip.errors import BackboneError, near, one_line
+from promptfed.shared.clip.permissions import expect_permitted, expect_permitted_checkpoint
 from promptfed.shared.clip.timm_vit import VisualBackbone
 
 PREFIX = "timm:"
@@ -26,11 +27,7 @@ def load_timm(
 
     name = model.removeprefix(PREFIX)
     _expect_known(name)
-    if not allow_unregistered:
-        raise BackboneError(
-            f"The backbone {model!r} is outside open_clip's registry: the data owner must permit it by "
-            "--allow-backbone."
-        )
+    expect_permitted(model, allow_unregistered)
     random = pretrained in (None, "random")
     tag, checkpoint = _weights(name, None if random else pretrained, allow_unregistered)
     try:
@@ -54,7 +51,7 @@ def load_timm(
         preprocess=resolve_model_data_config(built),  # type: ignore[no-untyped-call]
     )
     if precision != "fp32":
-        _check_runs(backbone)
+        check_runs(backbone)
     return backbone
 
 
@@ -114,14 +111,3 @@ def _read(path: str) -> dict[str, Tensor]:
 
 def _dtype(precision: str) -> torch.dtype:
     return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-
-
-@torch.no_grad()
-def _check_runs(backbone: VisualBackbone) -> None:
-    try:
-        backbone.encode_images(torch.zeros(1, 3, *backbone.image_size))
-    except RuntimeError as error:
-        raise BackboneError(
-            f"The backbone {backbone.model_name} does not run in {backbone.precision}, use precision fp32: "
-            f"{one_line(error)}"
-        ) from error

@@ -32,6 +32,7 @@ from promptfed.shared.methods.core.base import (
     TrainResult,
 )
 from promptfed.shared.methods.core.heads import LinearHead, head_width
+from promptfed.shared.methods.core.row_optimizers import MEAN, SQUARE, STEPS, adam, sgd
 from promptfed.shared.methods.core.visual import (
     ImageClassifier,
     Towers,
@@ -68,8 +69,6 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """What the coordinator learns, by kind of generator."""
 
-BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
-MEAN, SQUARE, STEPS = "adam_mean.", "adam_square.", "adam_steps"
 NORM_EPS = 1e-5
 HIDDEN = 100  # pFedHN's
 
@@ -310,7 +309,7 @@ class PFedPG(Method):
             deltas.append(update.tensors[DELTA.name])
         found = gradients(self.hyper.generator, state, self._descriptors(state, rows), torch.stack(deltas))
         rate = self.hyper.generator_learning_rate
-        step = _adam if self.hyper.generator_optimizer == "adam" else _sgd
+        step = adam if self.hyper.generator_optimizer == "adam" else sgd
         after = dict(state)
         for name, gradient in found.items():
             after |= step(state, name, gradient, rate, rows if name == DESCRIPTORS else None)
@@ -364,38 +363,3 @@ class PFedPG(Method):
 def _row(name: str, context: ServerContext) -> int:
     """Where the client's descriptor stands: the roster is in order of name."""
     return [client.name for client in context.clients].index(name)
-
-
-def _sgd(state: Tensors, name: str, gradient: Tensor, rate: float, rows: list[int] | None) -> Tensors:
-    """w ← w − α·g, in ``rows`` only where they are given; ``gradient`` is theirs."""
-    return {name: _put(state[name], rows, _at(state[name], rows) - rate * gradient)}
-
-
-def _adam(state: Tensors, name: str, gradient: Tensor, rate: float, rows: list[int] | None) -> Tensors:
-    """Adam without weight decay (Kingma and Ba, 2015, Algorithm 1), in ``rows`` only where they are given."""
-    counter = STEPS if rows is None else f"{STEPS}.{name}"
-    steps = _at(state[counter], rows) + 1
-    mean = torch.lerp(_at(state[MEAN + name], rows), gradient, 1 - BETAS[0])
-    square = (_at(state[SQUARE + name], rows) * BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-    counted = (steps if rows is None else steps.unsqueeze(-1)).double()  # beside all of it, or beside (k, d_v)
-    correction = [(1 - beta**counted).float() for beta in BETAS]
-    spread = (square / correction[1]).sqrt_().add_(ADAM_EPS).mul_(correction[0])
-    moved = torch.div(mean, spread, out=spread).mul_(-rate).add_(_at(state[name], rows))
-    after = {name: moved, MEAN + name: mean, SQUARE + name: square}
-    if rows is not None:
-        after[counter] = steps
-    return {key: _put(state[key], rows, value) for key, value in after.items()}
-
-
-def _at(tensor: Tensor, rows: list[int] | None) -> Tensor:
-    return tensor if rows is None else tensor[rows]
-
-
-def _put(tensor: Tensor, rows: list[int] | None, value: Tensor) -> Tensor:
-    """A copy of ``tensor``, in its own dtype, with ``value`` in ``rows`` or everywhere."""
-    value = value.to(tensor.dtype)
-    if rows is None:
-        return value
-    copy = tensor.clone()
-    copy[rows] = value
-    return copy

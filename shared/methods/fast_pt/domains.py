@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.base import ClientInfo
+from promptfed.shared.methods.core.base import ClientContext, ClientInfo, MethodError
 
 
 def wording(description: str) -> str:
@@ -17,6 +17,18 @@ def wording(description: str) -> str:
 def domain_key(description: str) -> int:
     """A domain as 63 bits of its wording's SHA-256: what tensors say for a description."""
     return int.from_bytes(hashlib.sha256(wording(description).encode()).digest()[:8], "big") >> 1
+
+
+def own_domain(context: ClientContext) -> Domain:
+    """The client's domain. Raises MethodError where its data declares none."""
+    if context.domain is None:
+        raise MethodError(f"client {context.client!r} has no domain description, which FaST-PT starts from")
+    return context.domain
+
+
+def own_key(context: ClientContext) -> int:
+    """The key of the client's domain."""
+    return domain_key(own_domain(context).description)
 
 
 def trainer_domains(clients: Iterable[ClientInfo]) -> dict[int, Domain]:

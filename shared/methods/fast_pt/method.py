@@ -57,7 +57,14 @@ from promptfed.shared.methods.fast_pt.domain_mixture import (
     one_of,
     rows_for,
 )
-from promptfed.shared.methods.fast_pt.domains import described_domains, domain_key, domain_names, trainer_domains
+from promptfed.shared.methods.fast_pt.domains import (
+    described_domains,
+    domain_key,
+    domain_names,
+    own_domain,
+    own_key,
+    trainer_domains,
+)
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -156,8 +163,8 @@ class FastPT(ContextMethod):
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``m``, ``d_t``, ``d_e`` and the number n of domains; how many domain prompts there are is open."""
         length = self.hyper.m * (self._general + self._by_domain)
-        d_t = text_width(self.name, length, context)
-        return {"m": self.hyper.m, "d_t": d_t, "d_e": context.shape.d_e, "n": len(trainer_domains(context.clients))}
+        sizes = {"m": self.hyper.m, "d_t": text_width(self.name, length, context), "d_e": context.shape.d_e}
+        return sizes | {"n": len(trainer_domains(context.clients))}
 
     def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
         """A trainer's description must say something, be no other's (unless merged), and stay what it was."""
@@ -213,10 +220,7 @@ class FastPT(ContextMethod):
             BIAS.name: torch.zeros(0),
             DOMAINS.name: torch.zeros(0, dtype=torch.int64),
         }
-        none = {
-            PROMPTS.name: torch.zeros(0, dims["m"], dims["d_t"]),
-            LISTED.name: torch.zeros(0, dtype=torch.int64),
-        }
+        none = {PROMPTS.name: torch.zeros(0, dims["m"], dims["d_t"]), LISTED.name: torch.zeros(0, dtype=torch.int64)}
         return rows_for(known | state, list(trainer_domains(context.clients))) | none
 
     def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
@@ -273,7 +277,7 @@ class FastPT(ContextMethod):
         """The domains to transfer to: the other trainers', and the evaluators' where the ablation wants them."""
         everybody = self.hyper.target_descriptions
         domains = described_domains(context.peers) if everybody else trainer_domains(context.peers)
-        return {key: domain for key, domain in domains.items() if key != _own_key(context)}
+        return {key: domain for key, domain in domains.items() if key != own_key(context)}
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """A phase's epochs: the domain prompt under the global one that came down, then P^G and φ."""
@@ -288,8 +292,7 @@ class FastPT(ContextMethod):
         update: Tensors = {}
         if self._general:
             own = replace(context, train=EmbeddedSplit.of(embedded.values()))
-            learned, metrics["loss"] = train_context(own, payload[GLOBAL.name])
-            update[GLOBAL.name] = learned
+            update[GLOBAL.name], metrics["loss"] = train_context(own, payload[GLOBAL.name])
         if self._by_domain:
             classifier, metrics["classifier_loss"] = self._train_classifier(context, payload, embedded)
             update |= classifier
@@ -299,7 +302,7 @@ class FastPT(ContextMethod):
     def _embedded(self, context: ClientContext, private: Tensors) -> dict[int, tuple[Tensor, Tensor]]:
         """By domain: embeddings ``(N, d_e)`` and labels ``(N,)``, the client's own first, then the transferred ones."""
         labels = context.train.labels
-        found = {_own_key(context): (context.train.features(), labels)}
+        found = {own_key(context): (context.train.features(), labels)}
         if self.hyper.mst:
             transfer = StyleTransfer(context, self.hyper)
             found |= {key: (transfer.apply(private, one), labels) for key, one in self._targets(context).items()}
@@ -310,7 +313,7 @@ class FastPT(ContextMethod):
     ) -> tuple[Tensors, float]:
         """E epochs of φ on the embeddings of all domains that have a row (Eq. 8); φ and the last epoch's loss."""
         row_of = {key: row for row, key in enumerate(payload[DOMAINS.name].tolist())}
-        if _own_key(context) not in row_of:
+        if own_key(context) not in row_of:
             raise MethodError(
                 f"the federation does not know the domain of {context.client!r}: enrol under another name"
             )
@@ -329,7 +332,7 @@ class FastPT(ContextMethod):
 
     def _train_domain_prompt(self, context: ClientContext, payload: Tensors, private: Tensors) -> tuple[Tensor, float]:
         """E epochs of P^D on own embeddings under the fixed P^G (Eq. 6); P^D and the last epoch's loss."""
-        backbone, own = context.backbone, _own(context)
+        backbone, own = context.backbone, own_domain(context)
         general = payload[GLOBAL.name].to(backbone.device) if self._general else None
         learned = self._domain_prompt(context, private).to(backbone.device).clone().requires_grad_()
         words = backbone.embed_words(own.description.replace("{}", " "))
@@ -350,16 +353,17 @@ class FastPT(ContextMethod):
         """``(m, d_t)`` this client's domain prompt, or the start that all clients have in common."""
         if PROMPT.name in private:
             return private[PROMPT.name]
-        draws = generator(context.seed, PROMPT.name)
-        return torch.randn(self.hyper.m, context.backbone.d_t, generator=draws) * INIT_STD
+        shape = self.hyper.m, context.backbone.d_t
+        return torch.randn(shape, generator=generator(context.seed, PROMPT.name)) * INIT_STD
 
     def _report(self, context: ClientContext, private: Tensors) -> tuple[Tensors, dict[str, float]]:
-        """What style transfer came to, told once with the first update after it."""
+        """What style transfer achieved, reported once with the first update after it."""
         found: dict[str, float] = {}
         if self.hyper.mst:
             transfer = StyleTransfer(context, self.hyper)
             for target in self._targets(context).values():
-                found |= {f"mst_{what}[{target.name}]": one for what, one in transfer.report(private, target).items()}
+                report = transfer.report(private, target)
+                found |= {f"mst_{what}[{target.name}]": number for what, number in report.items()}
                 private = transfer.without_report(private, target)
         return private, found
 
@@ -393,13 +397,3 @@ class FastPT(ContextMethod):
         general = payload[GLOBAL.name] if self._general else None
         names = domain_names(payload[LISTED.name].tolist(), context.peers, context.domain)
         return MixtureClassifier(context, general, payload[PROMPTS.name], weight, bias, mixture, names)
-
-
-def _own(context: ClientContext) -> Domain:
-    if context.domain is None:
-        raise MethodError(f"client {context.client!r} has no domain description, which FaST-PT starts from")
-    return context.domain
-
-
-def _own_key(context: ClientContext) -> int:
-    return domain_key(_own(context).description)

@@ -1,0 +1,29 @@
+"""What a coordinator can only name, and the data owner must permit."""
+
+import os
+
+from promptfed.shared.clip.errors import BackboneError, near
+
+CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+def expect_permitted(model: str, allow_unregistered: bool) -> None:
+    """Refuse a `model` of elsewhere that the data owner has not permitted."""
+    if not allow_unregistered:
+        raise BackboneError(
+            f"The backbone {model!r} is outside open_clip's registry: the data owner must permit it by "
+            "--allow-backbone."
+        )
+
+
+def expect_permitted_checkpoint(model: str, pretrained: str, tags: list[str], allow_unregistered: bool) -> None:
+    """Refuse a `pretrained` that is none of `tags` and no checkpoint file that the data owner has permitted."""
+    if not os.path.isfile(pretrained):
+        hint = near(pretrained, tags) or "; it has none, use 'random' or a checkpoint (--allow-backbone)" * (not tags)
+        raise BackboneError(f"The model {model} has no weights {pretrained!r}{hint}.")
+    if not allow_unregistered:
+        raise BackboneError(
+            f"The checkpoint {pretrained!r} is a local file: the data owner must permit it by --allow-backbone."
+        )
+    if not pretrained.endswith(CHECKPOINT_SUFFIXES):
+        raise BackboneError(f"The checkpoint {pretrained!r} is of no known kind: use {', '.join(CHECKPOINT_SUFFIXES)}.")
