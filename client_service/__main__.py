@@ -67,15 +67,15 @@ def start(settings: Settings) -> int:
 def check(settings: Settings) -> int:
     """Look at everything and join nothing; BAD_DATA where something stands in the way."""
     from promptfed.client_service.joining.consent import Terminal
-    from promptfed.client_service.joining.doctor import Examination, Patient
+    from promptfed.client_service.joining.doctor import Examination
 
-    found = Examination(Patient.of(settings))
-    found.run()
+    examination = Examination(settings, settings.state_dir)
+    examination.run()
     terminal = Terminal(settings.log_format, ask=False)
-    terminal.tell(found.checks)
-    if found.disclosure is not None:
-        terminal.show(found.disclosure)
-    return Exit.OK if found.healthy else Exit.BAD_DATA
+    terminal.tell(examination.checks)
+    if examination.disclosure is not None:
+        terminal.show(examination.disclosure)
+    return Exit.OK if examination.healthy else Exit.BAD_DATA
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

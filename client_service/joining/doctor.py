@@ -1,16 +1,17 @@
-"""Looks at everything that joining a federation needs, goes on after what is wrong, and joins nothing.
+"""A dry run of joining, which goes on after what is wrong and joins nothing.
 
-With a coordinator it asks what an enrolment token lets anybody ask: the federation's method, backbone and class names.
-Nothing of this machine is told to it.
+It takes the steps of joining (`.enrolment`) one by one, and makes a line of each. With a coordinator it asks what an
+enrolment token lets anybody ask: the federation's method, backbone and class names. Nothing of this machine is told to
+it, and nothing is written.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
 from promptfed.client_service.exits import ClientError
@@ -24,63 +25,59 @@ from promptfed.client_service.joining.checks import (
 )
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
 from promptfed.client_service.joining.enrolment import (
+    ENDED,
     check_backbone,
+    check_declaration,
     check_protocol,
     enrol_request,
     explain,
+    federation_method,
+    label_space,
     open_backbone,
 )
 from promptfed.client_service.settings import Settings, make_settings, read_token
-from promptfed.client_service.training.data import check_classes, check_domain, domain_of, open_data
+from promptfed.client_service.training.data import domain_of, open_data
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import Source
 from promptfed.shared.messages import EnrolmentInfo
-from promptfed.shared.methods import check_fits, make_method
+from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.spec import BackboneSpec, SpecError
 
 ANSWER_SECONDS = 5.0  # that a coordinator gets to answer
 NOBODY = "0" * 64  # in the place of a secret: none is made for a look
+NEEDED = {"coordinator": "http://localhost", "federation": "none", "data": "none"}  # for what is not looked at
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Patient:
-    """What is looked at; without ``coordinator`` or ``data`` nobody looks at what needs it.
-
-    ``backbone`` is the one to load where no coordinator names it.
-    """
-
-    coordinator: str | None = None
-    federation: str | None = None
-    enrolment_token_file: Path | None = None
-    data: str | None = None
-    domain: str | None = None
-    tests: dict[str, str] = field(default_factory=dict)
-    role: str = "trainer"
-    name: str | None = None
-    device: str = "auto"
-    state_dir: Path | None = None
-    backbone: BackboneSpec = field(default_factory=BackboneSpec)
-    allow_backbone: Sequence[str] = ()
-    ca_file: Path | None = None
-    allow_plain_http: bool = False
-
-    @classmethod
-    def of(cls, settings: Settings) -> Patient:
-        """A client as its settings describe it."""
-        shared = set(cls.__dataclass_fields__) & set(Settings.model_fields)
-        return cls(**{key: getattr(settings, key) for key in shared}, tests=settings.tests)
-
-
 @dataclass
 class Examination:
-    """What was found so far."""
+    """What was found so far of a client with ``settings``.
 
-    patient: Patient
+    ``missing`` ones were not given, and nobody looks at what needs them; ``trouble`` is what is wrong with those that
+    say where the coordinator is. ``backbone`` is the one to load where no coordinator names it.
+    """
+
+    settings: Settings
+    folder: Path
+    backbone: BackboneSpec = field(default_factory=BackboneSpec)
+    missing: Collection[str] = ()
+    trouble: ClientError | None = None
     checks: list[Check] = field(default_factory=list)
     disclosure: Disclosure | None = None
+
+    @classmethod
+    def of(cls, backbone: BackboneSpec, **options: Any) -> Examination:
+        """Of settings of which any may be missing (None)."""
+        given = {key: value for key, value in options.items() if value is not None}
+        folder, missing = given.get("state_dir", Path.home()), NEEDED.keys() - given.keys()
+        try:
+            return cls(make_settings(**NEEDED | given), folder, backbone, missing)
+        except ClientError as error:
+            # An address that is none, or plain HTTP to elsewhere: all but the coordinator is looked at.
+            settings = make_settings(**given | NEEDED | {"data": given.get("data", NEEDED["data"])})
+            return cls(settings, folder, backbone, missing, error)
 
     @property
     def healthy(self) -> bool:
@@ -89,14 +86,12 @@ class Examination:
 
     def run(self) -> None:
         """Look at everything."""
-        patient = self.patient
-        self.checks += [check_versions(), check_device(patient.device)]
-        self.checks.append(check_disk(patient.state_dir or Path.home()))
+        self.checks += [check_versions(), check_device(self.settings.device), check_disk(self.folder)]
         source = self._source()
         info = self._federation()
         backbone = self._backbone(info)
         if info is not None:
-            self._fits(info, source, backbone)
+            self._fit(info, source, backbone)
 
     def _try(self, name: str, job: Callable[[], Result]) -> Result | None:
         """The job's result; its error is a failed check."""
@@ -107,42 +102,39 @@ class Examination:
             return None
 
     def _source(self) -> Source | None:
-        uri = self.patient.data
-        if uri is None:
+        settings = self.settings
+        if "data" in self.missing:
             self.checks.append(Check("data", "warn", "not looked at", "give --data URI"))
             return None
-        name = self.patient.name or "here"
-        source = self._try("data", lambda: open_data(uri, name, self.patient.domain))
+        source = self._try("data", lambda: open_data(settings.data, settings.name, settings.domain))
         if source is not None:
-            self.checks += check_data(source, self.patient.role)
-        for name, other in self.patient.tests.items():
-            if self._try(f"test {name}", lambda other=other: open_data(other)) is not None:  # type: ignore[misc]
+            self.checks += check_data(source, settings.role)
+        for name, uri in settings.tests.items():
+            if self._try(f"test {name}", lambda uri=uri: open_data(uri)) is not None:  # type: ignore[misc]
                 self.checks.append(Check(f"test {name}", "pass", "can be opened"))
         return source
 
     def _federation(self) -> EnrolmentInfo | None:
-        patient = self.patient
-        if patient.coordinator is None:
-            self.checks.append(
-                Check("coordinator", "warn", "not asked", "give --coordinator, --federation, --enrolment-token-file")
-            )
+        if "coordinator" in self.missing:
+            advice = "give --coordinator, --federation, --enrolment-token-file"
+            self.checks.append(Check("coordinator", "warn", "not asked", advice))
             return None
-        if patient.federation is None or patient.enrolment_token_file is None:
-            self.checks.append(
-                Check("coordinator", "fail", "not asked", "give --federation and --enrolment-token-file with it")
-            )
+        token_file = self.settings.enrolment_token_file
+        if "federation" in self.missing or token_file is None:
+            advice = "give --federation and --enrolment-token-file with it"
+            self.checks.append(Check("coordinator", "fail", "not asked", advice))
             return None
-        return self._try("coordinator", self._ask)
+        return self._try("coordinator", lambda: self._ask(token_file))
 
-    def _ask(self) -> EnrolmentInfo:
-        patient, settings = self.patient, self._settings()
-        assert patient.enrolment_token_file is not None
-        token = read_token(patient.enrolment_token_file, "enrolment token")
+    def _ask(self, token_file: Path) -> EnrolmentInfo:
+        if self.trouble is not None:
+            raise self.trouble
+        settings, token = self.settings, read_token(token_file, "enrolment token")
 
         async def ask() -> tuple[EnrolmentInfo, float | None]:
             async with http_to(settings.coordinator, settings.ca_file) as http:
-                found = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
-                return await found.enrolment(token), found.traffic.clock
+                coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
+                return await coordinator.enrolment(token), coordinator.traffic.clock
 
         try:
             info, clock = asyncio.run(ask())
@@ -150,33 +142,17 @@ class Examination:
             raise explain(refused, settings) from None
         check_protocol(info)
         text = f"answers, and takes the enrolment token; {info.name} is {info.state}"
-        over = info.state in ("finished", "failed", "cancelled")
+        over = info.state in ENDED
         advice = "nobody can join it any more: ask the operator for another"
         self.checks.append(Check("coordinator", "fail" if over else "pass", text, advice if over else None))
         self.checks.append(check_clock(clock))
         return info
 
-    def _settings(self) -> Settings:
-        """As a client would have them; ClientError where they are wrong (an address, plain HTTP to elsewhere)."""
-        patient = self.patient
-        named = {"name": patient.name} if patient.name is not None else {}
-        where = {"state_dir": patient.state_dir} if patient.state_dir is not None else {}
-        return make_settings(
-            coordinator=patient.coordinator,
-            federation=patient.federation,
-            data=patient.data or "none",
-            role=patient.role,
-            ca_file=patient.ca_file,
-            allow_plain_http=patient.allow_plain_http,
-            **named,
-            **where,
-        )
-
     def _backbone(self, info: EnrolmentInfo | None) -> Backbone | None:
-        spec = info.backbone if info is not None else self.patient.backbone
+        spec = info.backbone if info is not None else self.backbone
 
         def load() -> Backbone:
-            backbone = open_backbone(spec, self.patient.device, self.patient.allow_backbone)
+            backbone = open_backbone(spec, self.settings.device, self.settings.allow_backbone)
             check_backbone(backbone, spec)
             return backbone
 
@@ -187,9 +163,9 @@ class Examination:
             self.checks.append(Check("backbone", "pass", text))
         return backbone
 
-    def _fits(self, info: EnrolmentInfo, source: Source | None, backbone: Backbone | None) -> None:
+    def _fit(self, info: EnrolmentInfo, source: Source | None, backbone: Backbone | None) -> None:
         """Whether method, backbone and class names go together; then what would leave the machine is known."""
-        method = self._try("method", lambda: make_method(info.method))
+        method = self._try("method", lambda: federation_method(info))
         if method is None or backbone is None or source is None:
             return
         self.disclosure = self._try("method", lambda: self._fitted(info, method, source, backbone))
@@ -197,13 +173,11 @@ class Examination:
             self.checks.append(Check("method", "pass", f"{method.name} runs with this backbone and these classes"))
 
     def _fitted(self, info: EnrolmentInfo, method: Method, source: Source, backbone: Backbone) -> Disclosure:
+        settings = self.settings
         check_fits(method, shape_of(backbone))
-        known = tuple(info.class_names) if info.class_names else None
-        space = method.label_space(known, source.class_names)
-        check_classes(source.class_names, space)
-        check_domain(method, self.patient.role, source)
+        check_declaration(method, info, settings.role, source)
+        space = label_space(method, info, source.class_names)
         method.check_classes(space)
         method.check_texts(backbone, space, info.template or source.template)
-        settings = self._settings()
         request = enrol_request(settings, NOBODY, source, domain_of(source), backbone)
-        return disclose(settings.coordinator, info, method, request, list(self.patient.tests))
+        return disclose(settings.coordinator, info, method, request, list(settings.tests))

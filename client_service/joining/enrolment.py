@@ -1,4 +1,4 @@
-"""From settings to an enrolled client: backbone, data and identity are checked before the coordinator hears of them."""
+"""The steps of joining that need no coordinator, each with its refusal; the doctor takes them too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from pydantic import ValidationError
 from promptfed.client_service.coordinator_client import Refused
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings
+from promptfed.client_service.training.data import check_classes, check_domain
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.permissions import CHECKPOINT_SUFFIXES
 from promptfed.shared.data import Source
-from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest
-from promptfed.shared.spec import BackboneSpec
+from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest, Role
+from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.methods.core.base import Method
+from promptfed.shared.spec import BackboneSpec, SpecError
+
+ENDED = ("finished", "failed", "cancelled")
 
 
 def choose_device(wanted: str) -> str:
@@ -76,6 +81,47 @@ def check_protocol(info: EnrolmentInfo) -> None:
     if info.protocol_version != PROTOCOL_VERSION:
         text = f"the coordinator speaks protocol version {info.protocol_version}, this client {PROTOCOL_VERSION}"
         raise ClientError(Exit.PROTOCOL, f"{text}: install the coordinator's version of promptfed")
+
+
+def federation_method(info: EnrolmentInfo) -> Method:
+    """The federation's method, which has to be installed here: nothing is ever fetched.
+
+    Raises:
+        ClientError: PROTOCOL where it is not, or where this machine has another package's method of its name.
+    """
+    try:
+        method = make_method(info.method)
+    except (SpecError, KeyError) as error:
+        text = f"this client does not have the federation's method as the coordinator describes it: {error}"
+        remedy = "install the coordinator's version of promptfed"
+        if info.method_package is not None:
+            remedy = f"it comes from the package {info.method_package}: install it beside promptfed, if you trust it"
+        raise ClientError(Exit.PROTOCOL, f"{text}: {remedy}") from None
+    here, there = METHODS.package(method.name), info.method_package
+    if _project(here) != _project(there):
+        own = "promptfed's own"
+        text = f"the method {method.name!r} is {there or own} at the coordinator and {here or own} here: two methods"
+        raise ClientError(Exit.PROTOCOL, f"{text}; install what the coordinator has, if you trust it")
+    return method
+
+
+def _project(package: str | None) -> str | None:
+    return package and package.partition("==")[0]
+
+
+def label_space(method: Method, info: EnrolmentInfo, own: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes that a client with ``own`` ones trains over."""
+    return method.label_space(tuple(info.class_names) if info.class_names else None, own)
+
+
+def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: Source) -> None:
+    """Refuse classes that the federation does not know, and a domain without words where the method needs them.
+
+    Raises:
+        ClientError: BAD_DATA.
+    """
+    check_classes(source.class_names, label_space(method, info, source.class_names))
+    check_domain(method, role, source)
 
 
 def enrol_request(

@@ -13,7 +13,16 @@ from promptfed.client_service.coordinator_client import CoordinatorClient, Refus
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
-from promptfed.client_service.joining.enrolment import check_backbone, check_protocol, enrol_request, open_backbone
+from promptfed.client_service.joining.enrolment import (
+    ENDED,
+    check_backbone,
+    check_declaration,
+    check_protocol,
+    enrol_request,
+    federation_method,
+    label_space,
+    open_backbone,
+)
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.private_state import Identity, PrivateState
 from promptfed.client_service.serving.prediction import Predictor
@@ -22,8 +31,6 @@ from promptfed.client_service.training.data import (
     TEST,
     TRAIN,
     ClientData,
-    check_classes,
-    check_domain,
     domain_of,
     open_data,
 )
@@ -33,14 +40,12 @@ from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, shape_of
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
-from promptfed.shared.methods import METHODS, check_fits, make_method
+from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.spec import SpecError
 from promptfed.shared.tensors import TensorError
 
 log = logging.getLogger("promptfed.client")
-
-ENDED = ("finished", "failed", "cancelled")
 
 Consent = Callable[[Sequence[Check], Disclosure], Awaitable[bool]]
 """Told what was found and what will leave this machine; False ends the client before anything is sent."""
@@ -104,10 +109,8 @@ class Joining:
                     Exit.REFUSED, f"the federation {info.name} is {info.state}: nobody can enrol any more"
                 )
             raise FederationEnded
-        method = _method(info)
-        federation_classes = tuple(info.class_names) if info.class_names else None
-        check_classes(source.class_names, method.label_space(federation_classes, source.class_names))
-        check_domain(method, settings.role, source)
+        method = federation_method(info)
+        check_declaration(method, info, settings.role, source)
 
         backbone = await self._backbone(info, method)
         cache = parts.features or FeatureCache(settings.features_dir)
@@ -177,8 +180,7 @@ class Joining:
         """Every class name that is to be trained or tested must fit into the text tower with what the method adds."""
         torch.set_num_threads(self.settings.threads)
         data = work.data
-        federation = tuple(info.class_names) if info.class_names else None
-        spaces = [(method.label_space(federation, data.class_names), data.template)]
+        spaces = [(label_space(method, info, data.class_names), data.template)]
         spaces += [(test.class_names, test.template) for test in data.tests.values()]
         try:
             for names, template in spaces:
@@ -229,28 +231,6 @@ class Joining:
                 identity = self.state.bind(identity, response.federation_id, response.client_id)
         self.monitor.status.client_id = identity.client_id
         self.monitor.tell("enrolled", client_id=identity.client_id, train=len(source.train), test=len(source.test))
-
-
-def _method(info: EnrolmentInfo) -> Method:
-    """The federation's method; nothing is run, and nothing fetched, that is not installed here already."""
-    try:
-        method = make_method(info.method)
-    except (SpecError, KeyError) as error:
-        text = f"this client does not have the federation's method as the coordinator describes it: {error}"
-        remedy = "install the coordinator's version of promptfed"
-        if info.method_package is not None:
-            remedy = f"it comes from the package {info.method_package}: install it beside promptfed, if you trust it"
-        raise ClientError(Exit.PROTOCOL, f"{text}: {remedy}") from None
-    here, there = METHODS.package(method.name), info.method_package
-    if _project(here) != _project(there):
-        own = "promptfed's own"
-        text = f"the method {method.name!r} is {there or own} at the coordinator and {here or own} here: two methods"
-        raise ClientError(Exit.PROTOCOL, f"{text}; install what the coordinator has, if you trust it")
-    return method
-
-
-def _project(package: str | None) -> str | None:
-    return package and package.partition("==")[0]
 
 
 def _restore(work: TaskWork, compute: Compute) -> None:

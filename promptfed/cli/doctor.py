@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
-from promptfed.client_service.joining.doctor import Examination, Patient
+from promptfed.client_service.exits import ClientError
+from promptfed.client_service.joining.doctor import Examination
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json
+from promptfed.shared.spec import BackboneSpec
 
 COLOURS = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 
-def examine(patient: Patient, as_json: bool) -> None:
-    """Look at everything and tell.
+def examine(backbone: BackboneSpec, as_json: bool, **options: Any) -> None:
+    """Look at everything that the ``options`` of a client let one look at, and tell.
 
     Raises:
         CommandError: something stands in the way.
     """
-    examination = Examination(patient)
+    try:
+        examination = Examination.of(backbone, **options)
+    except ClientError as error:
+        raise CommandError(str(error), Exit.USAGE) from None
     examination.run()
     if as_json:
         disclosure = examination.disclosure.facts() if examination.disclosure is not None else None

@@ -253,10 +253,11 @@ def doctor(
     """Check data, GPU, backbone, clock and coordinator, and show what would leave this machine; joins nothing."""
     with reporting_errors():
         from promptfed.cli.doctor import examine
-        from promptfed.client_service.joining.doctor import Patient
         from promptfed.shared.spec import BackboneSpec
 
-        patient = Patient(
+        examine(
+            BackboneSpec(model=model, pretrained=pretrained),
+            as_json,
             coordinator=coordinator,
             federation=federation,
             enrolment_token_file=enrolment_token_file,
@@ -265,12 +266,10 @@ def doctor(
             role=role,
             device=device,
             state_dir=state_dir,
-            backbone=BackboneSpec(model=model, pretrained=pretrained),
-            allow_backbone=allow_backbone or (),
+            allow_backbone=allow_backbone,
             ca_file=ca_file,
             allow_plain_http=allow_plain_http,
         )
-        examine(patient, as_json)
 
 
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
