@@ -65,7 +65,7 @@ def start(settings: Settings) -> int:
 
 
 def check(settings: Settings) -> int:
-    """Look at everything and join nothing; BAD_DATA where something stands in the way."""
+    """Look at everything and join nothing; BAD_INPUT where something stands in the way."""
     from promptfed.client_service.joining.consent import Terminal
     from promptfed.client_service.joining.doctor import Examination
 
@@ -75,7 +75,7 @@ def check(settings: Settings) -> int:
     terminal.tell(examination.checks)
     if examination.disclosure is not None:
         terminal.show(examination.disclosure)
-    return Exit.OK if examination.healthy else Exit.BAD_DATA
+    return Exit.OK if examination.healthy else Exit.BAD_INPUT
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -22,7 +22,6 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings
-from promptfed.shared.addresses import is_loopback
 from promptfed.shared.messages import (
     EnrolmentInfo,
     EnrolRequest,
@@ -32,6 +31,7 @@ from promptfed.shared.messages import (
     Problem,
     Task,
 )
+from promptfed.shared.net import is_loopback
 
 log = logging.getLogger("promptfed.client")
 

@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.shared.addresses import is_loopback
 from promptfed.shared.messages import Role
+from promptfed.shared.net import is_loopback
 from promptfed.shared.spec import NAME_PATTERN, Name
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:\d+)?)$"

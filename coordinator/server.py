@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -29,6 +27,8 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.opening import open_store
+from promptfed.shared.files import write_whole
+from promptfed.shared.net import bind, url_of
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -89,7 +89,7 @@ def serve(settings: Settings) -> int:
         return DATABASE_AWAY
     except KeyboardInterrupt:
         return INTERRUPTED
-    base_url = _base_url(settings, listening)
+    base_url = url_of(listening, settings.host, "https" if settings.tls_cert else "http")
 
     def ready() -> None:
         place = store.database.backend.place
@@ -97,7 +97,7 @@ def serve(settings: Settings) -> int:
         token = settings.data_dir / tokens.OPERATOR_FILE
         log.info("the operator's page is %s/; its token lies in %s", base_url, token)
         if settings.port_file is not None:
-            _write_whole(settings.port_file, base_url)
+            write_whole(settings.port_file, f"{base_url}\n".encode(), synced=False)
 
     app = create_app(settings)
     app.state.store = store
@@ -158,26 +158,7 @@ def _check(settings: Settings) -> None:
 
 
 def _bind(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # With the protocol named, asyncio switches Nagle's algorithm off; without, every answer would wait 40 ms.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((settings.host, settings.port))
+        return bind(settings.host, settings.port)
     except OSError as error:
-        listening.close()
         raise OSError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
-    return listening
-
-
-def _base_url(settings: Settings, listening: socket.socket) -> str:
-    scheme = "https" if settings.tls_cert else "http"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"{scheme}://{host}:{listening.getsockname()[1]}"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A reader finds all of it or no file."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_text(text + "\n")
-    os.replace(temporary, path)

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from promptfed.shared.addresses import is_loopback
+from promptfed.shared.net import is_loopback
 
 DEFAULT_PORT = 8080
 POSTGRES = ("postgresql+psycopg://", "postgresql://", "postgres://")

@@ -118,7 +118,7 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
     """Refuse classes that the federation does not know, and a domain without words where the method needs them.
 
     Raises:
-        ClientError: BAD_DATA.
+        ClientError: BAD_INPUT.
     """
     check_classes(source.class_names, label_space(method, info, source.class_names))
     check_domain(method, role, source)
@@ -130,7 +130,7 @@ def enrol_request(
     """All that the coordinator learns of this client.
 
     Raises:
-        ClientError: BAD_DATA where the class names cannot be declared.
+        ClientError: BAD_INPUT where the class names cannot be declared.
     """
     samples = source.train if settings.role == "trainer" else source.test
     try:
@@ -148,7 +148,7 @@ def enrol_request(
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ClientError(Exit.BAD_DATA, f"the data cannot be declared: {place}: {first['msg']}") from None
+        raise ClientError(Exit.BAD_INPUT, f"the data cannot be declared: {place}: {first['msg']}") from None
 
 
 def explain(refused: Refused, settings: Settings) -> ClientError:

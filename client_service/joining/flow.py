@@ -186,7 +186,7 @@ class Joining:
             for names, template in spaces:
                 method.check_texts(work.backbone, names, info.template or template)
         except BackboneError as error:
-            raise ClientError(Exit.BAD_DATA, str(error)) from None
+            raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
     def _warm(self, work: TaskWork, method: Method) -> None:
         """Compute image features now: no deadline runs yet, and an image that cannot be read is found."""
@@ -200,7 +200,7 @@ class Joining:
             for name in (TEST, *work.data.tests):
                 work.data.features(name, watched)
         except DataError as error:
-            raise ClientError(Exit.BAD_DATA, str(error)) from None
+            raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
     async def _ask(self, consent: Consent, told: Disclosure, source: Source, backbone: Backbone) -> None:
         """Tell what was found and what will be sent; go on only if that is wanted."""

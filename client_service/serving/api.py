@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Annotated, Any
@@ -20,6 +19,7 @@ from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.serving import page
 from promptfed.client_service.serving.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
 from promptfed.shared.messages import PROBLEM_BASE, Problem
+from promptfed.shared.net import bind, url_of
 
 MAX_IMAGE_BYTES = 20 << 20
 STOP_SECONDS = 1
@@ -159,13 +159,9 @@ async def running_api(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
     Raises:
         ClientError: USAGE where the address cannot be bound.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        listening = bind(host, port)
     except OSError as error:
-        listening.close()
         text = f"the client's API cannot listen on {host} port {port}: {error.strerror}: give another --api-port"
         raise ClientError(Exit.USAGE, text) from None
     config = uvicorn.Config(
@@ -173,9 +169,8 @@ async def running_api(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve([listening]))
-    shown = f"[{host}]" if family == socket.AF_INET6 else host
     try:
-        yield f"http://{shown}:{listening.getsockname()[1]}"
+        yield url_of(listening, host)
     finally:
         server.should_exit = True
         with suppress(asyncio.CancelledError):

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.resources import files
-from pathlib import PurePath
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Response
 
-from promptfed.shared.pages import MEDIA_TYPES, page_headers
+from promptfed.shared.static_page import StaticPage
 
 # `blob:` is the chosen image, shown from the browser's memory.
-HEADERS = page_headers(images="blob:")
+PAGE = StaticPage("promptfed.client_service", images="blob:")
 
 # Files of a page are no calls that a program makes.
 router = APIRouter(include_in_schema=False)
 
 
-@cache
-def _content(name: str) -> bytes:
-    return (files("promptfed.client_service") / "web" / name).read_bytes()
-
-
 @router.get("/")
-async def page() -> Response:
+async def page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
     """The upload page."""
-    return _file("index.html")
+    return PAGE.answer("index.html", if_none_match)
 
 
 @router.get("/web/page.css")
-async def style() -> Response:
+async def style(if_none_match: Annotated[str | None, Header()] = None) -> Response:
     """Its style sheet."""
-    return _file("page.css")
+    return PAGE.answer("page.css", if_none_match)
 
 
 @router.get("/web/page.js")
-async def script() -> Response:
+async def script(if_none_match: Annotated[str | None, Header()] = None) -> Response:
     """Its script."""
-    return _file("page.js")
-
-
-def _file(name: str) -> Response:
-    return Response(_content(name), media_type=MEDIA_TYPES[PurePath(name).suffix], headers=HEADERS)
+    return PAGE.answer("page.js", if_none_match)

@@ -85,7 +85,7 @@ class ClientData:
         """``train``, ``test`` or a further test set, with labels as indices in ``label_space``.
 
         Raises:
-            ClientError: BAD_DATA for classes that the label space lacks.
+            ClientError: BAD_INPUT for classes that the label space lacks.
         """
         names = self.tests[which].class_names if which in self.tests else self.class_names
         check_classes(names, label_space)
@@ -134,12 +134,12 @@ def open_data(uri: str, name: str = "", domain: str | None = None) -> Source:
     """The source that ``uri`` names; ``domain`` describes the images of the client ``name`` in words.
 
     Raises:
-        ClientError: BAD_DATA, with the reason in one line.
+        ClientError: BAD_INPUT, with the reason in one line.
     """
     try:
         source = open_source(uri)
     except DataError as error:
-        raise ClientError(Exit.BAD_DATA, str(error)) from None
+        raise ClientError(Exit.BAD_INPUT, str(error)) from None
     if domain is None:
         return source
     own = source.domain.name if source.domain is not None else name
@@ -150,18 +150,18 @@ def check_domain(method: Method, role: str, source: Source) -> None:
     """Refuse images of no domain where the method needs one of every trainer.
 
     Raises:
-        ClientError: BAD_DATA, with what to do.
+        ClientError: BAD_INPUT, with what to do.
     """
     if method.needs.domain_descriptions and role == "trainer" and source.domain is None:
         text = f"{method.name} needs words for what the images look like: give --domain 'a sketch of a {{}}'"
-        raise ClientError(Exit.BAD_DATA, text)
+        raise ClientError(Exit.BAD_INPUT, text)
 
 
 def domain_of(source: Source) -> messages.Domain | None:
     """The source's domain as it is declared at enrolment.
 
     Raises:
-        ClientError: BAD_DATA where its name or description cannot be sent.
+        ClientError: BAD_INPUT where its name or description cannot be sent.
     """
     if source.domain is None:
         return None
@@ -169,18 +169,18 @@ def domain_of(source: Source) -> messages.Domain | None:
         return messages.Domain(name=source.domain.name, description=source.domain.description)
     except ValueError as error:
         text = f"the domain {source.domain.name!r} of the data cannot be declared: {error}"
-        raise ClientError(Exit.BAD_DATA, " ".join(text.split())) from None
+        raise ClientError(Exit.BAD_INPUT, " ".join(text.split())) from None
 
 
 def check_classes(own: tuple[str, ...], label_space: tuple[str, ...]) -> None:
     """Refuse classes that the federation does not know.
 
     Raises:
-        ClientError: BAD_DATA, naming them.
+        ClientError: BAD_INPUT, naming them.
     """
     unknown = sorted(set(own) - set(label_space))
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         names = ", ".join(repr(name) for name in unknown[:5]) + more
         text = f"the federation does not know the classes {names} of the data: rename or leave out their images"
-        raise ClientError(Exit.BAD_DATA, f"{text}; it knows {len(label_space)} classes, {label_space[0]!r} the first")
+        raise ClientError(Exit.BAD_INPUT, f"{text}; it knows {len(label_space)} classes, {label_space[0]!r} the first")

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from pathlib import PurePath
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Response, status
+from fastapi import APIRouter, Header, Path, Response
 
 from promptfed.coordinator.problems import NotFound, documented
-from promptfed.shared.pages import MEDIA_TYPES, page_headers
+from promptfed.shared.static_page import MEDIA_TYPES, StaticPage
 
 router = APIRouter(tags=["page"])
 
-HEADERS = page_headers(images="'self'")
+PAGE = StaticPage("promptfed.coordinator.api", images="'self'")
 CONTENT: dict[str, dict[str, str]] = {kind.split(";")[0]: {} for kind in MEDIA_TYPES.values()}
-
-
-@dataclass(frozen=True)
-class _File:
-    content: bytes
-    kind: str
-    etag: str
-
-
-@cache
-def _files() -> dict[str, _File]:
-    """The page's files by name: only these are served, whatever is asked for."""
-    found = {}
-    for entry in (files("promptfed.coordinator.api") / "web").iterdir():
-        kind = MEDIA_TYPES.get(PurePath(entry.name).suffix)
-        if kind is not None:
-            content = entry.read_bytes()
-            found[entry.name] = _File(content, kind, f'"{hashlib.sha256(content).hexdigest()}"')
-    return found
 
 
 @router.get(
@@ -70,10 +46,7 @@ async def get_file(
 
 
 def _answer(name: str, known: str | None) -> Response:
-    found = _files().get(name)
-    if found is None:
-        raise NotFound(f"the page has no file {name[:100]!r}")
-    headers = {**HEADERS, "ETag": found.etag}
-    if known is not None and found.etag in known:
-        return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
-    return Response(found.content, media_type=found.kind, headers=headers)
+    try:
+        return PAGE.answer(name, known)
+    except KeyError:
+        raise NotFound(f"the page has no file {name[:100]!r}") from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from promptfed.coordinator.store.fault_points import point
+from promptfed.shared.files import sync_folder
 
 PREFIX = "sha256:"
 
@@ -140,12 +141,3 @@ class Held:
         # Before the look at the disk: from here on the blob is not removed, whether it is there or not.
         self._blobs._note(digest)
         self.digests.append(digest)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put a folder's entries on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

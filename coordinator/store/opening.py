@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,13 @@ from sqlalchemy import select
 
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import Backend, CannotOpen
-from promptfed.coordinator.store.blobs import Blobs, sync_folder
+from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder_lock import FolderLock
 from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import FederationRow, StoreRow
+from promptfed.shared.files import write_whole
 
 ID_FILE = "store.id"
 SQLITE_FILE = "coordinator.sqlite3"
@@ -89,14 +89,4 @@ def _tie(folder: Path, blobs: Blobs, database: Database) -> None:
         if row is None:
             row = StoreRow(id=secrets.token_hex(16))
             session.add(row)
-    _write_durably(file, row.id)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".new")
-    with temporary.open("w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    sync_folder(path.parent)
+    write_whole(file, f"{row.id}\n".encode())

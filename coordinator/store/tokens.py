@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 from pathlib import Path
+
+from promptfed.shared.files import write_whole
 
 OPERATOR_FILE = "operator.token"
 
@@ -32,11 +33,4 @@ def operator_token(data_dir: Path) -> str:
 
 def write_secret(path: Path, text: str, mode: int) -> None:
     """Write ``text`` so that a reader finds all of it or no file, and never one with a wider mode."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(handle, "w") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    write_whole(path, f"{text}\n".encode(), mode=mode)

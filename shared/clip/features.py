@@ -10,7 +10,6 @@ is part of the folder's name.
 import hashlib
 import json
 import os
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.fingerprint import config_digest
+from promptfed.shared.files import write_whole
 
 BATCH = 32
 SHARD_SUFFIX = ".safetensors"
@@ -113,7 +113,7 @@ class FeatureCache:
                 folder.slots = [int(slot) for slot in json.loads(file.read_text())]
             except (OSError, ValueError):
                 folder.slots = agreeing_slots(backbone)
-                _write_atomically(file, json.dumps(folder.slots).encode())
+                write_whole(file, json.dumps(folder.slots).encode(), mode=0o600)
         return folder.slots
 
     def _shrink(self, folder: _Folder, used: Iterable[str]) -> None:
@@ -181,28 +181,9 @@ def _read_new_files(folder: _Folder) -> None:
 def _write_file(folder: _Folder, rows: dict[str, Tensor]) -> None:
     data = save_tensors({digest: row.contiguous() for digest, row in rows.items()})
     name = hashlib.sha256(data).hexdigest() + SHARD_SUFFIX
-    _write_atomically(folder.path / name, data)
+    write_whole(folder.path / name, data, mode=0o600)
     folder.seen.add(name)
     folder.rows.update({digest: (row, name) for digest, row in rows.items()})
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Whole or not at all, and on the disk before it can be seen."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _stats(paths: Iterable[Path]) -> Iterable[tuple[Path, os.stat_result]]:

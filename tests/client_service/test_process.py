@@ -130,7 +130,7 @@ def test_nothing_answers(command: Callable[..., int], capsys: pytest.CaptureFixt
 
 
 def test_a_data_uri_that_is_unknown(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(coordinator="http://127.0.0.1:1", data="floppy:a", log_format="json") == Exit.BAD_DATA
+    assert command(coordinator="http://127.0.0.1:1", data="floppy:a", log_format="json") == Exit.BAD_INPUT
     said = json.loads(last_line(capsys))
     assert said["level"] == "error"
     assert "unknown data source 'floppy'" in said["message"]

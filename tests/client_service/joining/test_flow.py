@@ -207,7 +207,7 @@ def test_classes_that_the_federation_does_not_know(make_coordinator: MakeCoordin
     coordinator = make_coordinator()
     source = made_up_source(names=["sun", "lynx", "anchor", "otter"])
     error = ends(make_worker(coordinator, source=source))
-    assert error.exit is Exit.BAD_DATA
+    assert error.exit is Exit.BAD_INPUT
     assert "does not know the classes 'lynx', 'otter'" in str(error)
     assert coordinator.client is None
 
@@ -221,7 +221,7 @@ def test_a_class_name_that_does_not_fit_behind_the_context(
     parts = {"source": long} if where == "own" else {"tests": {"novel": long}}
     coordinator = make_coordinator(method={"name": "promptfl", "m": 16}, class_names=None)
     error = ends(make_worker(coordinator, **parts))
-    assert error.exit is Exit.BAD_DATA
+    assert error.exit is Exit.BAD_INPUT
     assert "'a b c d e f g h i j k l m n' needs 17 tokens and the context 16" in str(error)
     assert coordinator.client is None
 
@@ -231,7 +231,7 @@ def test_a_domain_that_cannot_be_declared(make_coordinator: MakeCoordinator, mak
     source = Source(plain.uri, plain.class_names, Domain("two words", "a {}"), plain.template, plain.train, plain.test)
     coordinator = make_coordinator()
     error = ends(make_worker(coordinator, source=source))
-    assert error.exit is Exit.BAD_DATA
+    assert error.exit is Exit.BAD_INPUT
     assert "'two words'" in str(error)
     assert not coordinator.calls
 
@@ -266,7 +266,7 @@ def test_data_that_cannot_be_used(
     coordinator = make_coordinator()
     own = settings.model_copy(update={"data": folder(tmp_path / "images", spoil)})
     error = ends(make_worker(coordinator, settings=own, source=None))
-    assert error.exit is Exit.BAD_DATA
+    assert error.exit is Exit.BAD_INPUT
     assert words in str(error)
     assert not coordinator.calls
 
@@ -274,7 +274,7 @@ def test_data_that_cannot_be_used(
 def test_an_unknown_data_uri(make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings) -> None:
     coordinator = make_coordinator()
     error = ends(make_worker(coordinator, settings=settings.model_copy(update={"data": "floppy:a"}), source=None))
-    assert error.exit is Exit.BAD_DATA
+    assert error.exit is Exit.BAD_INPUT
     assert "'floppy'" in str(error)
     assert not coordinator.calls
 

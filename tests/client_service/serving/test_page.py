@@ -16,7 +16,7 @@ from PIL import Image
 
 from promptfed.client_service.monitor import Monitor, Status
 from promptfed.client_service.serving.api import create_app
-from promptfed.client_service.serving.page import HEADERS
+from promptfed.client_service.serving.page import PAGE
 from promptfed.client_service.serving.prediction import BadImage, Predictor
 from tests.support.browser import browser
 
@@ -99,7 +99,7 @@ def image(folder: Path) -> Path:
 def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
     with served(None) as url:
         answer = page.goto(url)
-        assert answer.headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
+        assert answer.headers["content-security-policy"] == PAGE.headers["Content-Security-Policy"]
         page.get_by_text("hospital-a in the federation pets, in round 3").wait_for()
         page.evaluate(HINTS)
         page.set_input_files("#file", image(tmp_path))
