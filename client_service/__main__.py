@@ -38,9 +38,9 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record, in words."""
-        told = sentence(record.event, record.facts) if hasattr(record, "event") and hasattr(record, "facts") else None
+        words = sentence(record.event, record.facts) if hasattr(record, "event") and hasattr(record, "facts") else None
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        own = logging.makeLogRecord(record.__dict__ | {"msg": level + (told or record.getMessage()), "args": None})
+        own = logging.makeLogRecord(record.__dict__ | {"msg": level + (words or record.getMessage()), "args": None})
         return super().format(own)
 
 

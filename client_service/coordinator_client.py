@@ -133,10 +133,10 @@ class CoordinatorClient:
             raise BadAnswer(f"the payload has {task.payload.bytes} bytes; {MAX_PAYLOAD_BYTES} are allowed: not fetched")
         url = self._own_url(task.payload.url)
         answer = await self._call("GET", url, token=self.token, limit=task.payload.bytes)
-        found = "sha256:" + hashlib.sha256(answer.body).hexdigest()
-        if len(answer.body) != task.payload.bytes or found != task.payload.sha256:
+        digest = "sha256:" + hashlib.sha256(answer.body).hexdigest()
+        if len(answer.body) != task.payload.bytes or digest != task.payload.sha256:
             raise BadAnswer(
-                f"the payload of task {task.task_id} has {len(answer.body)} bytes and digest {found}; "
+                f"the payload of task {task.task_id} has {len(answer.body)} bytes and digest {digest}; "
                 f"{task.payload.bytes} bytes and {task.payload.sha256} were announced"
             )
         return answer.body

@@ -119,15 +119,13 @@ class PrivateState:
         if raw is None:
             return self._write_identity(Identity(name, role, secrets.token_hex(32)))
         try:
-            found = Identity(**raw)
+            identity = Identity(**raw)
         except TypeError:
             raise self._damaged("identity.json") from None
-        if (found.name, found.role) != (name, role):
-            text = (
-                f"the state folder {self.folder} belongs to the {found.role} {found.name!r}, not to the {role} {name!r}"
-            )
-            raise ClientError(Exit.STATE, f"{text}: give another --state-dir")
-        return found
+        if (identity.name, identity.role) != (name, role):
+            text = f"the state folder {self.folder} belongs to the {identity.role} {identity.name!r}"
+            raise ClientError(Exit.STATE, f"{text}, not to the {role} {name!r}: give another --state-dir")
+        return identity
 
     def bind(self, identity: Identity, federation_id: str, client_id: str | None = None) -> Identity:
         """Note the federation, and the client id once enrolled.

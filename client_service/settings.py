@@ -186,11 +186,11 @@ def make_settings(**given: Any) -> Settings:
 
 def one_line(error: ValidationError) -> str:
     """A validation error as ``--state-dir: Field required; ...``."""
-    found = []
+    offences = []
     for item in error.errors(include_url=False, include_context=False):
         option = "--" + str(item["loc"][0]).replace("_", "-") + ": " if item["loc"] else ""
-        found.append(option + item["msg"].removeprefix("Value error, "))
-    return "; ".join(found)
+        offences.append(option + item["msg"].removeprefix("Value error, "))
+    return "; ".join(offences)
 
 
 def read_token(path: Path, what: str) -> str:

@@ -44,13 +44,13 @@ class SpecError(ValueError):
     @classmethod
     def from_validation(cls, error: ValidationError, prefix: str = "") -> SpecError:
         """Turn pydantic's errors into dotted paths; ``prefix`` is put before each path."""
-        found = []
+        offences = []
         for item in error.errors(include_url=False, include_context=False):
             parts = [prefix, *(str(part) for part in item["loc"])]
             path = ".".join(part for part in parts if part)
             detail = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
-            found.append({"path": path or "(spec)", "detail": detail})
-        return cls(found)
+            offences.append({"path": path or "(spec)", "detail": detail})
+        return cls(offences)
 
 
 class Section(BaseModel):

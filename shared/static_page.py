@@ -43,13 +43,13 @@ class StaticPage:
     @cached_property
     def files(self) -> dict[str, PageFile]:
         """The page's files by name: only these are served, whatever is asked for."""
-        found = {}
+        served = {}
         for entry in (files(self._package) / "web").iterdir():
             media_type = MEDIA_TYPES.get(PurePath(entry.name).suffix)
             if media_type is not None:
                 content = entry.read_bytes()
-                found[entry.name] = PageFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()}"')
-        return found
+                served[entry.name] = PageFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()}"')
+        return served
 
     def answer(self, name: str, if_none_match: str | None) -> Response:
         """The file, or 304 where ``if_none_match`` names it. Raises KeyError where there is none of this name."""

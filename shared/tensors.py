@@ -114,15 +114,15 @@ def _metadata(body: bytes, size: int) -> object | None:
         raise TensorError("header-too-large", f"the header has {length} bytes; {MAX_HEADER_BYTES} are allowed")
     try:
         header = json.loads(body[8 : 8 + length])
-        found = header.get("__metadata__") if isinstance(header, dict) else None
+        metadata = header.get("__metadata__") if isinstance(header, dict) else None
     except (ValueError, RecursionError) as error:
         raise TensorError("not-safetensors", f"the body is not a safetensors file: {error}") from None
-    if found is None:
+    if metadata is None:
         return None
-    if not isinstance(found, dict) or set(found) != {METADATA_KEY} or not isinstance(found[METADATA_KEY], str):
+    if not isinstance(metadata, dict) or set(metadata) != {METADATA_KEY} or not isinstance(metadata[METADATA_KEY], str):
         raise TensorError("bad-metadata", f"the metadata must have the one key {METADATA_KEY!r}, holding JSON")
     try:
-        value: object = json.loads(found[METADATA_KEY])
+        value: object = json.loads(metadata[METADATA_KEY])
     except (ValueError, RecursionError) as error:
         raise TensorError("bad-metadata", f"the metadata under {METADATA_KEY!r} is not JSON: {error}") from None
     return value
@@ -139,8 +139,8 @@ def check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str
     _refuse("missing-tensor", "is missing", sorted(set(expected) - set(tensors)), expected)
     for name, (shape, _) in sorted(expected.items()):
         if tuple(tensors[name].shape) != shape:
-            found = tuple(tensors[name].shape)
-            raise TensorError("wrong-shape", f"tensor {name!r} has shape {found}; expected {shape}")
+            sent = tuple(tensors[name].shape)
+            raise TensorError("wrong-shape", f"tensor {name!r} has shape {sent}; expected {shape}")
     for name, (_, dtype) in sorted(expected.items()):
         if tensors[name].dtype != DTYPES[dtype]:
             kind = str(tensors[name].dtype).removeprefix("torch.")

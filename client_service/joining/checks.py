@@ -40,13 +40,13 @@ class Check:
 
 def check_versions() -> Check:
     """What computes here."""
-    told = [f"Python {platform.python_version()}"]
-    told += [f"{name} {metadata.version(name)}" for name in ("torch", "open_clip_torch")]
-    return Check("versions", "pass", ", ".join(told))
+    versions = [f"Python {platform.python_version()}"]
+    versions += [f"{name} {metadata.version(name)}" for name in ("torch", "open_clip_torch")]
+    return Check("versions", "pass", ", ".join(versions))
 
 
 def check_device(wanted: str) -> Check:
-    """Whether there is a GPU, and what ``wanted`` (auto, cpu, cuda, cuda:N) comes to."""
+    """Whether there is a GPU, and which device ``wanted`` (auto, cpu, cuda, cuda:N) means."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.startswith("cuda"):
         number = int(wanted.partition(":")[2] or 0)

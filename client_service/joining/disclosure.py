@@ -72,19 +72,22 @@ class Disclosure:
         ]
 
     def _declared(self) -> list[tuple[str, str]]:
-        told = self.declared
-        names = ", ".join(told.class_names[:NAMES])
-        more = f" and {len(told.class_names) - NAMES} more" if len(told.class_names) > NAMES else ""
-        domain = f"{told.domain.name}: {told.domain.description!r}" if told.domain else "none declared"
-        kind = "training" if told.role == "trainer" else "test"
+        declared = self.declared
+        names = ", ".join(declared.class_names[:NAMES])
+        more = f" and {len(declared.class_names) - NAMES} more" if len(declared.class_names) > NAMES else ""
+        domain = f"{declared.domain.name}: {declared.domain.description!r}" if declared.domain else "none declared"
+        kind = "training" if declared.role == "trainer" else "test"
         return [
-            ("name", told.name),
-            ("role", told.role),
-            ("images", f"{told.num_samples}, the number of {kind} images"),
-            ("classes", f"{len(told.class_names)}: {names}{more}"),
+            ("name", declared.name),
+            ("role", declared.role),
+            ("images", f"{declared.num_samples}, the number of {kind} images"),
+            ("classes", f"{len(declared.class_names)}: {names}{more}"),
             ("domain", domain),
-            ("backbone", f"{told.backbone_fingerprint[:19]}..., the fingerprint of its weights, and its towers' sizes"),
-            ("device", told.device),
+            (
+                "backbone",
+                f"{declared.backbone_fingerprint[:19]}..., the fingerprint of its weights, and its towers' sizes",
+            ),
+            ("device", declared.device),
             ("secret", "random, made here: by it the coordinator knows this client again"),
         ]
 

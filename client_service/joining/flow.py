@@ -1,4 +1,4 @@
-"""Joining a federation: everything that can be wrong here is found before the coordinator hears of this client."""
+"""Joining a federation: everything that can be wrong here is found before the coordinator learns of this client."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class Joining:
         await self.compute.run(lambda: self._warm(work, method))
         request = enrol_request(settings, identity.secret, source, domain, backbone)
         if parts.consent is not None and identity.client_id is None:
-            told = disclose(settings.coordinator, info, method, request, list(tests))
-            await self._ask(parts.consent, told, source, backbone)
+            disclosure = disclose(settings.coordinator, info, method, request, list(tests))
+            await self._ask(parts.consent, disclosure, source, backbone)
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work

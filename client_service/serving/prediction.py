@@ -105,8 +105,8 @@ class Predictor:
 
 
 def _probabilities(classifier: Classifier, split: OneImage, row: Tensor) -> list[float]:
-    found: list[float] = classifier.logits(split, row)[0].softmax(-1).tolist()
-    return found
+    probabilities: list[float] = classifier.logits(split, row)[0].softmax(-1).tolist()
+    return probabilities
 
 
 def _domains(classifier: Classifier, split: OneImage, row: Tensor) -> list[dict[str, Any]] | None:

@@ -89,10 +89,10 @@ class Evaluation:
         split = self.data.split(TEST, context.class_names)
         with torch.no_grad():
             means = classifier.shares(split, torch.arange(len(split))).double().mean(dim=0).tolist()
-        found: dict[str, float] = {}
+        shares_by_name: dict[str, float] = {}
         for name, share in zip(classifier.domain_names, means, strict=True):
-            found[SHARE + name] = found.get(SHARE + name, 0.0) + share
-        return found
+            shares_by_name[SHARE + name] = shares_by_name.get(SHARE + name, 0.0) + share
+        return shares_by_name
 
     def _measure(self, name: str, context: ClientContext, classifier: Classifier) -> SplitResult:
         test = self.data.split(name, context.class_names)
@@ -112,8 +112,8 @@ def accuracy(classifier: Classifier, split: Split, cancelled: Cancelled = lambda
         for rows in torch.split(torch.arange(len(split)), EVALUATION_BATCH):
             if cancelled():
                 raise TaskCancelled
-            found = classifier.logits(split, rows).argmax(dim=-1).cpu()
-            right += int((found == split.labels[rows]).sum())
+            predicted = classifier.logits(split, rows).argmax(dim=-1).cpu()
+            right += int((predicted == split.labels[rows]).sum())
     return right / len(split)
 
 

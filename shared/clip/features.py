@@ -87,10 +87,10 @@ class FeatureCache:
                 rows = _encode(backbone, images, slots)
                 self.images_computed += len(part)
                 _write_file(folder, dict(zip(part, rows, strict=True)))
-            found = [folder.rows[digest] for digest in digests]
+            located = [folder.rows[digest] for digest in digests]
             if self._max_bytes is not None:
-                self._shrink(folder, {name for _, name in found})
-        return torch.stack([row for row, _ in found]) if found else torch.zeros(0, backbone.d_e)
+                self._shrink(folder, {name for _, name in located})
+        return torch.stack([row for row, _ in located]) if located else torch.zeros(0, backbone.d_e)
 
     def _folder(self, backbone: Backbone) -> _Folder:
         identity = {

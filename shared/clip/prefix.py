@@ -98,14 +98,14 @@ class PrefixEncoder:
 
     def _lead_keys_values(self, lead: Tensor) -> list[Tensor]:
         """Per block `(start, 2d)`; lead: `(1, start, d)`, which sees only itself."""
-        found = []
+        keys_values = []
         size = lead.shape[1]
         mask = torch.full((size, size), -torch.inf, dtype=lead.dtype, device=lead.device).triu(1)
         for block in self._tower.blocks:
-            found.append(project(block, block.ln_1(lead[0]), KEYS_VALUES))
+            keys_values.append(project(block, block.ln_1(lead[0]), KEYS_VALUES))
             if size:
                 lead = block(lead, attn_mask=mask)
-        return found
+        return keys_values
 
 
 def _queries_keys_values(

@@ -78,10 +78,10 @@ class TextTower:
         if kind == "argmax" and not _has_class_token(self._inner):
             return ids.argmax(dim=-1)
         if kind == "eos" and not _has_class_token(self._inner):
-            found = ids == _eos_id(self._holder, self._inner)
-            if not bool(found.any(dim=-1).all()):
+            is_end = ids == _eos_id(self._holder, self._inner)
+            if not bool(is_end.any(dim=-1).all()):
                 raise BackboneError("The tokenizer's end token is not the one that the text tower pools.")
-            return found.int().argmax(dim=-1)
+            return is_end.int().argmax(dim=-1)
         return torch.full((ids.shape[0],), -1)
 
     def project(self, rows: Tensor) -> Tensor:

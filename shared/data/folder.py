@@ -32,8 +32,8 @@ def open_folder(body: str, options: Options) -> Source:
     domain = options.text("domain")
     if domain is not None:
         if domain not in _subfolders(root):
-            found = ", ".join(_subfolders(root)) or "none"
-            raise DataError(f"{options.uri}: {root} has no domain folder {domain}; it has {found}.")
+            folders = ", ".join(_subfolders(root)) or "none"
+            raise DataError(f"{options.uri}: {root} has no domain folder {domain}; it has {folders}.")
         root = root / domain
     return _source(_folder_items(root), domain, options, str(root))
 

@@ -33,8 +33,8 @@ class HuggingFaceImages:
         """One image, RGB. DataError names the row that cannot be read."""
         row = int(self.rows[index])
         try:
-            found: Image.Image = self.dataset[row][self.column].convert("RGB")
-            return found
+            image: Image.Image = self.dataset[row][self.column].convert("RGB")
+            return image
         except (OSError, SyntaxError, ValueError, AttributeError) as error:
             raise DataError(f"row {row}: column {self.column} holds no image that can be read ({error}).") from error
 
@@ -52,8 +52,8 @@ def open_hugging_face(body: str, options: Options) -> Source:
     options.check_names(OWN_OPTIONS)
     if not body:
         raise DataError(f"{options.uri}: names no data set; write hf:owner/name.")
-    found = _load(body, options)
-    splits = dict(found) if hasattr(found, "keys") else {"train": found}
+    loaded = _load(body, options)
+    splits = dict(loaded) if hasattr(loaded, "keys") else {"train": loaded}
     train_name = options.text("train", "train") or "train"
     test_name = options.text("test") or next((name for name in TESTS if name in splits), None)
     for name in (train_name, *([options.text("test")] if options.text("test") else [])):

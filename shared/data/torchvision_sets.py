@@ -53,10 +53,10 @@ class TorchvisionImages:
         """One image, RGB. DataError names the data set and the row that cannot be read."""
         row = int(self.rows[index])
         try:
-            found = self.dataset[row][0]
-            if not isinstance(found, Image.Image):
-                raise ValueError(f"it is {type(found).__name__}, no image")
-            return found.convert("RGB")
+            image = self.dataset[row][0]
+            if not isinstance(image, Image.Image):
+                raise ValueError(f"it is {type(image).__name__}, no image")
+            return image.convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"image {row} of torchvision's {self.name} cannot be read ({error}).") from error
 
@@ -119,13 +119,13 @@ def _split(name: str, dataset: Any) -> Split:
 
 def _labels(name: str, dataset: Any) -> torch.Tensor:
     for attribute in LABELS:
-        found = getattr(dataset, attribute, None)
-        if found is not None and len(found) == len(dataset):
-            return torch.as_tensor(found).long().reshape(-1)
+        values = getattr(dataset, attribute, None)
+        if values is not None and len(values) == len(dataset):
+            return torch.as_tensor(values).long().reshape(-1)
     for attribute in SAMPLES:
-        found = getattr(dataset, attribute, None)
-        if found is not None and len(found) == len(dataset):
-            return torch.tensor([int(label) for _, label in found])
+        values = getattr(dataset, attribute, None)
+        if values is not None and len(values) == len(dataset):
+            return torch.tensor([int(label) for _, label in values])
     labels = [dataset[row][1] for row in range(len(dataset))]
     if not all(isinstance(label, int) for label in labels):
         raise DataError(f"torchvision's {name} has no class for each image: it cannot be classified.")
@@ -135,10 +135,10 @@ def _labels(name: str, dataset: Any) -> torch.Tensor:
 def _class_names(name: str, dataset: Any) -> tuple[str, ...]:
     if name in NUMBERED:
         return tuple(str(number) for number in range(NUMBERED[name]))
-    found = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
-    if found is None:
+    known = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
+    if known is None:
         raise DataError(f"torchvision's {name} names no classes: it cannot be classified by their names.")
-    names = [one[0] if isinstance(one, tuple) else str(one) for one in found]  # ImageNet: the first of the synonyms
+    names = [one[0] if isinstance(one, tuple) else str(one) for one in known]  # ImageNet: the first of the synonyms
     if name == "EuroSAT":
         names = [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", one) for one in names]  # AnnualCrop
     elif name.startswith("MNIST"):

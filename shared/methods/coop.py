@@ -21,7 +21,7 @@ class CoOp(ContextMethod):
     personal = True
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """None: the coordinator holds nothing."""
+        """Empty: the coordinator holds nothing."""
         return ()
 
     def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:

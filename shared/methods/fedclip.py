@@ -44,7 +44,7 @@ ADAPTER = (
 
 
 class FedCLIPHyper(Hyperparameters):
-    """None of its own: the adapter is as wide as the embeddings."""
+    """Nothing to choose: the adapter is as wide as the embeddings."""
 
 
 def attended(adapter: Tensors, features: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class AdapterClassifier:
 
     def __init__(self, context: ClientContext, adapter: Tensors):
         backbone = context.backbone
-        self._adapter = {name: one.to(backbone.device) for name, one in adapter.items()}
+        self._adapter = {name: tensor.to(backbone.device) for name, tensor in adapter.items()}
         self._text = template_features(backbone, context.template, context.class_names)
         self._scale = backbone.logit_scale
 
@@ -87,7 +87,7 @@ class FedCLIP(Method):
         return ADAPTER
 
     def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One."""
+        """One exchange: the adapter down and up; its mean is the state."""
         return (Phase("train", down=ADAPTER, up=ADAPTER, mean=True),)
 
     def dims(self, context: ServerContext) -> dict[str, int]:
@@ -119,7 +119,7 @@ class FedCLIP(Method):
             return F.cross_entropy(logits, labels[some])
 
         final = train(context, list(adapter.values()), loss)
-        return TrainResult({name: one.detach().cpu() for name, one in adapter.items()}, metrics={"loss": final})
+        return TrainResult({name: tensor.detach().cpu() for name, tensor in adapter.items()}, metrics={"loss": final})
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> AdapterClassifier:
         """Classifies with the global adapter."""

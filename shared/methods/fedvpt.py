@@ -74,9 +74,9 @@ class VisualPromptMethod(Method):
 
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``m``, ``d_v`` and ``depth_v``. Raises MethodError where the image tower takes no such prompts."""
-        found = visual.vision_dims(self.name, self.hyper.depth, context)
-        vpt_bound(context.shape.patch_size, found["d_v"])
-        return {"m": self.hyper.m} | found
+        sizes = visual.vision_dims(self.name, self.hyper.depth, context)
+        vpt_bound(context.shape.patch_size, sizes["d_v"])
+        return {"m": self.hyper.m} | sizes
 
     @property
     def takes_evaluators(self) -> bool:

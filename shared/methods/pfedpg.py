@@ -148,8 +148,8 @@ def gradients(kind: str, parameters: Mapping[str, Tensor], descriptors: Tensor, 
     prompts = generate(kind, leaves, own)
     if DESCRIPTORS in PARAMETERS[kind]:
         leaves[DESCRIPTORS] = own
-    found = torch.autograd.grad(prompts, list(leaves.values()), grad_outputs=-deltas.double())
-    return {name: gradient.float() for name, gradient in zip(leaves, found, strict=True)}
+    slopes = torch.autograd.grad(prompts, list(leaves.values()), grad_outputs=-deltas.double())
+    return {name: gradient.float() for name, gradient in zip(leaves, slopes, strict=True)}
 
 
 def _like(reference: Tensor, tensor: Tensor) -> Tensor:
@@ -307,11 +307,11 @@ class PFedPG(Method):
         for update in updates:
             rows.append(_row(update.client, context))
             deltas.append(update.tensors[DELTA.name])
-        found = gradients(self.hyper.generator, state, self._descriptors(state, rows), torch.stack(deltas))
+        slopes = gradients(self.hyper.generator, state, self._descriptors(state, rows), torch.stack(deltas))
         rate = self.hyper.generator_learning_rate
         step = adam if self.hyper.generator_optimizer == "adam" else sgd
         after = dict(state)
-        for name, gradient in found.items():
+        for name, gradient in slopes.items():
             after |= step(state, name, gradient, rate, rows if name == DESCRIPTORS else None)
         if STEPS in after:
             after[STEPS] = after[STEPS] + 1

@@ -136,9 +136,9 @@ class Reference:
         new = ~self._known[indices]
         if bool(new.any()):
             with torch.no_grad():
-                found = torch.log_softmax(self._logits(indices[new], images[new.to(images.device)]), dim=-1)
-            self._log_p = self._log_p.to(found.device)
-            self._log_p[indices[new].to(found.device)] = found
+                log_p = torch.log_softmax(self._logits(indices[new], images[new.to(images.device)]), dim=-1)
+            self._log_p = self._log_p.to(log_p.device)
+            self._log_p[indices[new].to(log_p.device)] = log_p
             self._known[indices[new]] = True
         return self._log_p[indices.to(self._log_p.device)]
 
@@ -191,10 +191,10 @@ class Plan(Method):
     def dims(self, context: ServerContext) -> dict[str, int]:
         """Widths and depths of both towers, and the perceptrons' hidden widths."""
         hyper = self.hyper
-        found = {"m": hyper.m}
-        found |= visual.text_dims(self.name, hyper.m, hyper.depth, context)
-        found |= visual.vision_dims(self.name, hyper.depth, context)
-        return found | {"r_t": max(1, found["d_t"] // hyper.reduction), "r_v": max(1, found["d_v"] // hyper.reduction)}
+        sizes = {"m": hyper.m}
+        sizes |= visual.text_dims(self.name, hyper.m, hyper.depth, context)
+        sizes |= visual.vision_dims(self.name, hyper.depth, context)
+        return sizes | {"r_t": max(1, sizes["d_t"] // hyper.reduction), "r_v": max(1, sizes["d_v"] // hyper.reduction)}
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
         """Every class name must fit behind the prompts, and into the template."""
@@ -247,14 +247,17 @@ class Plan(Method):
             return state | made | self._nobodys_prompts(self.dims(context))
         kept = list(updates)
         plain = [prompts_of(modality).name for modality in (TEXT, VISUAL) if modality not in self.attentive]
-        means = [ClientUpdate(one.client, one.weight, {name: one.tensors[name] for name in plain}) for one in kept]
+        means = [
+            ClientUpdate(update.client, update.weight, {name: update.tensors[name] for name in plain})
+            for update in kept
+        ]
         state = state | combine(means) if plain else dict(state)
         for modality in self.attentive:
             name = prompts_of(modality).name
-            state[clients_prompts_of(modality).name] = torch.stack([one.tensors[name] for one in kept])
+            state[clients_prompts_of(modality).name] = torch.stack([update.tensors[name] for update in kept])
         if self.attentive:
             roster = [client.name for client in context.clients]
-            state[OWNERS.name] = torch.tensor([roster.index(one.client) for one in kept])
+            state[OWNERS.name] = torch.tensor([roster.index(update.client) for update in kept])
         return state
 
     def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:

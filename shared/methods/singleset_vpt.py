@@ -22,7 +22,7 @@ class SingleSetVPT(VisualPromptMethod):
     personal = True
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """None: the coordinator holds nothing."""
+        """Empty: the coordinator holds nothing."""
         return ()
 
     def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:

@@ -25,7 +25,7 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 
 
 class ZeroShotHyper(Hyperparameters):
-    """None of its own: the template is the spec's."""
+    """Nothing to choose: the template is the spec's."""
 
 
 class TemplateClassifier:
@@ -54,15 +54,15 @@ class ZeroShot(Method):
     defaults: ClassVar[dict[str, Any]] = {"rounds": 1}
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """None."""
+        """Empty: a template is no tensor."""
         return ()
 
     def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """None: rounds pass without an exchange."""
+        """Rounds pass without an exchange."""
         return ()
 
     def dims(self, context: ServerContext) -> dict[str, int]:
-        """None."""
+        """No symbol, since there is no tensor."""
         return {}
 
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
@@ -72,11 +72,11 @@ class ZeroShot(Method):
     def aggregate(
         self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
     ) -> Tensors:
-        """Never asked for: there is no phase to close."""
+        """Raises MethodError: there is no phase to close."""
         raise MethodError("zero_shot has no phase to aggregate")
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
-        """Never asked for: there is nothing to train."""
+        """Raises MethodError: there is nothing to train."""
         raise MethodError("zero_shot has nothing to train")
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TemplateClassifier:

@@ -142,12 +142,12 @@ def _half_accuracy(image: Tensor, text: Tensor, labels: Tensor, half: range) -> 
 def _digits(model: open_clip.CLIP) -> dict[str, float]:
     text = text_features(model, DIGIT_NAMES, DIGIT_TEMPLATE)
     pixels, target = digit_images()
-    found = {}
+    accuracies = {}
     for domain in DOMAINS:
         shown = torch.from_numpy(255 - pixels if domain == "inverted" else pixels)
         image = image_features(model, shown[:, None].expand(-1, 3, -1, -1))
-        found[domain] = accuracy(image, text, torch.from_numpy(target))
-    return found
+        accuracies[domain] = accuracy(image, text, torch.from_numpy(target))
+    return accuracies
 
 
 def summary_line(measured: Measured) -> str:

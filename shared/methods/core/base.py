@@ -143,7 +143,7 @@ class ClientContext:
 
     ``class_names`` are the candidates: in training the label space of ``train``, in an evaluation those of the test
     set that a classifier is made for. ``label_space`` is always that of ``train``: empty means the same names.
-    ``count_trained`` hears how many numbers each training loop optimises.
+    ``count_trained`` receives how many numbers each training loop optimises.
     """
 
     backbone: Backbone
@@ -245,8 +245,8 @@ class Method(ABC):
             )
         same = same_in_a_text(names) if self.needs.text_tower else []
         if same:
-            told = ", ".join(map(repr, same[:4]))
-            raise MethodError(f"to a text tower these class names are the same: {told}; rename or merge the classes")
+            alike = ", ".join(map(repr, same[:4]))
+            raise MethodError(f"to a text tower these class names are the same: {alike}; rename or merge the classes")
 
     @abstractmethod
     def state_tensors(self) -> tuple[TensorSpec, ...]:

@@ -38,7 +38,7 @@ class TextHead:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """None."""
+        """Nothing here is trained."""
         return []
 
     def logits(self, features: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class TextHead:
         return self.scale * features @ self.text.T
 
     def private(self) -> Tensors:
-        """None."""
+        """Nothing to keep: the backbone makes the text features again."""
         return {}
 
 
@@ -134,8 +134,8 @@ class LinearHead:
 
 def _digest(names: tuple[str, ...]) -> Tensor:
     """``(4,)`` int64, of names and their order."""
-    found = hashlib.sha256(canonical_json(list(names)).encode()).digest()
-    return torch.tensor([int.from_bytes(found[at : at + 8], "little", signed=True) for at in range(0, 32, 8)])
+    digest = hashlib.sha256(canonical_json(list(names)).encode()).digest()
+    return torch.tensor([int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 32, 8)])
 
 
 def head_width(backbone: Backbone, projected: bool) -> int:

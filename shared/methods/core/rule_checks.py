@@ -27,7 +27,7 @@ def check_means(method: Method, spec: FederationSpec) -> None:
     if given.is_plain_mean:
         return
     wanted = f"the rule {given.rule}" if given.rule != "mean" else "clip_norm"
-    phases = {one.name: one for round in (1, 2, spec.rounds) for one in method.phases(round, spec.rounds)}
+    phases = {phase.name: phase for round in (1, 2, spec.rounds) for phase in method.phases(round, spec.rounds)}
     if not any(phase.up for phase in phases.values()):
         raise MethodError(f"{wanted} has nothing to work on: {method.name} sends nothing up; leave it out")
     others = [name for name, phase in phases.items() if not phase.mean]

@@ -33,9 +33,11 @@ ROWS = 32_768  # elsewhere, where small batches leave the device idle
 def has_rows(state: Tensors) -> bool:
     """Whether φ and whose its rows are can be read from ``state``."""
     specs = (WEIGHT, BIAS, DOMAINS)
-    found = [(spec, state[spec.name]) for spec in specs if spec.name in state]
-    fitting = [one for spec, one in found if (one.dim(), one.dtype) == (len(spec.shape), DTYPES[spec.dtype])]
-    return len(fitting) == len(specs) and len({len(one) for one in fitting}) == 1
+    given = [(spec, state[spec.name]) for spec in specs if spec.name in state]
+    fitting = [
+        tensor for spec, tensor in given if (tensor.dim(), tensor.dtype) == (len(spec.shape), DTYPES[spec.dtype])
+    ]
+    return len(fitting) == len(specs) and len({len(tensor) for tensor in fitting}) == 1
 
 
 def rows_for(state: Tensors, keys: list[int]) -> Tensors:

@@ -194,8 +194,8 @@ class FastPT(ContextMethod):
         """Style transfer and the classifier need two domains."""
         domains = trainer_domains(context.clients)
         if len(domains) < 2:
-            told = " ".join(repr(domain.description) for domain in domains.values())
-            raise MethodError(f"all trainers are of one domain, {told}: {self.name} needs a trainer of another domain")
+            words = " ".join(repr(domain.description) for domain in domains.values())
+            raise MethodError(f"all trainers are of one domain, {words}: {self.name} needs a trainer of another domain")
 
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
         """P^G from N(0, 0.02²), NeedsBackbone where it is made of words; φ is zero."""
@@ -302,11 +302,11 @@ class FastPT(ContextMethod):
     def _embedded(self, context: ClientContext, private: Tensors) -> dict[int, tuple[Tensor, Tensor]]:
         """By domain: embeddings ``(N, d_e)`` and labels ``(N,)``, the client's own first, then the transferred ones."""
         labels = context.train.labels
-        found = {own_key(context): (context.train.features(), labels)}
+        pairs = {own_key(context): (context.train.features(), labels)}
         if self.hyper.mst:
             transfer = StyleTransfer(context, self.hyper)
-            found |= {key: (transfer.apply(private, one), labels) for key, one in self._targets(context).items()}
-        return found
+            pairs |= {key: (transfer.apply(private, other), labels) for key, other in self._targets(context).items()}
+        return pairs
 
     def _train_classifier(
         self, context: ClientContext, payload: Tensors, embedded: dict[int, tuple[Tensor, Tensor]]
@@ -358,14 +358,14 @@ class FastPT(ContextMethod):
 
     def _report(self, context: ClientContext, private: Tensors) -> tuple[Tensors, dict[str, float]]:
         """What style transfer achieved, reported once with the first update after it."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.hyper.mst:
             transfer = StyleTransfer(context, self.hyper)
             for target in self._targets(context).values():
                 report = transfer.report(private, target)
-                found |= {f"mst_{what}[{target.name}]": number for what, number in report.items()}
+                metrics |= {f"mst_{what}[{target.name}]": number for what, number in report.items()}
                 private = transfer.without_report(private, target)
-        return private, found
+        return private, metrics
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """At the end the mixture. Before, a trainer's own domain prompt behind P^G, and P^G alone for all others."""
@@ -379,13 +379,13 @@ class FastPT(ContextMethod):
     def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
         """``global``: P^G alone, where the classifier is more; ``hard``: the hard mixture beside the soft one."""
         ended = self._ended(payload)
-        found: dict[str, Classifier] = {}
+        classifiers: dict[str, Classifier] = {}
         if self._general and self._by_domain and (ended or PROMPT.name in private):
             prompts = class_prompts(context, self.hyper.m)
-            found["global"] = TextPromptClassifier(context.backbone, payload[GLOBAL.name], prompts)
+            classifiers["global"] = TextPromptClassifier(context.backbone, payload[GLOBAL.name], prompts)
         if ended and self.hyper.mixture == "soft":
-            found["hard"] = self._mixture(context, payload, "hard")
-        return found
+            classifiers["hard"] = self._mixture(context, payload, "hard")
+        return classifiers
 
     def _ended(self, payload: Tensors) -> bool:
         return self._by_domain and len(payload[LISTED.name]) > 0

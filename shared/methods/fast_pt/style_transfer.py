@@ -72,7 +72,7 @@ def transform(parameters: Tensors, embeddings: Tensor) -> Tensor:
 def transferred(parameters: Tensors, embeddings: Tensor) -> Tensor:
     """``(N, d_e)`` normalised embeddings in the other domain's style, as they are trained on."""
     with torch.no_grad():
-        moved = transform({name: one.to(embeddings.device) for name, one in parameters.items()}, embeddings)
+        moved = transform({name: tensor.to(embeddings.device) for name, tensor in parameters.items()}, embeddings)
         return F.normalize(moved, dim=-1)
 
 
@@ -105,7 +105,7 @@ class EmbeddedSplit:
         return self.values
 
     def images(self, indices: Tensor) -> Tensor:
-        """None. Raises MethodError."""
+        """Raises MethodError: only embeddings are transferred."""
         raise MethodError("transferred embeddings have no images")
 
     @staticmethod
@@ -145,15 +145,15 @@ class StyleTransfer:
         draws = generator(context.seed, context.client, "style-transfer", wording(target.description))
         hidden = hyper.mst_hidden or max(1, features.shape[1] // 2)
         start = new_transform(features.shape[1], hidden, draws)
-        found = {name: one.to(features.device).requires_grad_() for name, one in start.items()}
-        before = self.quality(found, target)
+        learned = {name: tensor.to(features.device).requires_grad_() for name, tensor in start.items()}
+        before = self.quality(learned, target)
         with torch.enable_grad():  # an evaluation, which asks for it first, has gradients switched off
-            self._minimise(found, target, draws)
+            self._minimise(learned, target, draws)
         report = torch.tensor(
-            [value for pair in zip(before, self.quality(found, target), strict=True) for value in pair]
+            [value for pair in zip(before, self.quality(learned, target), strict=True) for value in pair]
         )
-        trained = {name: one.detach().cpu() for name, one in found.items()}
-        return {self._name(target, name): one for name, one in (trained | {"report": report}).items()}
+        trained = {name: tensor.detach().cpu() for name, tensor in learned.items()}
+        return {self._name(target, name): tensor for name, tensor in (trained | {"report": report}).items()}
 
     def _minimise(self, parameters: Tensors, target: Domain, draws: Generator) -> None:
         context, hyper = self._context, self._hyper
@@ -189,7 +189,7 @@ class StyleTransfer:
 
     def without_report(self, private: Tensors, target: Domain) -> Tensors:
         """The private state once the report on ``target`` has gone out."""
-        return {name: one for name, one in private.items() if name != self._name(target, "report")}
+        return {name: tensor for name, tensor in private.items() if name != self._name(target, "report")}
 
     def _texts(self, target: Domain) -> tuple[Tensor, Tensor]:
         """``(C, d_e)`` text directions T(t_j, y) − T(t_i, y), and the template's text features."""
