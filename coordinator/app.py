@@ -130,7 +130,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         {"path": ".".join(str(part) for part in item["loc"]), "detail": item["msg"].removeprefix("Value error, ")}
         for item in error.errors()
     ]
-    text = "; ".join(f"{one['path']}: {one['detail']}" for one in errors[:5])
+    text = "; ".join(f"{item['path']}: {item['detail']}" for item in errors[:5])
     return await _answer(request, problems.InvalidRequest(text, errors=errors))
 
 

@@ -363,4 +363,4 @@ def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
     for kind in (*kinds, *ANY_REQUEST):
         texts[kind.status][f"`{kind.kind}`: {kind.title}"] = None
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
-    return {status: {"description": "; ".join(found), "content": content} for status, found in sorted(texts.items())}
+    return {status: {"description": "; ".join(kinds_), "content": content} for status, kinds_ in sorted(texts.items())}

@@ -51,8 +51,8 @@ class Server(uvicorn.Server):
         """Start, and only then say so."""
         self._serving = asyncio.get_running_loop()
         await super().startup(sockets)
-        for one in sockets or []:
-            one.listen(QUEUE)  # asyncio has one number for this and for how many it accepts at once
+        for listening in sockets or []:
+            listening.listen(QUEUE)  # asyncio has one number for this and for how many it accepts at once
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

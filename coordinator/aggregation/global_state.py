@@ -84,9 +84,9 @@ def check_state(federation: Federation, tensors: Tensors, context: ServerContext
 
 
 def _shape(spec: TensorSpec, tensor: Tensor | None, dims: Mapping[str, int]) -> Shape:
-    found = tuple(tensor.shape) if tensor is not None and tensor.dim() == len(spec.shape) else (0,) * len(spec.shape)
+    actual = tuple(tensor.shape) if tensor is not None and tensor.dim() == len(spec.shape) else (0,) * len(spec.shape)
     return tuple(
-        dims.get(size, n) if isinstance(size, str) else size for size, n in zip(spec.shape, found, strict=True)
+        dims.get(size, n) if isinstance(size, str) else size for size, n in zip(spec.shape, actual, strict=True)
     )
 
 

@@ -48,7 +48,7 @@ class Rows:
 
     def __init__(self, updates: list[ClientUpdate], base: Mapping[str, Tensor], clip_norm: float | str | None):
         self._shapes = {name: tensor.shape for name, tensor in sorted(updates[0].tensors.items())}
-        self._sent = torch.stack([_flat(one.tensors, self._shapes) for one in updates])  # (K, D)
+        self._sent = torch.stack([_flat(update.tensors, self._shapes) for update in updates])  # (K, D)
         zeros = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
         # What is not part of the state, or of another size, has begun at zero.
         begun = {name: base[name] for name, shape in self._shapes.items() if name in base and base[name].shape == shape}
@@ -93,11 +93,11 @@ class Rows:
 
     def tensors(self, point: Tensor) -> Tensors:
         """``point (D,)`` as tensors of the updates' shapes, float32, where the base is added again."""
-        whole, found, start = (self._base + point).float(), {}, 0
+        whole, tensors, start = (self._base + point).float(), {}, 0
         for name, shape in self._shapes.items():
-            found[name] = whole[start : start + shape.numel()].reshape(shape).clone()
+            tensors[name] = whole[start : start + shape.numel()].reshape(shape).clone()
             start += shape.numel()
-        return found
+        return tensors
 
 
 def _flat(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
@@ -130,15 +130,15 @@ class Rule:
         if not given:
             raise ValueError("there is no update to aggregate")
         rows = Rows(given, self._base, self._spec.clip_norm)
-        weights = torch.tensor([one.weight for one in given], dtype=torch.float64)
+        weights = torch.tensor([update.weight for update in given], dtype=torch.float64)
         point, influence = RULES[self._spec.rule](rows, weights / weights.sum(), self._spec)
         chosen = self._spec.rule not in ("krum", "multi_krum")
         distances = rows.distances_to(point).tolist()
-        for one, factor, share, distance in zip(given, rows.factors, influence.tolist(), distances, strict=True):
+        for update, factor, share, distance in zip(given, rows.factors, influence.tolist(), distances, strict=True):
             taken = chosen or share > 0
             verdict: Literal["counted", "clipped", "rejected"]
             verdict = "rejected" if not taken else "clipped" if factor < 1 else "counted"
-            self.judged[one.client] = Judged(verdict, share, distance)
+            self.judged[update.client] = Judged(verdict, share, distance)
         return rows.tensors(point)
 
 

@@ -23,8 +23,8 @@ router = APIRouter(prefix="/v1/federations/{federation}", tags=["insights"])
 
 
 async def _insights(request: Request) -> Insights:
-    found: Insights = request.app.state.insights
-    return found
+    insights: Insights = request.app.state.insights
+    return insights
 
 
 @router.get("/insights", responses=problems.for_callers(problems.NoState))

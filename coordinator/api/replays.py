@@ -44,26 +44,26 @@ async def replay_round(
     as_tensors = accept.split(";")[0].strip().lower() == TENSORS
 
     def job() -> tuple[list[replay.Replayed], bytes | None]:
-        found = replay.replay(registry, federation, round, what_if)
-        return found, encode(found[-1].replayed) if as_tensors and found else None
+        states = replay.replay(registry, federation, round, what_if)
+        return states, encode(states[-1].replayed) if as_tensors and states else None
 
-    found, content = await registry.compute(job)
-    if as_tensors and not found:
-        raise problems.NoState(f"{_note(round, found, what_if)}, so there are no tensors to answer with")
+    states, content = await registry.compute(job)
+    if as_tensors and not states:
+        raise problems.NoState(f"{_note(round, states, what_if)}, so there are no tensors to answer with")
     if content is not None:
-        headers = {"ETag": f'"{found[-1].replayed_hash}"', "Vary": "Accept"}
+        headers = {"ETag": f'"{states[-1].replayed_hash}"', "Vary": "Accept"}
         return Response(content, media_type=TENSORS, headers=headers)
     return ReplayReport(
         round=round,
         aggregation=what_if.aggregation or federation.spec.aggregation,
         without=list(without),
-        states=[_view(one) for one in found],
-        note=_note(round, found, what_if),
+        states=[_view(state) for state in states],
+        note=_note(round, states, what_if),
     )
 
 
-def _note(round: int, found: list[replay.Replayed], what_if: replay.WhatIf) -> str | None:
-    if not found:
+def _note(round: int, states: list[replay.Replayed], what_if: replay.WhatIf) -> str | None:
+    if not states:
         what = "no update was aggregated in it" if what_if else "it has no state"
         return f"nothing of round {round} was computed again: {what}"
     return ONLY_THIS_PHASE if what_if else None
@@ -75,10 +75,10 @@ def _aggregation(federation: Federation, given: AggregationSpec | None) -> Aggre
     return given.model_copy(update={"max_weight_share": federation.spec.aggregation.max_weight_share})
 
 
-def _view(one: replay.Replayed) -> ReplayedState:
+def _view(state: replay.Replayed) -> ReplayedState:
     updates = []
-    for client, weight in one.counted.items():
-        judged = one.judged.get(client)
+    for client, weight in state.counted.items():
+        judged = state.judged.get(client)
         updates.append(
             ReplayedUpdate(
                 client=client,
@@ -89,11 +89,11 @@ def _view(one: replay.Replayed) -> ReplayedState:
             )
         )
     return ReplayedState(
-        origin=one.origin,
-        state_hash=one.state_hash,
-        replayed_hash=one.replayed_hash,
-        same=one.same,
-        moved=one.moved,
-        distance=one.distance,
+        origin=state.origin,
+        state_hash=state.state_hash,
+        replayed_hash=state.replayed_hash,
+        same=state.same,
+        moved=state.moved,
+        distance=state.distance,
         updates=updates,
     )

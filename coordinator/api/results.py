@@ -75,18 +75,18 @@ def get_prompts(
 ) -> Response:
     """The global state after a round. The ETag is its state hash."""
     with registry.database.read() as session:
-        found = rounds.state_of(session, federation, round_number(round))
-    headers = {"ETag": f'"{found.state_hash}"', "Vary": "Accept", "Cache-Control": "no-cache"}
+        state = rounds.state_of(session, federation, round_number(round))
+    headers = {"ETag": f'"{state.state_hash}"', "Vary": "Accept", "Cache-Control": "no-cache"}
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
-    if found.state_hash in known or "*" in known:
+    if state.state_hash in known or "*" in known:
         return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)
     kinds = [part.split(";")[0].strip().lower() for part in accept.split(",")]
-    path = registry.blobs.path(found.sha256)
+    path = registry.blobs.path(state.sha256)
     for kind in kinds:
         if kind in TENSOR_TYPES:
             return FileResponse(path, media_type="application/octet-stream", headers=headers)
         if kind == "application/json":
-            return _as_json(found, path.read_bytes(), headers)
+            return _as_json(state, path.read_bytes(), headers)
     raise problems.NotAcceptable("the state comes as application/octet-stream (safetensors) or application/json")
 
 
@@ -95,15 +95,15 @@ def round_number(round: str) -> int | None:
     return None if round == "latest" else int(round)
 
 
-def _as_json(found: rounds.Stored, content: bytes, headers: dict[str, str]) -> JSONResponse:
+def _as_json(state: rounds.Stored, content: bytes, headers: dict[str, str]) -> JSONResponse:
     tensors, _ = decode(content)
     numbers = sum(tensor.numel() for tensor in tensors.values())
     if numbers > MOST_JSON_NUMBERS:
         text = f"the state has {numbers} numbers; JSON is given up to {MOST_JSON_NUMBERS}"
         raise problems.NotAcceptable(f"{text}: ask for application/octet-stream")
     view = PromptsView(
-        round=found.round,
-        state_hash=found.state_hash,
+        round=state.round,
+        state_hash=state.state_hash,
         tensors={name: TensorView.of(tensor) for name, tensor in sorted(tensors.items())},
     )
     return JSONResponse(view.model_dump(mode="json"), headers=headers)
@@ -131,11 +131,11 @@ def get_metrics(
     """Every metric by round: what clients measured, accuracies, bytes, seconds."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
-        found = rounds.metrics(session, federation)
+        values = rounds.metrics(session, federation)
     if format == "json":
-        return MetricList(metrics=found)
+        return MetricList(metrics=values)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(Metric.model_fields), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(metric.model_dump() for metric in found)
+    writer.writerows(metric.model_dump() for metric in values)
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8")

@@ -45,10 +45,10 @@ async def get_task(
     try:
         while True:
             wakeup = registry.wakeups.listen(key)
-            found = _open_task(registry, caller.federation.id, caller.client)
+            served = _open_task(registry, caller.federation.id, caller.client)
             left = until - clock.monotonic()
-            if found is not None:
-                return Response(_message(registry, *found), media_type="application/json")
+            if served is not None:
+                return Response(_message(registry, *served), media_type="application/json")
             if left <= 0 or registry.wakeups.closed:
                 return Response(status_code=status.HTTP_204_NO_CONTENT)
             await wait(wakeup, left)

@@ -172,7 +172,7 @@ class _Machine:
         elif run.step < len(plan):
             self._open_phase(plan[run.step], now)
         elif run.step == len(plan) and self.rules.evaluates(run.round):
-            active = sorted(name for name, one in run.members.items() if one.active and one.joined)
+            active = sorted(name for name, member in run.members.items() if member.active and member.joined)
             self._open("evaluate", EVALUATION, active, len(active), now)
         elif run.round < self.rules.rounds:
             self._set(round=run.round + 1, step=0, answered_first=(), sample_size=0)

@@ -91,7 +91,7 @@ class Run:
 
     def trainers(self) -> list[str]:
         """Active trainers, newcomers included, in order of name."""
-        return sorted(name for name, one in self.members.items() if one.active and one.role == "trainer")
+        return sorted(name for name, member in self.members.items() if member.active and member.role == "trainer")
 
     def eligible(self) -> list[str]:
         """Active trainers that the state knows, in order of name."""
@@ -99,4 +99,4 @@ class Run:
 
     def newcomers(self) -> tuple[str, ...]:
         """Active clients of any role that the state does not know yet, in order of name."""
-        return tuple(sorted(name for name, one in self.members.items() if one.active and not one.joined))
+        return tuple(sorted(name for name, member in self.members.items() if member.active and not member.joined))

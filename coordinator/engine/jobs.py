@@ -156,8 +156,8 @@ def _note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) 
 def _finite(measured: Measured) -> dict[str, Any] | None:
     """What a report keeps of ``measured``; None where there is nothing."""
     clients = {name: _finite_numbers(numbers) for name, numbers in sorted(measured.clients.items())}
-    found = {"phase": _finite_numbers(measured.phase), "clients": clients}
-    return found if any(found.values()) else None
+    finite = {"phase": _finite_numbers(measured.phase), "clients": clients}
+    return finite if any(finite.values()) else None
 
 
 def _finite_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -189,9 +189,9 @@ def fill_payloads(registry: Registry, id: str) -> None:
     point("payloads-committed")
 
 
-def _are_the_same(one: Tensors, other: Tensors) -> bool:
+def _are_the_same(first: Tensors, second: Tensors) -> bool:
     """Whether these are the very same tensors: what most methods give to every client needs to be encoded once."""
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+    return first.keys() == second.keys() and all(first[name] is second[name] for name in first)
 
 
 def _serve(change: Change, made: dict[str, OpenTask]) -> None:

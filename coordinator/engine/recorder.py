@@ -183,7 +183,7 @@ class _Recorder:
         change = update(TaskRow).where(TaskRow.id == task_id).values(status=status, settled_at=clock.now())
         self._session.execute(change, execution_options={"synchronize_session": False})
         self._change.federation = replace(
-            federation, tasks={key: one for key, one in federation.tasks.items() if key != name}
+            federation, tasks={key: waiting for key, waiting in federation.tasks.items() if key != name}
         )
         self._change.wake.add(name)
         self._change.emit("task-settled", **where, client=name, status=status)

@@ -27,14 +27,14 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
     """One federation."""
     spec = FederationSpec.model_validate(row.spec)
     federation = federation_of(row.id, spec, kept_method(spec))
-    found = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == row.id)))
+    clients = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == row.id)))
     tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
     stage_row = _stage_row(session, row)
     tasks = _latest_tasks(session, stage_row) if stage_row else {}
     is_open = stage_row is not None and stage_row.closed_at is None
     return replace(
-        federation.with_clients(*map(client_of, found)),
-        run=_run(session, row, found, _stage(stage_row, tasks, now)),
+        federation.with_clients(*map(client_of, clients)),
+        run=_run(session, row, clients, _stage(stage_row, tasks, now)),
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
@@ -85,7 +85,7 @@ def _stage(row: PhaseRow | None, tasks: dict[str, TaskRow], now: float) -> Stage
 
 
 def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: Stage | None) -> Run:
-    members = {one.name: Member(cast(Role, one.role), one.active, one.joined) for one in clients}
+    members = {client.name: Member(cast(Role, client.role), client.active, client.joined) for client in clients}
     first = session.scalars(
         select(PhaseRow).where(
             PhaseRow.federation_id == row.id,

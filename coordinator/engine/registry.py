@@ -145,7 +145,7 @@ class Registry:
         """The federation with this id or name. Raises NotFound, MethodAbsent."""
         federation = self.federations.get(id_or_name)
         if federation is None:
-            federation = next((one for one in self.federations.values() if one.name == id_or_name), None)
+            federation = next((known for known in self.federations.values() if known.name == id_or_name), None)
         if federation is None:
             raise NotFound(f"there is no federation {id_or_name[:100]!r}")
         return self.get(federation.id)

@@ -60,31 +60,31 @@ def look_up(connection: HTTPConnection, registry: Registry, token: str) -> Calle
     """Who calls with ``token``; nothing is counted. Raises StoreAway, TooManyFailures, Unauthorized, TokenExpired."""
     if registry.away:
         raise StoreAway
-    state, found = connection.app.state, digest(token)
+    state, token_digest = connection.app.state, digest(token)
     wanted = connection.path_params.get("federation")
     # The asked-for federation first: a site may use one secret with several federations.
     federations = sorted(
         registry.federations.values(), key=lambda federation: wanted not in (federation.id, federation.name)
     )
     auth_throttle: AuthThrottle = state.auth_throttle
-    auth_throttle.check(_address(connection), found)
-    return _identify(found, state.operator_digest, federations)
+    auth_throttle.check(_address(connection), token_digest)
+    return _identify(token_digest, state.operator_digest, federations)
 
 
 def _address(connection: HTTPConnection) -> str:
     return connection.client.host if connection.client is not None else "no address"
 
 
-def _identify(found: str, operator_digest: str, federations: Iterable[Federation]) -> Caller:
-    if compare_digest(found, operator_digest):
+def _identify(token_digest: str, operator_digest: str, federations: Iterable[Federation]) -> Caller:
+    if compare_digest(token_digest, operator_digest):
         return Operator()
     for federation in federations:
-        expires = next((end for known, end in federation.tokens.items() if compare_digest(known, found)), None)
+        expires = next((end for known, end in federation.tokens.items() if compare_digest(known, token_digest)), None)
         if expires is not None:
             if expires <= datetime.now(UTC):
                 raise TokenExpired("this enrolment token has expired: ask the operator for another")
             return Enrolling(federation.id)
-        client = federation.by_secret.get(found)
-        if client is not None and compare_digest(client.secret_digest or "", found):
+        client = federation.by_secret.get(token_digest)
+        if client is not None and compare_digest(client.secret_digest or "", token_digest):
             return ClientCaller(federation.id, client, federation.run.members[client.name].active)
     raise Unauthorized("this token is not known here")

@@ -156,9 +156,9 @@ async def _stream(request: Request, path: Path, limit: int) -> Upload:
 
 def announced_digest(header: str | None) -> str:
     """The SHA-256 of a Content-Digest header (RFC 9530), as ``sha256:<hex>``. Raises DigestMissing."""
-    found = _SHA256.search(header or "")
+    match = _SHA256.search(header or "")
     try:
-        raw = base64.b64decode(found.group(1), validate=True) if found else b""
+        raw = base64.b64decode(match.group(1), validate=True) if match else b""
     except binascii.Error:
         raw = b""
     if len(raw) != hashlib.sha256().digest_size:

@@ -25,7 +25,7 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
     if settings.bootstrap is None:
         return
     raw = read_spec(settings.bootstrap)
-    federation = next((one for one in registry.federations.values() if one.name == raw.get("name")), None)
+    federation = next((known for known in registry.federations.values() if known.name == raw.get("name")), None)
     if federation is None:
         try:
             federation = federations.create(registry, raw)

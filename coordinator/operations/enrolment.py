@@ -84,8 +84,8 @@ def _check_version_and_backbone(federation: Federation, request: EnrolRequest) -
         given, wanted = request.backbone_shape.model_dump(), federation.shape.model_dump()
         other = [key for key, size in wanted.items() if size is not None and given[key] != size]
         if other:
-            told = ", ".join(f"{key} {given[key]} instead of {wanted[key]}" for key in other)
-            raise problems.OtherBackbone(f"the client's backbone has another shape: {told}")
+            differences = ", ".join(f"{key} {given[key]} instead of {wanted[key]}" for key in other)
+            raise problems.OtherBackbone(f"the client's backbone has another shape: {differences}")
 
 
 def _check(federation: Federation, request: EnrolRequest, newcomer: bool) -> None:
@@ -174,8 +174,8 @@ def _keep_reference(change: Change, request: EnrolRequest) -> None:
     """The first enrolment says what the spec left open about the backbone; ``start`` confirms it."""
     given, known = request.backbone_shape, change.federation.shape
     if known is not None:
-        said = {key: size for key, size in known.model_dump().items() if size is not None}
-        given = given.model_copy(update=said)
+        stated = {key: size for key, size in known.model_dump().items() if size is not None}
+        given = given.model_copy(update=stated)
     change.federation = replace(change.federation, fingerprint=request.backbone_fingerprint, shape=given)
     row = change.federation_row()
     row.fingerprint, row.shape = request.backbone_fingerprint, given.model_dump()

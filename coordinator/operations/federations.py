@@ -172,9 +172,9 @@ def _check_supplied(federation: Federation, tensors: dict[str, Any]) -> None:
     """All that can be said before the clients are known; the start checks the whole."""
     expected = {spec.name: spec for spec in federation.method.state_tensors()}
     for name, spec in expected.items():
-        found = tensors.get(name)
-        if found is not None and found.dim() != len(spec.shape):
-            text = f"tensor {name!r} has {found.dim()} dimensions; {len(spec.shape)} are expected"
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.dim() != len(spec.shape):
+            text = f"tensor {name!r} has {tensor.dim()} dimensions; {len(spec.shape)} are expected"
             raise TensorError("wrong-shape", text)
     if federation.shape is None:
         shapes = {name: tuple(tensors[name].shape) if name in tensors else () for name in expected}

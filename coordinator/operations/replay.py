@@ -117,13 +117,13 @@ def _steps(session: Session, federation: Federation, round: int) -> list[_Step]:
     previous = select(StateRow).where(*mine, StateRow.id < rows[0].id).order_by(StateRow.id.desc()).limit(1)
     before = session.scalars(previous).one_or_none()
     newcomers = _newcomers(session, federation)
-    found = []
+    steps = []
     for row in rows:
         if not row.stored or (before is not None and not before.stored):
             raise _gone(federation, round)
-        found.append(_step(session, row, before, newcomers))
+        steps.append(_step(session, row, before, newcomers))
         before = row
-    return found
+    return steps
 
 
 def _newcomers(session: Session, federation: Federation) -> dict[int, list[str]]:
@@ -166,14 +166,14 @@ def _again(registry: Registry, federation: Federation, round: int, step: _Step, 
         made = global_state.after_phase(
             federation, before, phase, global_state.stored_updates(registry.blobs, updates), rule, context
         )
-    found, committed = state_hash(made), _stored(registry, step.state)
+    replayed_hash, committed = state_hash(made), _stored(registry, step.state)
     intact = step.before is None or state_hash(before) == step.before.state_hash
     return Replayed(
         origin=step.origin,
         state_hash=step.state.state_hash,
         replayed=made,
-        replayed_hash=found,
-        same=intact and found == step.state.state_hash,
+        replayed_hash=replayed_hash,
+        same=intact and replayed_hash == step.state.state_hash,
         counted={client: weight for client, weight, _ in updates},
         judged=rule.judged,
         moved=_distance(before, committed),
@@ -202,6 +202,6 @@ def _weighed(
     return [(client, weights[client], sha256) for client, _, sha256 in kept]
 
 
-def _distance(one: Tensors, other: Tensors) -> float:
-    alike = [name for name in one if name in other and one[name].shape == other[name].shape]
-    return norm({name: one[name].double() - other[name].double() for name in alike})
+def _distance(first: Tensors, second: Tensors) -> float:
+    alike = [name for name in first if name in second and first[name].shape == second[name].shape]
+    return norm({name: first[name].double() - second[name].double() for name in alike})

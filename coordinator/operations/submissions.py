@@ -12,11 +12,12 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock, events
-from promptfed.coordinator.domain.federation import Client, Federation
+from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.domain.run_state import ENDED
-from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.blobs import digest_of
+from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
@@ -29,79 +30,44 @@ LARGEST_NORM = 1e9
 
 
 @dataclass(frozen=True)
-class Target:
-    """The task that an answer is for, and the digest of the answer that it already has."""
+class AskedTask(OpenTask):
+    """A task of a client, open or over; ``accepted`` is the digest of the answer that it already has."""
 
-    id: str
-    kind: str
-    status: str
-    round: int
-    step: int
-    payload_sha256: str | None
-    payload_bytes: int
-    payload_stored: bool
-    accepted: str | None
+    status: str = "open"
+    payload_stored: bool = True
+    accepted: str | None = None
 
 
-def target(session: Session, federation: Federation, client: Client, task_id: str) -> Target:
+def asked_task(session: Session | Database, federation: Federation, client: Client, task_id: str) -> AskedTask:
     """The client's task. Raises NotFound for another's, or none."""
-    return _open_target(federation, client, task_id) or _stored_target(session, federation, client, task_id)
-
-
-def _open_target(federation: Federation, client: Client, task_id: str) -> Target | None:
-    """The same where the task is open: no need to ask the database what memory holds."""
     task = federation.tasks.get(client.name)
-    if task is None or task.id != task_id:
-        return None
-    return Target(
-        id=task.id,
-        kind=task.kind,
-        status="open",
-        round=task.round,
-        step=task.step,
-        payload_sha256=task.payload_sha256,
-        payload_bytes=task.payload_bytes,
-        payload_stored=task.payload_sha256 is not None,
-        accepted=None,
-    )
-
-
-def _stored_target(session: Session, federation: Federation, client: Client, task_id: str) -> Target:
-    found = session.execute(
+    if task is not None and task.id == task_id:
+        return AskedTask(**vars(task))  # No need to ask the database what memory holds.
+    if isinstance(session, Database):
+        with session.read() as reading:
+            return asked_task(reading, federation, client, task_id)
+    row_and_phase = session.execute(
         select(TaskRow, PhaseRow)
         .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
         .where(TaskRow.id == task_id, TaskRow.federation_id == federation.id, TaskRow.client == client.name)
     ).one_or_none()
-    if found is None:
+    if row_and_phase is None:
         raise problems.NotFound(f"this client has no task {task_id[:100]!r}")
-    task, phase = found
-    accepted = select(UpdateRow.sha256).where(UpdateRow.task_id == task.id)
+    row, phase = row_and_phase
+    accepted = select(UpdateRow.sha256).where(UpdateRow.task_id == row.id)
     if phase.kind == "evaluate":
-        accepted = select(EvaluationRow.digest).where(EvaluationRow.task_id == task.id)
-    return Target(
-        id=task.id,
-        kind=phase.kind,
-        status=task.status,
-        round=phase.round,
-        step=phase.step,
-        payload_sha256=task.payload_sha256,
-        payload_bytes=task.payload_bytes or 0,
-        payload_stored=task.payload_stored,
+        accepted = select(EvaluationRow.digest).where(EvaluationRow.task_id == row.id)
+    return AskedTask(
+        **vars(open_task(row, phase)),
+        status=row.status,
+        payload_stored=row.payload_stored,
         accepted=session.scalar(accepted),
     )
 
 
-def _read_target(registry: Registry, federation: Federation, client: Client, task_id: str) -> Target:
-    task = _open_target(federation, client, task_id)
-    if task is not None:
-        return task
-    with registry.database.read() as session:
-        return _stored_target(session, federation, client, task_id)
-
-
 def payload(registry: Registry, federation: Federation, client: Client, task_id: str) -> tuple[str, Path, int]:
     """Digest, file and bytes of a task's payload. Raises NotFound, PayloadGone."""
-    task = _read_target(registry, federation, client, task_id)
+    task = asked_task(registry.database, federation, client, task_id)
     if task.payload_sha256 is None:
         raise problems.NotFound("the payload of this task is not made yet: ask for the task first")
     if not task.payload_stored:
@@ -113,7 +79,7 @@ def payload(registry: Registry, federation: Federation, client: Client, task_id:
 
 def accept_update(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bool:
     """Admit an update; whether it is new. The refusals come in the order that the protocol gives."""
-    task = _read_target(registry, federation, client, task_id)
+    task = asked_task(registry.database, federation, client, task_id)
     if _decided(federation, task, "train", None if upload.too_large else upload.sha256):
         return False
     if upload.too_large:
@@ -125,7 +91,7 @@ def accept_update(registry: Registry, federation: Federation, client: Client, ta
         held.adopt(upload.path, upload.sha256)
         with registry.change(federation.id) as change:
             # Looked at again inside the transaction: the phase may have closed, or a twin of this request been faster.
-            task = target(change.session, change.federation, client, task_id)
+            task = asked_task(change.session, change.federation, client, task_id)
             if _decided(change.federation, task, "train", upload.sha256):
                 return False
             change.session.add(
@@ -153,7 +119,7 @@ def accept_evaluation(
     body = request.model_dump(mode="json")
     digest = digest_of(canonical_json(body).encode())
     with registry.change(federation.id) as change:
-        task = target(change.session, change.federation, client, task_id)
+        task = asked_task(change.session, change.federation, client, task_id)
         if _decided(change.federation, task, "evaluate", digest):
             return False
         row = EvaluationRow(task_id=task.id, digest=digest, body=body, received_at=clock.now())
@@ -169,7 +135,7 @@ def accept_failure(
 ) -> None:
     """Note that a client cannot carry out its task; saying so again changes nothing."""
     with registry.change(federation.id) as change:
-        task = target(change.session, change.federation, client, task_id)
+        task = asked_task(change.session, change.federation, client, task_id)
         if task.status == "failed":
             return
         if task.accepted is not None:
@@ -179,11 +145,11 @@ def accept_failure(
         change.send(events.Failed(client.name, clock.monotonic()))
 
 
-def _note_failure(change: Change, task: Target, request: FailureRequest) -> None:
+def _note_failure(change: Change, task: AskedTask, request: FailureRequest) -> None:
     change.session.get_one(TaskRow, task.id).failure = request.model_dump()
 
 
-def _decided(federation: Federation, task: Target, kind: str, digest: str | None) -> bool:
+def _decided(federation: Federation, task: AskedTask, kind: str, digest: str | None) -> bool:
     """Whether just this answer has been accepted before; refuses what can no longer be one."""
     if task.kind != kind:
         wanted = "an update" if task.kind == "train" else "an evaluation"
@@ -196,7 +162,7 @@ def _decided(federation: Federation, task: Target, kind: str, digest: str | None
     return False
 
 
-def _expect_open(federation: Federation, task: Target) -> None:
+def _expect_open(federation: Federation, task: AskedTask) -> None:
     if task.status == "open" and federation.run.state not in ENDED:
         return
     where = f"round {federation.run.round}" + (f", {federation.phase}" if federation.phase else "")
@@ -205,7 +171,7 @@ def _expect_open(federation: Federation, task: Target) -> None:
     raise problems.PhaseClosed(text, round=federation.run.round, phase=federation.phase, state=federation.run.state)
 
 
-def _examine(federation: Federation, client: Client, task: Target, upload: Upload) -> tuple[float, dict[str, Any]]:
+def _examine(federation: Federation, client: Client, task: AskedTask, upload: Upload) -> tuple[float, dict[str, Any]]:
     """Norm and metrics of an update that is as it must be."""
     phase = federation.method_phase(task.round, task.step)
     try:

@@ -50,9 +50,9 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
 def _counts(federation: Federation) -> schemas.ClientCounts:
     members = federation.run.members.values()
     return schemas.ClientCounts(
-        trainers=sum(one.active and one.role == "trainer" for one in members),
-        evaluators=sum(one.active and one.role == "evaluator" for one in members),
-        withdrawn=sum(not one.active for one in members),
+        trainers=sum(member.active and member.role == "trainer" for member in members),
+        evaluators=sum(member.active and member.role == "evaluator" for member in members),
+        withdrawn=sum(not member.active for member in members),
     )
 
 

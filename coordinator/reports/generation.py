@@ -24,14 +24,14 @@ def generate(registry: Registry, federation: Federation, request: GenerateReques
     if not isinstance(federation.method, GeneratesPrompts):
         raise NotAGenerator(f"{federation.method.name} learns no prompt generator: GET .../prompts has its prompts")
     with registry.database.read() as session:
-        found = rounds.state_of(session, federation, round)
+        stored = rounds.state_of(session, federation, round)
     context = federation.context()
     width, wanted = len(request.text_features[0]), context.shape.d_e
     if width != wanted:
         text = f"text features of {federation.name}'s backbone have {wanted} numbers; these have {width}"
         raise InvalidRequest(text, errors=[{"path": "body.text_features", "detail": text}])
-    state, _ = decode(registry.blobs.read(found.sha256))
+    state, _ = decode(registry.blobs.read(stored.sha256))
     torch.set_num_threads(federation.spec.training.threads)
     made = federation.method.generate(state, torch.tensor(request.text_features), context)
     tensors = {name: TensorView.of(tensor) for name, tensor in sorted(made.items())}
-    return PromptsView(round=found.round, state_hash=found.state_hash, tensors=tensors)
+    return PromptsView(round=stored.round, state_hash=stored.state_hash, tensors=tensors)

@@ -48,7 +48,7 @@ class _Exchange:
 class _Plan:
     """What there is to compute for a round: the last state of each round so far by digest, None where not kept."""
 
-    found: rounds.Stored
+    state: rounds.Stored
     history: dict[int, str | None]
     exchanges: tuple[_Exchange, ...]
 
@@ -70,11 +70,11 @@ class Insights:
         if federation.lexicon is None and isinstance(federation.method, LearnsContexts):
             missing.append(schemas.Missing(what="words", why=NO_LEXICON.format(name=federation.name)))
         roster = tuple(name for name, member in federation.run.members.items() if member.joined)
-        key = ("words", federation.id, plan.found.sha256, federation.lexicon, roster)
-        words, plane = await self._once(key, lambda: _words_and_plane(self._registry, federation, plan.found))
+        key = ("words", federation.id, plan.state.sha256, federation.lexicon, roster)
+        words, plane = await self._once(key, lambda: _words_and_plane(self._registry, federation, plan.state))
         return schemas.InsightsView(
-            round=plan.found.round,
-            state_hash=plan.found.state_hash,
+            round=plan.state.round,
+            state_hash=plan.state.state_hash,
             drift=drift,
             similarity=similarity,
             words=words,
@@ -107,21 +107,22 @@ class Insights:
     async def _similarity(
         self, federation: Federation, plan: _Plan, missing: list[schemas.Missing]
     ) -> list[schemas.Similarity]:
-        found = []
-        for one in plan.exchanges:
+        similarities = []
+        for exchange in plan.exchanges:
             try:
-                rows = await self._once(("cosines", one.phase_id), _cosines_job(self._registry, federation, one))
+                job = _cosines_job(self._registry, federation, exchange)
+                rows = await self._once(("cosines", exchange.phase_id), job)
             except FileNotFoundError:
                 retention = federation.spec.retention
-                why = f"The updates of round {plan.found.round} are no longer kept (retention: {retention})"
+                why = f"The updates of round {plan.state.round} are no longer kept (retention: {retention})"
                 missing.append(schemas.Missing(what="similarity", why=why))
                 continue
-            clients = [client for client, _, _ in one.updates]
+            clients = [client for client, _, _ in exchange.updates]
             omitted = max(0, len(clients) - MOST_CLIENTS)
-            found.append(
-                schemas.Similarity(phase=one.phase, clients=clients[:MOST_CLIENTS], omitted=omitted, cosines=rows)
+            similarities.append(
+                schemas.Similarity(phase=exchange.phase, clients=clients[:MOST_CLIENTS], omitted=omitted, cosines=rows)
             )
-        return found
+        return similarities
 
     async def _once(self, key: Hashable, job: Callable[[], T]) -> T:
         """What ``job`` comes to, computed where tensor work is done unless it is known."""
@@ -139,15 +140,15 @@ class Insights:
 
 def _plan(registry: Registry, federation: Federation, round: int | None) -> _Plan:
     with registry.database.read() as session:
-        found = rounds.state_of(session, federation, round)
+        stored = rounds.state_of(session, federation, round)
         rows = session.scalars(
             select(StateRow)
-            .where(StateRow.federation_id == federation.id, StateRow.round <= found.round)
+            .where(StateRow.federation_id == federation.id, StateRow.round <= stored.round)
             .order_by(StateRow.id)
         )
         history = {row.round: row.sha256 if row.stored else None for row in rows}
-        history |= {found.round: found.sha256}  # of a round under way, its phases' states are no round's
-        return _Plan(found, _spaced(history), tuple(_exchanges(session, federation, found.round)))
+        history |= {stored.round: stored.sha256}  # of a round under way, its phases' states are no round's
+        return _Plan(stored, _spaced(history), tuple(_exchanges(session, federation, stored.round)))
 
 
 def _spaced(history: dict[int, str | None]) -> dict[int, str | None]:
@@ -162,7 +163,7 @@ def _spaced(history: dict[int, str | None]) -> dict[int, str | None]:
 def _exchanges(session: Session, federation: Federation, round: int) -> list[_Exchange]:
     mine = (PhaseRow.federation_id == federation.id, PhaseRow.round == round, PhaseRow.kind == "train")
     phases = session.scalars(select(PhaseRow).where(*mine, PhaseRow.completed_at.is_not(None)).order_by(PhaseRow.step))
-    found = []
+    exchanges = []
     for phase in phases:
         after = session.scalars(select(StateRow).where(StateRow.phase_id == phase.id)).one_or_none()
         if after is None:
@@ -171,8 +172,8 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Ex
         before = session.scalars(select(StateRow).where(*earlier).order_by(StateRow.id.desc()).limit(1)).one_or_none()
         updates = global_state.counted(session, phase.id)
         digest = before.sha256 if before is not None and before.stored else None
-        found.append(_Exchange(phase.id, phase.name, digest, tuple(updates)))
-    return found
+        exchanges.append(_Exchange(phase.id, phase.name, digest, tuple(updates)))
+    return exchanges
 
 
 # Computing it
@@ -184,8 +185,8 @@ def _drift_job(
     def job() -> dict[str, schemas.TensorDrift]:
         global_state.use_threads(federation)
         start, now = (learned_prompts(federation.method, _state(registry, one)) for one in (first, digest))
-        found = prompt_metrics.drift(start, now)
-        return {name: schemas.TensorDrift(distance=one.distance, relative=one.relative) for name, one in found.items()}
+        drifts = prompt_metrics.drift(start, now)
+        return {name: schemas.TensorDrift(distance=one.distance, relative=one.relative) for name, one in drifts.items()}
 
     return job
 
@@ -204,12 +205,12 @@ def _cosines_job(
 
 
 def _words_and_plane(
-    registry: Registry, federation: Federation, found: rounds.Stored
+    registry: Registry, federation: Federation, stored: rounds.Stored
 ) -> tuple[schemas.WordsView | None, schemas.PlaneView | None]:
     global_state.use_threads(federation)
     known = read_lexicon(registry.blobs, federation.lexicon) if federation.lexicon is not None else None
     features = known.class_features if known is not None else {}
-    method, state, context = federation.method, _state(registry, found.sha256), federation.context()
+    method, state, context = federation.method, _state(registry, stored.sha256), federation.context()
     words = None
     if known is not None and isinstance(method, LearnsContexts):
         contexts = method.contexts(state, context, features)
@@ -224,12 +225,12 @@ def _words_and_plane(
 
 
 def _words(known: Lexicon, contexts: Tensors) -> schemas.WordsView:
-    found = []
+    views = []
     for label, vectors in list(contexts.items())[:MOST_CONTEXTS]:
         rows = prompt_metrics.nearest(vectors, known.embeddings, NEAREST)
         near = [[schemas.NearestWord(word=known.words[at], distance=distance) for at, distance in row] for row in rows]
-        found.append(schemas.ContextWords(label=label, vectors=near))
-    return schemas.WordsView(spacing=prompt_metrics.spacing(known.embeddings), contexts=found)
+        views.append(schemas.ContextWords(label=label, vectors=near))
+    return schemas.WordsView(spacing=prompt_metrics.spacing(known.embeddings), contexts=views)
 
 
 def _state(registry: Registry, digest: str) -> Tensors:

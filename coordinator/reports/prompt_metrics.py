@@ -31,13 +31,13 @@ class Drift:
 
 def drift(start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Drift]:
     """The drift of each tensor that both have in one shape; rows that joined later have no start."""
-    found = {}
+    drifts = {}
     for name in sorted(start.keys() & now.keys()):
         if start[name].shape == now[name].shape and start[name].numel():
             distance = norm({name: now[name].double() - start[name].double()})
             length = norm({name: start[name]})
-            found[name] = Drift(distance, distance / length if length > 0 else None)
-    return found
+            drifts[name] = Drift(distance, distance / length if length > 0 else None)
+    return drifts
 
 
 def cosines(updates: Sequence[Path], before: Mapping[str, Tensor]) -> list[list[float | None]]:
@@ -80,8 +80,8 @@ def _float_names(updates: Sequence[Path]) -> list[str]:
 
 def _tensor(path: Path, name: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
-        found: Tensor = file.get_tensor(name)
-        return found
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,10 @@ def plane(vectors: Mapping[str, Tensor]) -> Plane | None:
 def nearest(vectors: Tensor, embeddings: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """For each of ``vectors (m, d_t)`` the rows of ``embeddings (V, d_t)`` at the least Euclidean distance, and it."""
     distances = torch.cdist(vectors.float(), embeddings, compute_mode="donot_use_mm_for_euclid_dist")
-    found = distances.topk(min(count, len(embeddings)), largest=False)
+    least = distances.topk(min(count, len(embeddings)), largest=False)
     return [
         list(zip(rows, values, strict=True))
-        for rows, values in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        for rows, values in zip(least.indices.tolist(), least.values.tolist(), strict=True)
     ]
 
 

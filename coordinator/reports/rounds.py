@@ -180,13 +180,13 @@ def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow
         if task.id in bodies and task.status == "answered"
     }
     by_split = {role: _mean_accuracy([one for one in clients.values() if one.role == role]) for role in _roles(clients)}
-    mean = {role: found["test"] for role, found in by_split.items() if "test" in found}
+    mean = {role: splits["test"] for role, splits in by_split.items() if "test" in splits}
     report = {**_stage_report(stage, tasks), "bytes_up": 0, "clients": clients, "mean": mean, "by_split": by_split}
     return schemas.EvaluationReport.model_validate(report)
 
 
 def _roles(clients: dict[str, schemas.ClientEvaluation]) -> list[str]:
-    return sorted({one.role for one in clients.values()})
+    return sorted({client.role for client in clients.values()})
 
 
 def _client_evaluation(federation: Federation, name: str, row: EvaluationRow) -> schemas.ClientEvaluation:
@@ -205,26 +205,26 @@ def _client_evaluation(federation: Federation, name: str, row: EvaluationRow) ->
 
 def _mean_accuracy(clients: list[schemas.ClientEvaluation]) -> dict[str, dict[str, float]]:
     """For each split the mean over the clients that have it, each counting once."""
-    found: dict[str, dict[str, float]] = {}
-    for split in sorted({name for one in clients for name in one.splits}):
+    means: dict[str, dict[str, float]] = {}
+    for split in sorted({name for client in clients for name in client.splits}):
         measured = {
-            "accuracy": [one.splits[split].accuracy for one in clients if split in one.splits],
-            "zero_shot": [one.zero_shot[split].accuracy for one in clients if split in one.zero_shot],
+            "accuracy": [client.splits[split].accuracy for client in clients if split in client.splits],
+            "zero_shot": [client.zero_shot[split].accuracy for client in clients if split in client.zero_shot],
         }
-        found[split] = {name: fmean(values) for name, values in measured.items() if values}
-    return found
+        means[split] = {name: fmean(values) for name, values in measured.items() if values}
+    return means
 
 
 def metrics(session: Session, federation: Federation) -> list[schemas.Metric]:
     """Every number of every round, in order."""
-    found: list[schemas.Metric] = []
+    rows: list[schemas.Metric] = []
     for number in rounds(session, federation.id):
         report = round_report(session, federation, number)
         for phase in report.phases:
-            found += _phase_metrics(number, phase)
+            rows += _phase_metrics(number, phase)
         if report.evaluation is not None:
-            found += _evaluation_metrics(number, report.evaluation)
-    return found
+            rows += _evaluation_metrics(number, report.evaluation)
+    return rows
 
 
 def _phase_metrics(round: int, phase: schemas.PhaseReport) -> list[schemas.Metric]:
@@ -254,14 +254,14 @@ def _phase_metrics(round: int, phase: schemas.PhaseReport) -> list[schemas.Metri
 
 def _evaluation_metrics(round: int, report: schemas.EvaluationReport) -> list[schemas.Metric]:
     rows = []
-    for client, one in report.clients.items():
+    for client, measured in report.clients.items():
 
         def row(name: str, value: float, split: str | None = None, client: str = client) -> schemas.Metric:
             return schemas.Metric(round=round, phase="evaluation", client=client, split=split, name=name, value=value)
 
-        for name, splits in (("accuracy", one.splits), ("zero_shot", one.zero_shot)):
-            rows += [row(name, found.accuracy, split) for split, found in splits.items()]
-        rows += [row(name, value) for name, value in one.metrics.items()]
+        for name, splits in (("accuracy", measured.splits), ("zero_shot", measured.zero_shot)):
+            rows += [row(name, evaluated.accuracy, split) for split, evaluated in splits.items()]
+        rows += [row(name, value) for name, value in measured.metrics.items()]
     for role, means in report.mean.items():
         rows += [
             schemas.Metric(round=round, phase="evaluation", client=None, split=None, name=f"{role}_{name}", value=value)

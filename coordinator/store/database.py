@@ -41,7 +41,7 @@ class Database:
     def connect(self, wait_seconds: float) -> None:
         """Take the database, waiting until it answers and is free. Raises DatabaseAway, CannotOpen."""
         end = time.monotonic() + wait_seconds
-        told = False
+        warned = False
         while True:
             try:
                 self.come_back()
@@ -50,9 +50,9 @@ class Database:
             except (DatabaseAway, InUse) as error:
                 if time.monotonic() >= end:
                     raise
-                if not told:
+                if not warned:
                     log.warning("waiting %g s for the database at %s: %s", wait_seconds, self.backend.place, error)
-                told = True
+                warned = True
             time.sleep(TRY_AGAIN_SECONDS)
 
     def migrate(self) -> None:
@@ -146,9 +146,9 @@ class Database:
             why = self.backend.why_away(error)
             if why is None:
                 raise
-            told = f"the database at {self.backend.place} is away: {why}"
-            self._lose(told)
-            raise DatabaseAway(told) from None
+            reason = f"the database at {self.backend.place} is away: {why}"
+            self._lose(reason)
+            raise DatabaseAway(reason) from None
 
     def _lose(self, why: str) -> None:
         if self.away is None:

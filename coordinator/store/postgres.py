@@ -114,8 +114,8 @@ class PostgreSQL(Backend):
 
     def _prepare_writer(self, connection: Connection[Any]) -> None:
         connection.autocommit = True
-        found = connection.execute(LOCK).fetchone()
-        if found != (True,):
+        locked = connection.execute(LOCK).fetchone()
+        if locked != (True,):
             raise InUse(f"another coordinator works on the database at {self.place}: stop it, or give another database")
         for setting in SESSION:
             connection.execute(f"SET {setting}".encode())

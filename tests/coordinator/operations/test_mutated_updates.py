@@ -78,9 +78,8 @@ def judged(registry: Registry, live: Any, client: Any, task: dict[str, Any], bod
     path = registry.blobs.temporary()
     path.write_bytes(body)
     try:
-        with registry.database.read() as session:
-            target = submissions.target(session, live, client, task["task_id"])
-        submissions._examine(live, client, target, Upload(path, len(body), digest_of(body)))
+        asked = submissions.asked_task(registry.database, live, client, task["task_id"])
+        submissions._examine(live, client, asked, Upload(path, len(body), digest_of(body)))
     except Refusal as refusal:
         return refusal.kind
     finally:
