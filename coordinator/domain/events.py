@@ -86,7 +86,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class WorkDone:
+class JobDone:
     """The due work is done and its state is committed with this event."""
 
     now: float
@@ -111,6 +111,6 @@ Event = (
     | Answered
     | Failed
     | Tick
-    | WorkDone
+    | JobDone
     | Restarted
 )

@@ -1,7 +1,7 @@
 """The round machine of one federation: ``step(rules, run, event) -> (run, facts)``, a pure function.
 
 It does no I/O and reads no clock: the time comes with each event, in seconds of a monotonic clock. Tensor work (joining
-newcomers, aggregating a closed phase) is not done here either: ``run.work`` says what is due, and ``WorkDone`` comes
+newcomers, aggregating a closed phase) is not done here either: ``run.due_job`` says what is due, ``JobDone`` comes
 back. The facts are what has to be written down; written together with the event they make the run durable.
 """
 
@@ -84,8 +84,8 @@ class _Machine:
                 self._settle_open(name, "answered", now)
             case events.Failed(name, now):
                 self._settle_open(name, "failed", now)
-            case events.WorkDone(now):
-                self._work_done(now)
+            case events.JobDone(now):
+                self._job_done(now)
             case events.Restarted(now):
                 self._set_deadline(now)
                 self._go_on(now)
@@ -143,12 +143,12 @@ class _Machine:
         self._settle(name, status)
         self._go_on(now)
 
-    def _work_done(self, now: float) -> None:
-        if self.run.work == "join":
+    def _job_done(self, now: float) -> None:
+        if self.run.due_job == "join":
             self._join(self.run.joining)
-            self._set(work=None, joining=())
-        elif self.run.work == "aggregate":
-            self._set(work=None)
+            self._set(due_job=None, joining=())
+        elif self.run.due_job == "aggregate":
+            self._set(due_job=None)
             self._complete()
         else:
             raise WrongMoment(self.run.state)
@@ -158,7 +158,7 @@ class _Machine:
 
     def _go_on(self, now: float) -> None:
         """Move until something has to be waited for: an answer, a deadline, tensor work or the operator."""
-        while self.run.state == "running" and self.run.work is None:
+        while self.run.state == "running" and self.run.due_job is None:
             stage = self.run.stage
             moved = self._open_next(now) if stage is None else self._close_if_due(stage, now)
             if not moved:
@@ -168,7 +168,7 @@ class _Machine:
         run = self.run
         plan = self.rules.phases(run.round) if run.round > 0 else ()
         if run.step == 0 and run.newcomers():
-            self._set(work="join", joining=run.newcomers())
+            self._set(due_job="join", joining=run.newcomers())
         elif run.step < len(plan):
             self._open_phase(plan[run.step], now)
         elif run.step == len(plan) and self.rules.evaluates(run.round):
@@ -208,7 +208,7 @@ class _Machine:
             self._complete()
         elif len(stage.having("answered")) >= self._needed(stage):
             self._close(stage, self._present(stage))
-            self._set(work="aggregate")
+            self._set(due_job="aggregate")
         elif not stage.extended:
             self._extend(stage, now)
         elif self.rules.on_missed_quorum == "pause":
@@ -230,7 +230,7 @@ class _Machine:
     def _extend(self, stage: Stage, now: float) -> None:
         first = self.run.step == 0
         if first and self.rules.join_when_extended and self.run.newcomers():
-            self._set(work="join", joining=self.run.newcomers())
+            self._set(due_job="join", joining=self.run.newcomers())
             return
         plan = self.rules.phases(self.run.round)[self.run.step]
         added = [n for n in self.run.eligible() if n not in stage.asks] if first or plan.ask == "all" else []
@@ -260,7 +260,7 @@ class _Machine:
         if stage is not None:
             for name in stage.having("open"):
                 self._settle(name, "cancelled")
-        self._set(stage=None, work=None, joining=())
+        self._set(stage=None, due_job=None, joining=())
         self._move(state, reason)
 
     # Small changes

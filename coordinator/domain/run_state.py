@@ -10,7 +10,7 @@ from promptfed.shared.messages import FederationState, Role, TaskKind
 from promptfed.shared.spec import ceil_fraction
 
 AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
-Work = Literal["join", "aggregate"]
+DueJob = Literal["join", "aggregate"]
 ENDED: tuple[FederationState, ...] = ("finished", "failed", "cancelled")
 QUORUM_MISSED = "quorum_missed"
 EVALUATION = "evaluation"
@@ -84,7 +84,7 @@ class Run:
     step: int = 0
     members: Mapping[str, Member] = field(default_factory=dict)
     stage: Stage | None = None
-    work: Work | None = None
+    due_job: DueJob | None = None
     joining: tuple[str, ...] = ()
     answered_first: tuple[str, ...] = ()
     sample_size: int = 0

@@ -95,16 +95,16 @@ def join(registry: Registry, id: str) -> None:
         state = current_state(registry, session, id)
     global_state.use_threads(federation)
     roster = [name for name, member in federation.run.members.items() if member.joined]
-    with registry.metrics.work.labels("join").time():
+    with registry.metrics.job_seconds.labels("join").time():
         state = global_state.joined(federation, state, roster, federation.run.joining)
     with registry.blobs.hold() as held:
         content = encode(state)
         held.put(content)
         with registry.change(id) as change:
-            if (change.federation.run.work, change.federation.run.joining) != ("join", federation.run.joining):
+            if (change.federation.run.due_job, change.federation.run.joining) != ("join", federation.run.joining):
                 return
             _commit_state(change, state, content, "join", None)
-            change.send(events.WorkDone(clock.monotonic()))
+            change.send(events.JobDone(clock.monotonic()))
 
 
 def aggregate(registry: Registry, id: str) -> None:
@@ -118,7 +118,7 @@ def aggregate(registry: Registry, id: str) -> None:
         updates = global_state.counted(session, phase_id)
     global_state.use_threads(federation)
     context, rule = federation.context(), Rule(federation.spec.aggregation, state)
-    with registry.metrics.work.labels("aggregate").time():
+    with registry.metrics.job_seconds.labels("aggregate").time():
         stream = global_state.stored_updates(registry.blobs, updates)
         phase = federation.method_phase(run.round, run.step)
         after = global_state.after_phase(federation, state, phase, stream, rule, context)
@@ -130,12 +130,12 @@ def aggregate(registry: Registry, id: str) -> None:
         held.put(content)
         with registry.change(id) as change:
             now = change.federation.run
-            if (now.work, now.round, now.step) != ("aggregate", run.round, run.step):
+            if (now.due_job, now.round, now.step) != ("aggregate", run.round, run.step):
                 return
             _commit_state(change, after, content, phase_name, phase_id)
             change.session.get_one(PhaseRow, phase_id).measured = _finite(measures)
             _note_judged(change.session, phase_id, rule.judged)
-            change.send(events.WorkDone(clock.monotonic()))
+            change.send(events.JobDone(clock.monotonic()))
             point("state-before-commit")
     point("state-committed")
     for client, _, _ in updates:
@@ -175,7 +175,7 @@ def fill_payloads(registry: Registry, id: str) -> None:
     with registry.blobs.hold() as held:
         made: dict[str, OpenTask] = {}
         last: tuple[Tensors, str, int] | None = None
-        with registry.metrics.work.labels("payloads").time():
+        with registry.metrics.job_seconds.labels("payloads").time():
             for task in pending:
                 phase = federation.method_phase(task.round, task.step) if task.kind == "train" else None
                 tensors = federation.method.payload(state, phase, federation.clients[task.client].info(), context)

@@ -30,7 +30,7 @@ class Metrics:
         self.waiting = Gauge("promptfed_waiting_clients", "Long polls under way", registry=self.registry)
         self.streams = Gauge("promptfed_event_streams", "Event streams under way", registry=self.registry)
         self.uploads = Gauge("promptfed_uploads", "Uploads under way", registry=self.registry)
-        self.work = self._histogram("work_seconds", "Tensor work by kind", "kind")
+        self.job_seconds = self._histogram("work_seconds", "Tensor work by kind", "kind")
         self.stages = self._histogram("phase_seconds", "From a phase's opening to its committed state, by kind", "kind")
         self.receiving = self._histogram("update_seconds", "From the head of an update's request to its answer")
 

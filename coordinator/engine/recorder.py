@@ -49,7 +49,7 @@ class Change:
         if _stored(run) != _stored(before):
             row = self.federation_row()
             row.state, row.reason, row.round, row.step = run.state, run.reason, run.round, run.step
-            row.work, row.joining = run.work, list(run.joining)
+            row.work, row.joining = run.due_job, list(run.joining)
 
     def emit(self, kind: str, /, **data: Any) -> None:
         """Add an event to the federation's stream."""
@@ -68,7 +68,7 @@ class Change:
 
 def _stored(run: Run) -> tuple[object, ...]:
     """What of a run stands in its federation's own row."""
-    return run.state, run.reason, run.round, run.step, run.work, run.joining
+    return run.state, run.reason, run.round, run.step, run.due_job, run.joining
 
 
 class _Recorder:

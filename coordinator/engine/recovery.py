@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation, federation_of, kept_method
-from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Member, Run, Stage, Work
+from promptfed.coordinator.domain.run_state import ENDED, AskStatus, DueJob, Member, Run, Stage
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from promptfed.shared.messages import Domain, FederationState, Role
@@ -106,7 +106,7 @@ def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: 
         step=row.step,
         members=members,
         stage=stage,
-        work=cast(Work | None, row.work),
+        due_job=cast(DueJob | None, row.work),
         joining=tuple(row.joining),
         answered_first=counted,
         sample_size=first.sample_size if first is not None else 0,

@@ -135,8 +135,8 @@ class Scheduler:
         run = federation.run
         if federation.absent is not None:
             return None
-        if run.state == "running" and run.work is not None:
-            return jobs.join if run.work == "join" else jobs.aggregate
+        if run.state == "running" and run.due_job is not None:
+            return jobs.join if run.due_job == "join" else jobs.aggregate
         if run.state in ("running", "paused") and any(t.payload_sha256 is None for t in federation.tasks.values()):
             return jobs.fill_payloads
         if run.state == "running" and run.stage is not None and run.stage.deadline <= clock.monotonic():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from promptfed.coordinator.domain.events import Answered, Enrolled, Event, Start, Tick, WorkDone
+from promptfed.coordinator.domain.events import Answered, Enrolled, Event, JobDone, Start, Tick
 from promptfed.coordinator.domain.facts import Fact
 from promptfed.coordinator.domain.round_machine import step
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
@@ -62,7 +62,7 @@ class Play:
         return self
 
     def done(self) -> Play:
-        self.send(WorkDone(self.now))
+        self.send(JobDone(self.now))
         return self
 
     def later(self, seconds: float) -> list[Fact]:

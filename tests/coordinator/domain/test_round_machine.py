@@ -9,11 +9,11 @@ from promptfed.coordinator.domain.events import (
     Cancel,
     Enrolled,
     Failed,
+    JobDone,
     Pause,
     Restarted,
     Resume,
     Withdraw,
-    WorkDone,
 )
 from promptfed.coordinator.domain.facts import Asked, Closed, Fact, Opened, Settled
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
@@ -37,7 +37,7 @@ def test_a_run_from_start_to_finish() -> None:
     play.evaluated()
     assert (play.run.round, play.open) == (1, ["a", "b"])
     play.all_answer()
-    assert play.run.work == "aggregate"
+    assert play.run.due_job == "aggregate"
     play.done()
     assert (play.run.round, play.open) == (1, ["a", "b", "z"])
     play.evaluated().all_answer().done()
@@ -75,7 +75,7 @@ def test_the_sample_is_the_first_k_in_the_order_of_hashes() -> None:
 def test_evaluation_every_and_after_the_last() -> None:
     play = Play(rules(rounds=5, evaluate_every=2), "a").start()
     while play.run.state == "running":
-        play = play.done() if play.run.work else play.all_answer()
+        play = play.done() if play.run.due_job else play.all_answer()
     evaluated = [fact.round for fact in of(Opened, play.facts) if fact.kind == "evaluate"]  # type: ignore[attr-defined]
     assert evaluated == [0, 2, 4, 5]
 
@@ -101,7 +101,7 @@ def test_a_quorum_closes_a_phase_at_its_deadline_and_no_earlier() -> None:
     assert play.later(9.9) == []
     facts = play.later(0.1)
     assert of(Closed, facts) == [Closed(("a", "b"), 3)]
-    assert play.run.work == "aggregate"
+    assert play.run.due_job == "aggregate"
     with pytest.raises(WrongMoment):
         play.send(Answered("c", play.now))
 
@@ -134,7 +134,7 @@ def test_newcomers_join_an_extended_phase_unless_the_method_says_no(joins: bool)
     play.send(Enrolled("c", "trainer"))
     play.send(Answered("a", play.now))
     play.later(10)
-    assert play.run.work == ("join" if joins else None)
+    assert play.run.due_job == ("join" if joins else None)
     if joins:
         play.done()
     assert play.open == (["b", "c"] if joins else ["b"])
@@ -174,7 +174,7 @@ def test_a_pause_holds_everything_and_a_resume_gives_the_whole_deadline_again() 
     play.send(Answered("a", play.now))
     assert play.later(100) == []
     play.send(Resume(play.now))
-    assert play.run.work == "aggregate"
+    assert play.run.due_job == "aggregate"
     play.send(Pause())
     play.done()
     assert play.run.stage is None, "work under way is finished, nothing new is opened"
@@ -255,10 +255,10 @@ def test_newcomers_join_when_a_round_opens() -> None:
     play.all_answer().done()
     assert play.open == ["a"], "not in this round's evaluation: the state does not know them"
     play.evaluated()
-    assert (play.run.work, play.run.joining) == ("join", ("b", "z"))
+    assert (play.run.due_job, play.run.joining) == ("join", ("b", "z"))
     play.send(Enrolled("c", "trainer"))
     play.done()
-    assert (play.run.work, play.run.joining) == ("join", ("c",))
+    assert (play.run.due_job, play.run.joining) == ("join", ("c",))
     play.done()
     assert play.open == ["a", "b", "c"]
 
@@ -268,7 +268,7 @@ def test_newcomers_can_save_a_missed_quorum() -> None:
     play.send(Answered("a", play.now))
     play.send(Enrolled("c", "trainer"))
     play.later(10)
-    assert play.run.work == "join"
+    assert play.run.due_job == "join"
     play.done()
     assert play.open == ["b", "c"]
     play.send(Answered("c", play.now))
@@ -280,7 +280,7 @@ def test_a_cancelled_run_takes_nothing_any_more() -> None:
     play = training(rules(), "a", "b")
     facts = play.send(Cancel())
     assert [one.status for one in of(Settled, facts)] == ["cancelled", "cancelled"]  # type: ignore[attr-defined]
-    for event in (Answered("a", 0), WorkDone(0), Cancel(), Pause(), Resume(0), Withdraw("a", False, 0)):
+    for event in (Answered("a", 0), JobDone(0), Cancel(), Pause(), Resume(0), Withdraw("a", False, 0)):
         with pytest.raises(WrongMoment):
             play.send(event)
     with pytest.raises(WrongMoment):

@@ -11,13 +11,13 @@ from promptfed.coordinator.domain.events import (
     Enrolled,
     Event,
     Failed,
+    JobDone,
     Pause,
     Restarted,
     Resume,
     Start,
     Tick,
     Withdraw,
-    WorkDone,
 )
 from promptfed.coordinator.domain.facts import Closed, Completed, Moved, Opened
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
@@ -134,7 +134,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def work(self) -> None:
-        self.send(WorkDone(self.play.now))
+        self.send(JobDone(self.play.now))
 
     @rule()
     def pause(self) -> None:
@@ -152,16 +152,16 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def what_runs_waits_for_something_that_ends(self) -> None:
         run = self.play.run
-        if run.state == "running" and run.work is None:
+        if run.state == "running" and run.due_job is None:
             assert run.stage is not None
             assert not run.stage.closed
             assert run.stage.deadline <= self.play.now + self.rules.deadline_seconds
-        if run.work == "aggregate":
+        if run.due_job == "aggregate":
             assert run.stage is not None
             assert run.stage.closed
         if run.state in ENDED:
             assert run.stage is None
-            assert run.work is None
+            assert run.due_job is None
 
     @invariant()
     def completed_stages_are_in_order(self) -> None:
@@ -172,7 +172,7 @@ class AnyOrder(RuleBasedStateMachine):
         for _ in range(10 * (self.rules.rounds + 1) * 4 + 20):
             if self.play.run.state != "running":
                 return
-            if self.play.run.work is not None:
+            if self.play.run.due_job is not None:
                 self.work()
             else:
                 self.wait(self.rules.deadline_seconds)

@@ -155,4 +155,6 @@ def test_work_that_outlives_a_stop_writes_nothing_any_more(
     drive([second.client(federation, name) for name in "ab"])
     report = second.get(f"{federation}/rounds/1")
     assert report["state_hash"] == report["phases"][0]["state_hash"]
-    assert first.registry.federations[federation].run.work == "aggregate", "what was left behind has committed nothing"
+    assert first.registry.federations[federation].run.due_job == "aggregate", (
+        "what was left behind has committed nothing"
+    )
