@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         self._serving: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and only then say so."""
+        """Listen, and call ``ready`` once connections are accepted."""
         self._serving = asyncio.get_running_loop()
         await super().startup(sockets)
         for listening in sockets or []:

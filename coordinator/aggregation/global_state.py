@@ -1,6 +1,6 @@
 """Global states, computed from what is stored: what is committed once, and what a replay computes again.
 
-Nothing here writes. The same inputs come to the same bytes: the number of threads is the spec's, the updates come in
+Nothing here writes. The same inputs give the same bytes: the number of threads is the spec's, the updates come in
 order of client name.
 """
 

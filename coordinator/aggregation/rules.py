@@ -69,7 +69,7 @@ class Rows:
             yield columns, values * self.factors[:, None] if clipped else values
 
     def row(self, index: int) -> Tensor:
-        """One row ``(D,)``."""
+        """Row ``index`` ``(D,)``, relative to the base and clipped."""
         return (self._sent[index].double() - self._base) * self.factors[index]
 
     def sum(self, weights: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def median(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
 
     def kept(upto: Tensor, own: Tensor) -> Tensor:
         below = upto - own
-        lower = (upto >= 0.5 - ROUNDING) & (below < 0.5 - ROUNDING)  # where the sum of weights comes to a half
+        lower = (upto >= 0.5 - ROUNDING) & (below < 0.5 - ROUNDING)  # where the sum of weights reaches a half
         upper = (upto > 0.5 + ROUNDING) & (below <= 0.5 + ROUNDING)  # where it goes beyond
         return (lower.double() + upper.double()) / 2
 

@@ -34,7 +34,7 @@ class Client:
     domain: Domain | None
 
     def info(self) -> ClientInfo:
-        """The client as a method sees it."""
+        """The client as a method sees it: one object, however often it is asked for."""
         return self._info
 
     @cached_property

@@ -1,6 +1,6 @@
 """Tensor work: initial states, joinings, payloads, aggregates. It runs in a thread, never on the event loop.
 
-Each job reads what is committed, computes, stores blobs, and commits once. Killed anywhere and done again it comes to
+Each job reads what is committed, computes, stores blobs, and commits once. Killed anywhere and done again it makes
 the same bytes, because it depends on nothing but what is committed.
 """
 

@@ -41,7 +41,6 @@ class JsonFormatter(logging.Formatter):
     """A record as JSON; secrets never get here, because nothing logs headers or bodies."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         entry: dict[str, object] = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

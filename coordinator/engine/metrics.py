@@ -51,13 +51,13 @@ class Metrics:
                     self.moves.labels(state).inc()
 
     def refused(self, kind: str, of_update: bool) -> None:
-        """Count a refusal."""
+        """Count a refusal by its kind; one of an update counts as a verdict on it too."""
         self.refusals.labels(kind).inc()
         if of_update:
             self.updates.labels("late" if kind == "phase-closed" else "refused").inc()
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """All figures in Prometheus' exposition format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -57,7 +57,7 @@ class Change:
         self.emitted.append((kind, data))
 
     def federation_row(self) -> FederationRow:
-        """The federation's own row."""
+        """The federation's own row, which this transaction may change."""
         return self.session.get_one(FederationRow, self.federation.id)
 
     def client_row(self, name: str) -> ClientRow:

@@ -24,7 +24,7 @@ def load_all(session: Session, now: float) -> dict[str, Federation]:
 
 
 def load(session: Session, row: FederationRow, now: float) -> Federation:
-    """One federation."""
+    """One federation, its stage's deadline left at ``now``."""
     spec = FederationSpec.model_validate(row.spec)
     federation = federation_of(row.id, spec, kept_method(spec))
     clients = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == row.id)))

@@ -62,7 +62,7 @@ class Scheduler:
             _, overdue = await asyncio.wait(self._jobs.values(), timeout=STOP_SECONDS)
             for job in overdue:
                 job.cancel()
-        # An overdue job has the only thread: nothing behind it would come to its turn.
+        # An overdue job has the only thread: nothing behind it would get its turn.
         await self._registry.stop_computing(0.0 if overdue else STOP_SECONDS)
         closing = asyncio.create_task(asyncio.to_thread(self._registry.close))
         if not (await asyncio.wait([closing], timeout=STOP_SECONDS))[0]:

@@ -55,7 +55,7 @@ class AuthThrottle:
             raise TooManyFailures(f"too many wrong tokens came from {address}: try again in {seconds} s", seconds)
 
     def failed(self, address: str) -> None:
-        """A token was wrong or has expired."""
+        """A token was wrong or has expired: one failure less is left to the address."""
         key = _network(address)
         bucket = self._buckets.setdefault(key, _Bucket(self._most, clock.monotonic()))
         self._buckets.move_to_end(key)
@@ -66,7 +66,7 @@ class AuthThrottle:
             self._buckets.popitem(last=False)
 
     def succeeded(self, address: str, token_digest: str) -> None:
-        """A token was right."""
+        """A token was right: this address is not kept from using it again."""
         pair = (_network(address), token_digest)
         self._trusted[pair] = None
         self._trusted.move_to_end(pair)

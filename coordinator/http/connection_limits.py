@@ -38,12 +38,12 @@ def most_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """Hangs up on whoever is one too many, or does not come to the end of a request's head."""
+    """Hangs up on whoever is one too many, or does not reach the end of a request's head."""
 
     _overdue: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, or end it at once."""
+        """Take the connection and give its first request time, or end it at once where there are too many."""
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             transport.abort()
@@ -59,7 +59,6 @@ class Connection(H11Protocol):
             self._overdue = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
         self._stop_waiting()
         super().connection_lost(exc)
 

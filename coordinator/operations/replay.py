@@ -1,6 +1,6 @@
 """Computes a round again from what is kept: to the same hashes, or as one phase would have been under other rules.
 
-Each state of the round is computed from the state that was committed before it. Where every round comes to its own
+Each state of the round is computed from the state that was committed before it. Where every round gives its own
 hashes, the whole run does.
 """
 

@@ -12,7 +12,7 @@ from promptfed.shared import api_schemas as schemas
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
-    """One federation, as it stands."""
+    """One federation as it stands in memory, with its times and its newest state hash from the database."""
     row = session.get_one(FederationRow, federation.id)
     run, stage = federation.run, federation.run.stage
     newest = (
@@ -76,7 +76,7 @@ def _stage(federation: Federation) -> schemas.StageView | None:
 
 
 def client_view(row: ClientRow) -> schemas.ClientView:
-    """One client."""
+    """One client, without its secret's digest and its class names."""
     return schemas.ClientView.model_validate(
         {
             "client_id": row.id,

@@ -125,7 +125,7 @@ class Insights:
         return similarities
 
     async def _once(self, key: Hashable, job: Callable[[], T]) -> T:
-        """What ``job`` comes to, computed where tensor work is done unless it is known."""
+        """What ``job`` gives, computed where tensor work is done unless it is known."""
         async with self._turn:
             if key not in self._kept:
                 self._kept[key] = await self._registry.compute(job)

@@ -19,7 +19,7 @@ from promptfed.shared import api_schemas as schemas
 
 @dataclass(frozen=True)
 class Stored:
-    """A state on disk."""
+    """A committed state whose tensors are still kept."""
 
     round: int
     state_hash: str
@@ -60,7 +60,7 @@ def rounds(session: Session, id: str) -> list[int]:
 
 
 def round_report(session: Session, federation: Federation, round: int) -> schemas.RoundReport:
-    """Everything about one round."""
+    """Phases, updates, evaluation, bytes and seconds of one round, which must have begun."""
     mine = (PhaseRow.federation_id == federation.id, PhaseRow.round == round)
     stages = list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.step)))
     phases = [_phase_report(session, federation, stage) for stage in stages if stage.kind == "train"]

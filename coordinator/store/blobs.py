@@ -68,7 +68,7 @@ class Blobs:
             return True
 
     def all(self) -> list[str]:
-        """Digests of all blobs."""
+        """Digests of all blobs in the folder, whether a row names them or not."""
         return [PREFIX + path.name for path in self._folder.glob("??/*")]
 
     def path(self, digest: str) -> Path:

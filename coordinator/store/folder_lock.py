@@ -32,7 +32,7 @@ class FolderLock:
         self._handle = handle
 
     def release(self) -> None:
-        """Let go."""
+        """Free the folder for another coordinator."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

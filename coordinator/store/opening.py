@@ -31,7 +31,7 @@ class Store:
     blobs: Blobs
 
     def close(self) -> None:
-        """Let go of all of it."""
+        """Close the database, then free the folder for another coordinator."""
         self.database.close()
         self.lock.release()
 

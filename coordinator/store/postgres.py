@@ -88,7 +88,6 @@ class PostgreSQL(Backend):
         return None
 
     def is_full(self, error: DBAPIError) -> bool:
-        """``disk_full``."""
         return isinstance(error.orig, self._driver.errors.DiskFull)
 
     def cut(self) -> None:

@@ -25,19 +25,17 @@ class SQLite(Backend):
         self.reader = _engine(path, "BEGIN", pool_size=16)
 
     def check(self) -> None:
-        """Nothing: the pragmas below see to it."""
+        """Nothing is to be refused: the pragmas below see to durability."""
 
     def why_away(self, error: DBAPIError) -> str | None:
-        """Never."""
-        return None
+        return None  # a file does not go away
 
     def is_full(self, error: DBAPIError) -> bool:
-        """SQLITE_FULL."""
         cause = error.orig
         return isinstance(cause, sqlite3.OperationalError) and cause.sqlite_errorcode == sqlite3.SQLITE_FULL
 
     def cut(self) -> None:
-        """Nothing: no wait is longer than ``busy_timeout``."""
+        """There is nothing to end: no wait is longer than ``busy_timeout``."""
 
 
 def _engine(path: Path, begin: str, pool_size: int) -> Engine:

@@ -12,7 +12,7 @@ OPERATOR_FILE = "operator.token"
 
 
 def digest(token: str) -> str:
-    """What is kept of a token."""
+    """SHA-256 in hexadecimal, which is all that is kept of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
