@@ -45,6 +45,19 @@ def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
         patch.setattr(os, name, guarded(getattr(os, name)))
 
 
+def killed_in(state: PrivateState, change: Callable[[PrivateState], None], step: int) -> bool:
+    """Whether ``change`` completed before its ``step``-th durable file operation killed it; the state is closed."""
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, step)
+        try:
+            change(state)
+            completed = True
+        except Killed:
+            completed = False
+    state.close()
+    return completed
+
+
 def survives(folder: Path, change: Callable[[PrivateState], None], look: Callable[[PrivateState], Any]) -> list[Any]:
     """What ``look`` finds after ``change`` was killed at its first, second, ... file operation, until it completes."""
     seen = []
@@ -54,15 +67,7 @@ def survives(folder: Path, change: Callable[[PrivateState], None], look: Callabl
         state.write_pending(b"first", vector(1.0), ROUND_1)
         state.commit()
         state.write_pending(b"second", vector(2.0), ROUND_2)
-        completed = False
-        with pytest.MonkeyPatch.context() as patch:
-            kill_at(patch, step)
-            try:
-                change(state)
-                completed = True
-            except Killed:
-                pass
-        state.close()
+        completed = killed_in(state, change, step)
         again = PrivateState(where)
         seen.append(look(again))
         again.close()
@@ -94,21 +99,11 @@ def test_a_kill_while_writing_an_update_leaves_it_whole_or_absent(tmp_path: Path
     def change(state: PrivateState) -> None:
         state.write_pending(b"third", vector(3.0), Provenance("task-3", 3, "train", "peers"))
 
-    def look(state: PrivateState) -> Any:
-        return committed_and_pending(state)
-
     seen = []
     for step in range(1, 200):
         where = tmp_path / str(step)
         state = PrivateState(where)
-        with pytest.MonkeyPatch.context() as patch:
-            kill_at(patch, step)
-            try:
-                change(state)
-                completed = True
-            except Killed:
-                completed = False
-        state.close()
+        completed = killed_in(state, change, step)
         again = PrivateState(where)
         pending = again.pending()
         seen.append(pending.update if pending else None)
@@ -143,15 +138,7 @@ def test_a_kill_while_keeping_a_payload_leaves_one_that_can_be_served(tmp_path: 
     state.close()
     found = set()
     for step in range(1, 30):
-        with pytest.MonkeyPatch.context() as patch:
-            state = PrivateState(tmp_path / "x")
-            kill_at(patch, step)
-            try:
-                change(state)
-                completed = True
-            except Killed:
-                completed = False
-        state.close()
+        completed = killed_in(PrivateState(tmp_path / "x"), change, step)
         state = PrivateState(tmp_path / "x")
         serving = state.serving()
         assert serving is not None

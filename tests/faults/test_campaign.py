@@ -9,7 +9,7 @@ import pytest
 
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import Forked, in_thread
-from tests.support.kill_campaign import CASES, Case, Disturbed, at_every_point, killed_at_random, play
+from tests.support.kill_campaign import CASES, Case, KilledApi, at_every_point, killed_at_random, play_case
 from tests.support.postgres import PostgresServer
 from tests.support.two_phase import TwoPhase
 
@@ -26,7 +26,7 @@ def two_phase(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
     with in_thread(folder) as server:
-        found = play(server, case)
+        found = play_case(server, case)
     assert found["state"] == "finished"
     assert len(set(found["hashes"])) == case.rounds + 1, "every round has changed the state"
     assert len(found["counted"][-1][0]) == case.clients + 1, "the newcomer took part"
@@ -38,10 +38,10 @@ def killed(
 ) -> tuple[dict[str, Any], int]:
     """What comes of a run that dies at ``faults`` or so many times at random, and how often it did."""
     process = Forked(folder, *options, fault=faults.pop(0) if faults else "")
-    api = Disturbed(process, faults)
+    api = KilledApi(process, faults)
     try:
         with killed_at_random(process, kills, seed):
-            found = play(api, case)
+            found = play_case(api, case)
     finally:
         process.kill()
     assert faults == [], "every point was reached"

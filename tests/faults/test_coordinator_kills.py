@@ -14,7 +14,7 @@ import pytest
 from promptfed.coordinator.store.fault_points import POINTS
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import Forked, InThread, in_thread
-from tests.support.kill_campaign import Disturbed, at_every_point, killed_at_random
+from tests.support.kill_campaign import KilledApi, at_every_point, killed_at_random
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
 
@@ -39,7 +39,7 @@ def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp
     expected = undisturbed(tmp_path, "two_phase")
     faults = at_every_point(0)
     process = Forked(tmp_path / "killed", fault=faults.pop(0))
-    api = Disturbed(process, faults)
+    api = KilledApi(process, faults)
     try:
         found = run(api, "two_phase", ROUNDS)
     finally:
@@ -52,7 +52,7 @@ def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp
 def test_killed_at_random_instants_it_ends_where_an_undisturbed_run_ends(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path, "promptfl")
     process = Forked(tmp_path / "killed")
-    api = Disturbed(process, [])
+    api = KilledApi(process, [])
     try:
         with killed_at_random(process, 5, seed=5):
             found = run(api, "promptfl", ROUNDS)

@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +17,13 @@ import torch
 from sqlalchemy import text
 
 from promptfed.coordinator.store import blobs
+from promptfed.coordinator.store.database import Database
 from promptfed.shared.methods import METHODS
 from promptfed.shared.tensors import encode
-from tests.support.coordinators import Api, InThread, in_thread
+from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import content_digest, drive, enrolment, spec, trained, update_body
 from tests.support.open_phases import everything, kind, opened
+from tests.support.resending import ResendingApi, ResendingRefused
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
 
@@ -57,7 +58,7 @@ def full_tables(coordinator: InThread) -> Iterator[None]:
     database = coordinator.registry.database
     write = database.write
     if not database.backend.in_folder:
-        with saying_it_is_full(coordinator):
+        with ending_with(database, DISK_FULL):
             yield
         return
     with write() as session:
@@ -65,18 +66,10 @@ def full_tables(coordinator: InThread) -> Iterator[None]:
         pages = session.execute(text("PRAGMA page_count")).scalar()
         session.execute(text(f"PRAGMA max_page_count = {pages}"))
 
-    @contextmanager
-    def heavy() -> Iterator[Any]:
-        with write() as session:
-            yield session
-            session.flush()
-            session.execute(text("INSERT INTO ballast VALUES (hex(zeroblob(1000000)))"))
-
-    database.write = heavy  # type: ignore[method-assign]
     try:
-        yield
+        with ending_with(database, "INSERT INTO ballast VALUES (hex(zeroblob(1000000)))"):
+            yield
     finally:
-        database.write = write  # type: ignore[method-assign]
         with write() as session:
             session.execute(text("PRAGMA max_page_count = 4294967294"))
             session.execute(text("DROP TABLE ballast"))
@@ -165,19 +158,22 @@ def test_tensor_work_is_tried_again_until_there_is_room_and_leaves_no_litter(
     assert [one["state_hash"] is not None for one in coordinator.get(f"{federation}/rounds")["rounds"]] == [True, True]
 
 
+DISK_FULL = "DO $$ BEGIN RAISE EXCEPTION 'no space' USING ERRCODE = 'disk_full'; END $$"  # as PostgreSQL says it
+
+
 @contextmanager
-def saying_it_is_full(coordinator: InThread) -> Iterator[None]:
-    database = coordinator.registry.database
+def ending_with(database: Database, statement: str) -> Iterator[None]:
+    """A block in which every write transaction ends with this statement."""
     write = database.write
 
     @contextmanager
-    def full() -> Iterator[Any]:
+    def longer() -> Iterator[Any]:
         with write() as session:
             yield session
             session.flush()
-            session.execute(text("DO $$ BEGIN RAISE EXCEPTION 'no space' USING ERRCODE = 'disk_full'; END $$"))
+            session.execute(text(statement))
 
-    database.write = full  # type: ignore[method-assign]
+    database.write = longer  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -290,42 +286,6 @@ class Filler:
         self._file.unlink(missing_ok=True)
 
 
-class Patient:
-    """Sends a request again where the answer is 507, as clients do."""
-
-    def __init__(self, http: httpx.Client):
-        self._http = http
-        self.refused = 0
-
-    def request(self, verb: str, url: str, **options: Any) -> httpx.Response:
-        end = time.monotonic() + 60
-        while True:
-            response = self._http.request(verb, url, **options)
-            if response.status_code != 507:
-                return response
-            assert kind(response) == "storage-full"
-            assert time.monotonic() < end
-            self.refused += 1
-            time.sleep(0.02)
-
-    def get(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("GET", url, **options)
-
-    def put(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("PUT", url, **options)
-
-    def post(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("POST", url, **options)
-
-
-class Crowded(Api):
-    """The operator of a coordinator whose disk is full now and then."""
-
-    def __init__(self, coordinator: InThread):
-        self.http = Patient(coordinator.http)  # type: ignore[assignment]
-        self.operator = coordinator.operator
-
-
 @pytest.mark.parametrize("method", ["two_phase", pytest.param("promptfl", marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_again_and_again_does_not_change_what_comes_out(
     small_disk: Path, tmp_path: Path, method: str
@@ -334,7 +294,8 @@ def test_a_disk_that_is_full_again_and_again_does_not_change_what_comes_out(
         expected = run(other, method, ROUNDS)
     filler, over = Filler(small_disk), threading.Event()
     with in_thread(small_disk / "data") as coordinator:
-        crowded = Crowded(coordinator)
+        refused = ResendingRefused(coordinator.http, 507, "storage-full", 60)
+        api = ResendingApi(refused, coordinator.operator)
 
         def now_and_then() -> None:
             while not over.is_set():
@@ -346,11 +307,11 @@ def test_a_disk_that_is_full_again_and_again_does_not_change_what_comes_out(
         thread = threading.Thread(target=now_and_then)
         thread.start()
         try:
-            found = run(crowded, method, ROUNDS)
+            found = run(api, method, ROUNDS)
         finally:
             over.set()
             thread.join()
             filler.empty()
         assert found == expected
-        assert crowded.http.refused > 0  # type: ignore[attr-defined]
+        assert api.resent > 0
         assert list(coordinator.registry.blobs.incoming.iterdir()) == []

@@ -14,9 +14,10 @@ import pytest
 
 from promptfed.coordinator.store.tables import StateRow, UpdateRow
 from promptfed.shared.methods import METHODS
-from tests.support.coordinators import Api, InThread, in_thread
+from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import FakeClient, trained, update_body
 from tests.support.proxy import Asked, Proxy, Trouble
+from tests.support.resending import ResendingApi, ResendingUnanswered
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
 
@@ -32,39 +33,6 @@ TROUBLES: tuple[Trouble, ...] = (
     "twice-at-once",
     "late",
 )
-
-
-class Persistent:
-    """Sends a request again until it is answered, as clients do."""
-
-    def __init__(self, http: httpx.Client):
-        self._http = http
-        self.again = 0
-
-    def request(self, verb: str, url: str, **options: Any) -> httpx.Response:
-        for _ in range(200):
-            try:
-                return self._http.request(verb, url, **options)
-            except httpx.TransportError:
-                self.again += 1
-        raise AssertionError(f"no answer to {verb} {url}")
-
-    def get(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("GET", url, **options)
-
-    def put(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("PUT", url, **options)
-
-    def post(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("POST", url, **options)
-
-
-class Behind(Api):
-    """The operator of a coordinator behind a proxy."""
-
-    def __init__(self, proxy: Proxy, coordinator: InThread):
-        self.http = Persistent(httpx.Client(base_url=proxy.url, timeout=20))  # type: ignore[assignment]
-        self.operator = coordinator.operator
 
 
 @pytest.fixture
@@ -94,10 +62,11 @@ def test_a_run_in_trouble_comes_to_what_an_undisturbed_run_comes_to(
         expected = run(other, "two_phase", ROUNDS)
     assert expected["state"] == "finished"
     with Proxy(coordinator.url, now_and_then(seed=3)) as proxy:
-        behind = Behind(proxy, coordinator)
-        assert run(behind, "two_phase", ROUNDS) == expected
+        unanswered = ResendingUnanswered(httpx.Client(base_url=proxy.url, timeout=20))
+        api = ResendingApi(unanswered, coordinator.operator)
+        assert run(api, "two_phase", ROUNDS) == expected
         assert set(proxy.seen) == {"none", *TROUBLES}, "each happened"
-        assert behind.http.again > 10  # type: ignore[attr-defined]
+        assert api.resent > 10
     with coordinator.registry.database.read() as session:
         updates = [row.task_id for row in session.query(UpdateRow)]
         phases = [row.phase_id for row in session.query(StateRow) if row.phase_id is not None]

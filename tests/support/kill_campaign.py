@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.support.coordinators import Api, Forked
 from tests.support.fake_clients import FakeClient, spec, update_body
-from tests.support.whole_federation import outcome
+from tests.support.resending import Resending, ResendingApi
+from tests.support.whole_federation import play
 
 SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8, "text_layers": 2, "vision_layers": 2, "context_length": 16, "patch_size": 4}
 NAMES = ("a", "B", "c", "d", "e", "f")  # by code point B comes first, in a dictionary a
@@ -73,8 +73,12 @@ CASES = {
 }
 
 
-class AnyClient(FakeClient):
-    """A fake that can take part in any method."""
+class MethodClient(FakeClient):
+    """A fake that can take part in any method, as a domain of its own."""
+
+    def enrol(self, token: str, **changes: Any) -> httpx.Response:
+        words = {"name": f"style-{self.name}", "description": f"a drawing of a {{}} by {self.name}"}
+        return super().enrol(token, backbone_shape=SHAPE, domain=words, **changes)
 
     def answer(self, task: dict[str, Any]) -> httpx.Response:
         if task["kind"] == "train" and task["task_id"] not in self.sent:
@@ -86,13 +90,13 @@ class AnyClient(FakeClient):
         method = make_method(config["method"])
         phases = {phase.name: phase for phase in method.phases(task["round"], config["rounds"])}
         draws = generator(0, task["round"], self.name, task["phase"])
-        found = {}
-        for one in phases[task["phase"]].up:
-            start = payload.get(one.name)
+        update = {}
+        for tensor in phases[task["phase"]].up:
+            start = payload.get(tensor.name)
             if start is None:
-                start = torch.zeros(one.resolve(method.dims(_context(config))))
-            found[one.name] = start + 0.1 * torch.randn(start.shape, generator=draws)
-        return found
+                start = torch.zeros(tensor.resolve(method.dims(_context(config))))
+            update[tensor.name] = start + 0.1 * torch.randn(start.shape, generator=draws)
+        return update
 
 
 def _context(config: dict[str, Any]) -> ServerContext:
@@ -100,50 +104,16 @@ def _context(config: dict[str, Any]) -> ServerContext:
     return ServerContext(training, BackboneShape.model_validate(SHAPE), None, (), config["seed"], config["rounds"])
 
 
-def play(api: Api, case: Case) -> dict[str, Any]:
+def play_case(api: Api, case: Case) -> dict[str, Any]:
     """A whole federation; what came of it."""
-    headers = api.operator | {"Idempotency-Key": "campaign"}
-    created = api.http.post("/v1/federations", json=case.spec(), headers=headers)
-    assert created.status_code in (200, 201), created.text
-    federation = created.json()["id"]
-    token = api.token(federation)
-    clients = [AnyClient(api.http, federation, name, 0.5 + 0.05 * i) for i, name in enumerate(NAMES[: case.clients])]
-    for client in clients:
-        enrol(client, token)
-    start = api.http.post(f"/v1/federations/{federation}/start", headers=api.operator)
-    assert start.status_code == 200 or start.json().get("state") == "running", start.text
-    late = AnyClient(api.http, federation, NAMES[case.clients], 0.9)
-    end = time.monotonic() + 1500
-    while [client for client in clients if not one_task(client)]:
-        assert time.monotonic() < end
-        # The newcomer comes while round 2 trains: the same point of every run.
-        if late not in clients and api.get(federation)["round"] == 2:
-            enrol(late, token)
-            clients.append(late)
-    return outcome(api, federation)
+    return play(api, case.spec(), NAMES[: case.clients + 1], MethodClient, accuracy_step=0.05, seconds=1500)
 
 
-def enrol(client: AnyClient, token: str) -> None:
-    words = {"name": f"style-{client.name}", "description": f"a drawing of a {{}} by {client.name}"}
-    response = client.enrol(token, backbone_shape=SHAPE, domain=words)
-    assert response.status_code in (200, 201), response.text
-
-
-def one_task(client: AnyClient) -> bool:
-    """Carry out at most one task; whether the federation has ended."""
-    response = client.task(wait=0.05)
-    if response.status_code == 200:
-        answer = client.answer(response.json())
-        assert answer.status_code in (200, 201), answer.text
-    return response.status_code == 410
-
-
-class Restarting:
+class Restarting(Resending):
     """Speaks to a coordinator that dies: starts it again with the next fault and sends the request again."""
 
     def __init__(self, process: Forked, faults: list[str]):
         self.process = process
-        self.deaths = 0
         self._faults = faults
 
     def request(self, verb: str, url: str, **options: Any) -> httpx.Response:
@@ -158,30 +128,21 @@ class Restarting:
         code = self.process.wait()
         if code != -signal.SIGKILL:
             raise AssertionError(f"it ended by itself:\n{self.process.log()}")
-        self.deaths += 1
+        self.resent += 1
         self.process.http.close()
         self.process.start(self._faults.pop(0) if self._faults else "")
 
-    def get(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("GET", url, **options)
 
-    def put(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("PUT", url, **options)
-
-    def post(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("POST", url, **options)
-
-
-class Disturbed(Api):
+class KilledApi(ResendingApi):
     """The operator of a coordinator that dies."""
 
     def __init__(self, process: Forked, faults: list[str]):
-        self.http = Restarting(process, faults)  # type: ignore[assignment]
-        self.operator = process.operator
+        super().__init__(Restarting(process, faults), process.operator)
 
     @property
     def deaths(self) -> int:
-        return self.http.deaths  # type: ignore[attr-defined,no-any-return]
+        """How often it has died: a request is sent again for no other reason."""
+        return self.resent
 
 
 def at_every_point(first: int) -> list[str]:

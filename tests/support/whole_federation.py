@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tests.support.coordinators import Api
@@ -12,32 +13,53 @@ NAMES = ("a", "B", "c")  # by code point B comes first, in a dictionary a
 
 
 def run(api: Api, method: str, rounds: int) -> dict[str, Any]:
-    """A whole federation, with a newcomer after the second round; what came of it."""
-    raw = spec(name="kills", method={"name": method}, rounds=rounds)
-    headers = api.operator | {"Idempotency-Key": "kills"}
-    federation = api.http.post("/v1/federations", json=raw, headers=headers).json()["id"]
+    """A federation of two clients, with a newcomer after the second round; what came of it."""
+    return play(api, spec(name="kills", method={"name": method}, rounds=rounds), NAMES)
+
+
+def play(
+    api: Api,
+    raw: dict[str, Any],
+    names: Sequence[str],
+    client: type[FakeClient] = FakeClient,
+    *,
+    accuracy_step: float = 0.1,
+    seconds: float = 120,
+) -> dict[str, Any]:
+    """The federation of a spec to its end, in which the last of ``names`` is a newcomer after the second round."""
+    headers = api.operator | {"Idempotency-Key": raw["name"]}
+    created = api.http.post("/v1/federations", json=raw, headers=headers)
+    assert created.status_code in (200, 201), created.text
+    federation = created.json()["id"]
     token = api.token(federation)
-    clients = [FakeClient(api.http, federation, name, 0.5 + 0.1 * i) for i, name in enumerate(NAMES[:2])]
-    for client in clients:
-        assert client.enrol(token).status_code in (200, 201)
+    clients = [client(api.http, federation, name, 0.5 + accuracy_step * i) for i, name in enumerate(names[:-1])]
+    for trainer in clients:
+        enrol(trainer, token)
     start = api.http.post(f"/v1/federations/{federation}/start", headers=api.operator)
-    assert start.status_code == 200 or start.json()["state"] == "running", start.text
-    late = FakeClient(api.http, federation, NAMES[2], 0.9)
-    end = time.monotonic() + 120
-    while [client for client in clients if not one_task(client)]:
+    assert start.status_code == 200 or start.json().get("state") == "running", start.text
+    newcomer = client(api.http, federation, names[-1], 0.9)
+    end = time.monotonic() + seconds
+    while [trainer for trainer in clients if not answer_one_task(trainer)]:
         assert time.monotonic() < end
         # The newcomer comes while round 2 trains: the same point of every run.
-        if late not in clients and api.get(federation)["round"] == 2:
-            assert late.enrol(token).status_code in (200, 201)
-            clients.append(late)
+        if newcomer not in clients and api.get(federation)["round"] == 2:
+            enrol(newcomer, token)
+            clients.append(newcomer)
     return outcome(api, federation)
 
 
-def one_task(client: FakeClient) -> bool:
+def enrol(client: FakeClient, token: str) -> None:
+    """Enrol, or find that an earlier request has done so."""
+    response = client.enrol(token)
+    assert response.status_code in (200, 201), response.text
+
+
+def answer_one_task(client: FakeClient) -> bool:
     """Carry out at most one task; whether the federation has ended."""
     response = client.task(wait=0.05)
     if response.status_code == 200:
-        assert client.answer(response.json()).status_code in (200, 201)
+        answer = client.answer(response.json())
+        assert answer.status_code in (200, 201), answer.text
     return response.status_code == 410
 
 
@@ -46,11 +68,12 @@ def outcome(api: Api, federation: str) -> dict[str, Any]:
     rounds = api.get(f"{federation}/rounds")["rounds"]
     return {
         "state": api.get(federation)["state"],
-        "hashes": [one["state_hash"] for one in rounds],
+        "hashes": [report["state_hash"] for report in rounds],
         "counted": [
-            [[(u["client"], u["weight"]) for u in phase["counted"]] for phase in one["phases"]] for one in rounds
+            [[(update["client"], update["weight"]) for update in phase["counted"]] for phase in report["phases"]]
+            for report in rounds
         ],
         "accuracies": [
-            {name: found["splits"] for name, found in one["evaluation"]["clients"].items()} for one in rounds
+            {name: client["splits"] for name, client in report["evaluation"]["clients"].items()} for report in rounds
         ],
     }

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from PIL import Image
 
 from promptfed.client_service.monitor import Monitor, Status
@@ -19,6 +16,7 @@ from promptfed.client_service.serving.api import create_app
 from promptfed.client_service.serving.page import PAGE
 from promptfed.client_service.serving.prediction import BadImage, Predictor
 from tests.support.browser import browser
+from tests.support.client_processes import served
 
 __all__ = ["browser"]
 
@@ -43,19 +41,11 @@ class Canned(Predictor):
 
 
 @contextmanager
-def served(token: str | None) -> Iterator[str]:
+def served_page(token: str | None) -> Iterator[str]:
     """The API of a client on a free port of loopback."""
     monitor = Monitor(Status("hospital-a", "trainer", "pets", "http://127.0.0.1:1", round=3))
-    listening = socket.create_server(("127.0.0.1", 0))
-    app = create_app(monitor, Canned(), token, "127.0.0.1")
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with served(create_app(monitor, Canned(), token, "127.0.0.1")) as url:
+        yield url
 
 
 @pytest.fixture
@@ -97,7 +87,7 @@ def image(folder: Path) -> Path:
 
 
 def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
-    with served(None) as url:
+    with served_page(None) as url:
         answer = page.goto(url)
         assert answer.headers["content-security-policy"] == PAGE.headers["Content-Security-Policy"]
         page.get_by_text("hospital-a in the federation pets, in round 3").wait_for()
@@ -123,7 +113,7 @@ def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
 
 def test_what_is_no_image_is_an_error_and_the_next_image_an_answer(page: Any, tmp_path: Path) -> None:
     (tmp_path / "notes.png").write_text("no image")
-    with served(None) as url:
+    with served_page(None) as url:
         page.goto(url)
         ready(page)
         page.set_input_files("#file", tmp_path / "notes.png")
@@ -135,7 +125,7 @@ def test_what_is_no_image_is_an_error_and_the_next_image_an_answer(page: Any, tm
 
 
 def test_the_token_is_asked_for_and_kept_in_memory_alone(page: Any, tmp_path: Path) -> None:
-    with served("open sesame") as url:
+    with served_page("open sesame") as url:
         page.goto(url)
         page.fill("#token", "wrong")
         page.press("#token", "Enter")
@@ -152,7 +142,7 @@ def test_the_token_is_asked_for_and_kept_in_memory_alone(page: Any, tmp_path: Pa
 
 
 def test_a_service_that_is_gone_is_not_a_wrong_token(page: Any) -> None:
-    with served("open sesame") as url:
+    with served_page("open sesame") as url:
         page.goto(url)
         page.fill("#token", "open sesam\u00e9")  # no header can carry it
         page.press("#token", "Enter")
@@ -165,7 +155,7 @@ def test_a_service_that_is_gone_is_not_a_wrong_token(page: Any) -> None:
 
 def test_no_script_of_elsewhere_or_within_the_page_runs(browser: Any) -> None:
     page = browser.new_page()
-    with served(None) as url:
+    with served_page(None) as url:
         page.goto(url)
         added = page.evaluate(
             "() => { const made = document.createElement('script'); try { made.textContent = 'window.ran = 1' }"

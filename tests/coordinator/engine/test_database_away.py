@@ -25,10 +25,11 @@ from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.methods import METHODS
-from tests.support.coordinators import Api, InThread, in_thread
+from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import drive
 from tests.support.open_phases import kind, opened
 from tests.support.postgres import PASSWORD, PostgresServer
+from tests.support.resending import ResendingApi, ResendingRefused
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
 
@@ -66,42 +67,6 @@ def on_postgres(url: str, tmp_path: Path) -> Iterator[InThread]:
         yield server
 
 
-class Patient:
-    """Sends a request again where the answer is 503, as clients do; each must be just as it is described."""
-
-    def __init__(self, http: httpx.Client):
-        self._http = http
-        self.refused = 0
-
-    def request(self, verb: str, url: str, **options: Any) -> httpx.Response:
-        end = time.monotonic() + 30
-        while True:
-            response = self._http.request(verb, url, **options)
-            if response.status_code != 503:
-                return response
-            assert (kind(response), response.headers["Retry-After"]) == ("store-away", "2")
-            assert time.monotonic() < end, "it does not come back"
-            self.refused += 1
-            time.sleep(0.02)
-
-    def get(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("GET", url, **options)
-
-    def put(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("PUT", url, **options)
-
-    def post(self, url: str, **options: Any) -> httpx.Response:
-        return self.request("POST", url, **options)
-
-
-class Disturbed(Api):
-    """The operator of a coordinator whose database goes away."""
-
-    def __init__(self, server: InThread):
-        self.http = Patient(server.http)  # type: ignore[assignment]
-        self.operator = server.operator
-
-
 def on_every_fault(monkeypatch: pytest.MonkeyPatch, happen: Callable[[str], None]) -> list[str]:
     """Call ``happen`` at each fault point in turn; the list of those still to come."""
     left = list(FAULTS)
@@ -137,10 +102,11 @@ def test_lost_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(
             )
 
     left = on_every_fault(monkeypatch, happen)
-    api = Disturbed(on_postgres)
+    away = ResendingRefused(on_postgres.http, 503, "store-away", 30, retry_after="2")
+    api = ResendingApi(away, on_postgres.operator)
     assert run(api, "two_phase", ROUNDS) == expected
     assert left == [], "every point was reached"
-    assert api.http.refused > 0  # type: ignore[attr-defined]
+    assert api.resent > 0
 
 
 def test_while_it_is_away_everything_says_so_and_then_goes_on(on_postgres: InThread, postgres: PostgresServer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -79,3 +79,10 @@ def wide_backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
     (folder / "wide-text.json").write_text(json.dumps(config))
     open_clip.add_model_config(folder)
     return load_backbone("wide-text", None)
+
+
+def wide_step(make_context: Callable[..., ClientContext], backbone: Backbone, draws: torch.Generator) -> ClientContext:
+    """A task of one step with three drawn images, whose update is the gradient."""
+    values = F.normalize(torch.randn(3, backbone.d_e, generator=draws), dim=-1)
+    plain = make_context(3, batch_size=3, learning_rate=1.0, momentum=0.0, weight_decay=0.0)
+    return replace(plain, backbone=backbone, train=MadeUpSplit(values, torch.tensor([0, 4, 2])))

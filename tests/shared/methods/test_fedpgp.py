@@ -18,7 +18,7 @@ from promptfed.shared.methods.fedpgp import FedPGP
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step
 from tests.support import literal
 
 Make = Callable[..., ClientContext]
@@ -137,12 +137,7 @@ def test_gradients_equal_the_equations_at_77_tokens(wide_backbone: Backbone, mak
     """One step from the same numbers: where the context is as long as CLIP's, and several tokens stand for a name."""
     backbone = wide_backbone
     draws = torch.Generator().manual_seed(4)
-    values = torch.nn.functional.normalize(torch.randn(3, backbone.d_e, generator=draws), dim=-1)
-    context = replace(
-        make_context(3, batch_size=3, learning_rate=1.0, momentum=0.0, weight_decay=0.0),
-        backbone=backbone,
-        train=MadeUpSplit(values, torch.tensor([0, 4, 2])),
-    )
+    context = wide_step(make_context, backbone, draws)
     tried = method(m=16)
     start = {"global_context": torch.randn(16, backbone.d_t, generator=draws) * 0.02} | tried.adaptation(context, {})
     result = tried.train(context, {"global_context": start["global_context"]}, {})

@@ -21,7 +21,7 @@ from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step
 from tests.support import literal
 
 Make = Callable[..., ClientContext]
@@ -168,19 +168,14 @@ def test_training_equals_the_equations(feedforward: str, backbone: Backbone, mak
 
 
 def test_gradients_equal_the_equations_at_77_tokens(wide_backbone: Backbone, make_context: Make) -> None:
-    backbone, draws = wide_backbone, torch.Generator().manual_seed(4)
-    values = torch.nn.functional.normalize(torch.randn(3, backbone.d_e, generator=draws), dim=-1)
-    context = replace(
-        make_context(3, batch_size=3, learning_rate=1.0, momentum=0.0, weight_decay=0.0),
-        backbone=backbone,
-        train=MadeUpSplit(values, torch.tensor([0, 4, 2])),
-    )
+    backbone = wide_backbone
+    context = wide_step(make_context, backbone, torch.Generator().manual_seed(4))
     tried = method(m=16)
     start = some_theta(tried, backbone.d_t, backbone.d_e)
     result = tried.train(context, start, {})
     leaves = {name: value.clone().requires_grad_() for name, value in start.items()}
     prompt = literal_context(leaves, literal_names(backbone, NAMES), 4, "relu")
-    loss = literal.context_loss(backbone, prompt, list(NAMES), values, context.train.labels)
+    loss = literal.context_loss(backbone, prompt, list(NAMES), context.train.features(), context.train.labels)
     assert result.metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     wanted = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     # At a rate of 1 without momentum a step is the gradient.
