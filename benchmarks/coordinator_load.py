@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import parser, table, write
-from tests.support.coordinators import Process
+from tests.support.coordinators import CoordinatorProcess
 from tests.support.postgres import PostgresServer
 
 SHAPES = {32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of a float32 context
@@ -178,7 +178,7 @@ async def expect(http: Connection, wanted: int, verb: str, path: str, body: byte
 @contextlib.contextmanager
 def coordinator(folder: Path, options: Sequence[str] = ()) -> Iterator[tuple[int, int]]:
     """A coordinator process on ``folder / "data"``: its port and its process id."""
-    process = Process(folder / "data", *options)
+    process = CoordinatorProcess(folder / "data", *options)
     try:
         if process.dead:
             raise SystemExit(process.log())

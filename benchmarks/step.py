@@ -115,6 +115,7 @@ def plain_step(task: Task) -> Step:
 
 
 def encode_plain(task: Task, context: Tensor, prompts: ClassPrompts) -> Tensor:
+    """Text features ``(C, d_e)`` from all positions of all classes."""
     return task.backbone.encode_prompts(context, prompts, path="plain")
 
 
@@ -186,6 +187,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
+    """The command line's options."""
     command = parser(__doc__)
     command.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
     command.add_argument("--no-tiny", action="store_true", help="leave the tiny backbone out")

@@ -74,6 +74,7 @@ class Task:
 
 
 def make_task(backbone: Backbone, name: str, batch: int) -> Task:
+    """Random images and labels, and the method's own start."""
     draws, method = torch.Generator().manual_seed(0), make_method({"name": name})
     names = class_names(CLASSES[name], backbone)
     defaults = {key: value for key, value in method.defaults["training"].items() if key != "schedule"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from promptfed.shared.methods import METHODS
-from tests.support.coordinators import Forked, in_thread
+from tests.support.coordinators import ForkedCoordinator, in_thread
 from tests.support.kill_campaign import CASES, Case, KilledApi, at_every_point, killed_at_random, play_case
 from tests.support.postgres import PostgresServer
 from tests.support.two_phase import TwoPhase
@@ -37,7 +37,7 @@ def killed(
     case: Case, folder: Path, options: list[str], faults: list[str], kills: int, seed: int
 ) -> tuple[dict[str, Any], int]:
     """What comes of a run that dies at ``faults`` or so many times at random, and how often it did."""
-    process = Forked(folder, *options, fault=faults.pop(0) if faults else "")
+    process = ForkedCoordinator(folder, *options, fault=faults.pop(0) if faults else "")
     api = KilledApi(process, faults)
     try:
         with killed_at_random(process, kills, seed):

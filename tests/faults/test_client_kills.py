@@ -23,7 +23,7 @@ import pytest
 from promptfed.client_service.exits import Exit
 from promptfed.shared.data.classes import TOPICS
 from tests.support import forked_client
-from tests.support.coordinators import Forked, forks
+from tests.support.coordinators import ForkedCoordinator, fork_server
 from tests.support.whole_federation import outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -52,7 +52,7 @@ class Client:
     _child: Any = field(default=None)
 
     def start(self) -> None:
-        self._child = forks().Process(
+        self._child = fork_server().Process(
             target=forked_client.run, args=(self.arguments, str(self.folder / f"{self.name}.log"))
         )
         self._child.start()
@@ -71,7 +71,7 @@ class Client:
         return (self.folder / f"{self.name}.log").read_text()
 
 
-def started(process: Forked, folder: Path, method: str, features: Path) -> tuple[str, list[Client]]:
+def started(process: ForkedCoordinator, folder: Path, method: str, features: Path) -> tuple[str, list[Client]]:
     """A federation that waits for its clients, and the clients, running."""
     spec: dict[str, Any] = {
         "name": "kills",
@@ -100,7 +100,7 @@ def started(process: Forked, folder: Path, method: str, features: Path) -> tuple
     return federation, clients
 
 
-def state_of(process: Forked, federation: str) -> str:
+def state_of(process: ForkedCoordinator, federation: str) -> str:
     try:
         return str(process.get(federation)["state"])
     except httpx.TransportError:
@@ -112,7 +112,7 @@ def run(
 ) -> tuple[dict[str, Any], Counter[str]]:
     """A whole federation with so many kills of anybody; what came of it, and who was killed how often."""
     folder.mkdir()
-    process = Forked(folder / "coordinator", "--port", str(free_port()), *options)
+    process = ForkedCoordinator(folder / "coordinator", "--port", str(free_port()), *options)
     federation, clients = started(process, folder, method, features)
     chance, killed, end = random.Random(7), Counter[str](), time.monotonic() + 900
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from promptfed.coordinator.store.fault_points import POINTS
 from promptfed.shared.methods import METHODS
-from tests.support.coordinators import Forked, InThread, in_thread
+from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
 from tests.support.kill_campaign import KilledApi, at_every_point, killed_at_random
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
@@ -38,7 +38,7 @@ def undisturbed(folder: Path, method: str) -> dict[str, Any]:
 def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp_path: Path, two_phase: None) -> None:
     expected = undisturbed(tmp_path, "two_phase")
     faults = at_every_point(0)
-    process = Forked(tmp_path / "killed", fault=faults.pop(0))
+    process = ForkedCoordinator(tmp_path / "killed", fault=faults.pop(0))
     api = KilledApi(process, faults)
     try:
         found = run(api, "two_phase", ROUNDS)
@@ -51,7 +51,7 @@ def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp
 
 def test_killed_at_random_instants_it_ends_where_an_undisturbed_run_ends(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path, "promptfl")
-    process = Forked(tmp_path / "killed")
+    process = ForkedCoordinator(tmp_path / "killed")
     api = KilledApi(process, [])
     try:
         with killed_at_random(process, 5, seed=5):

@@ -22,7 +22,7 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.tensors import encode
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import content_digest, drive, enrolment, spec, trained, update_body
-from tests.support.open_phases import everything, kind, opened
+from tests.support.open_phases import kind, open_first_phase, stored_rows
 from tests.support.resending import ResendingApi, ResendingRefused
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
@@ -82,8 +82,8 @@ def full_tables(coordinator: InThread) -> Iterator[None]:
 def test_an_update_that_cannot_be_kept_is_refused_and_taken_later(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch, place: str, number: int
 ) -> None:
-    federation, (a, b), (task, other) = opened(coordinator)
-    before = everything(coordinator.registry, federation)
+    federation, (a, b), (task, other) = open_first_phase(coordinator)
+    before = stored_rows(coordinator.registry, federation)
     body = update_body(trained(a.payload(task), "a", task), task)
     with monkeypatch.context() as patch:
         if place == "file":
@@ -98,7 +98,7 @@ def test_an_update_that_cannot_be_kept_is_refused_and_taken_later(
             refused = a.send(task, body)
             assert (refused.status_code, kind(refused)) == (507, "storage-full")
             assert "make room and send it again" in refused.json()["detail"]
-    run_, rows, kept = everything(coordinator.registry, federation)
+    run_, rows, kept = stored_rows(coordinator.registry, federation)
     assert (run_, rows) == before[:2]
     assert set(kept) - set(before[2]) <= {"sha256:" + name for name in ([digest(body)] if place == "folder" else [])}
     assert list(coordinator.registry.blobs.incoming.iterdir()) == []
@@ -133,7 +133,7 @@ def test_a_blob_whose_folder_could_not_be_written_is_written_before_it_counts(
 def test_tensor_work_is_tried_again_until_there_is_room_and_leaves_no_litter(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    federation, clients, tasks = opened(coordinator, rounds=1)
+    federation, clients, tasks = open_first_phase(coordinator, rounds=1)
     put, tries = blobs.Held.put, []
 
     def full(held: blobs.Held, content: bytes) -> str:
@@ -185,10 +185,10 @@ Call = tuple[str, str, dict[str, Any]]
 
 def calls(coordinator: InThread) -> tuple[dict[str, Call], dict[str, int]]:
     """A call of every kind that changes something, and the status of each when there is room."""
-    _, (a, b), (task, other) = opened(coordinator, name="open")
-    paused = opened(coordinator, name="paused")[0]
+    _, (a, b), (task, other) = open_first_phase(coordinator, name="open")
+    paused = open_first_phase(coordinator, name="paused")[0]
     coordinator.post(f"{paused}/pause")
-    opened(coordinator, name="third")
+    open_first_phase(coordinator, name="third")
     coordinator.create(name="gone")
     waiting = coordinator.create(name="waiting", participation={"min_clients": 1})
     coordinator.enrol(waiting, "early")

@@ -16,7 +16,7 @@ from promptfed.coordinator.store.tables import StateRow, UpdateRow
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import FakeClient, trained, update_body
-from tests.support.proxy import Asked, Proxy, Trouble
+from tests.support.proxy import ProxiedRequest, Proxy, Trouble
 from tests.support.resending import ResendingApi, ResendingUnanswered
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
@@ -46,11 +46,13 @@ def coordinator(tmp_path: Path) -> Iterator[InThread]:
         yield server
 
 
-def nothing(asked: Asked) -> Trouble:
+def nothing(asked: ProxiedRequest) -> Trouble:
     return "none"
 
 
-def now_and_then(seed: int, share: float = 0.5, troubles: tuple[Trouble, ...] = TROUBLES) -> Callable[[Asked], Trouble]:
+def now_and_then(
+    seed: int, share: float = 0.5, troubles: tuple[Trouble, ...] = TROUBLES
+) -> Callable[[ProxiedRequest], Trouble]:
     chance = random.Random(seed)
     return lambda asked: chance.choice(troubles) if chance.random() < share else "none"
 

@@ -24,7 +24,7 @@ from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
 from tests.faults.test_partition import TROUBLES
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_coordinator import made_up_source
-from tests.support.proxy import Asked, Proxy, Trouble
+from tests.support.proxy import ProxiedRequest, Proxy, Trouble
 
 NAMES = ("north", "south")
 ROUNDS = 2
@@ -135,7 +135,7 @@ def test_in_trouble_and_with_clocks_apart_they_come_to_the_state_of_a_quiet_run(
         assert without_id(run(coordinator, coordinator.url)) == quiet
     chance = random.Random(11)
 
-    def trouble(asked: Asked) -> Trouble:
+    def trouble(asked: ProxiedRequest) -> Trouble:
         return chance.choice(TROUBLES) if chance.random() < 0.5 else "none"
 
     with Proxy(coordinator.url, trouble) as proxy:
@@ -149,11 +149,11 @@ def test_in_trouble_and_with_clocks_apart_they_come_to_the_state_of_a_quiet_run(
     assert coordinator.get(f"{federation}/rounds/1")["phases"][0]["failed"] == []
 
 
-def away_for(seconds: float, after: int) -> Callable[[Asked], Trouble]:
+def away_for(seconds: float, after: int) -> Callable[[ProxiedRequest], Trouble]:
     """From the request with number ``after`` on nobody answers for so long."""
     begun: list[float] = []
 
-    def trouble(asked: Asked) -> Trouble:
+    def trouble(asked: ProxiedRequest) -> Trouble:
         if asked.number < after:
             return "none"
         begun.append(time.monotonic())

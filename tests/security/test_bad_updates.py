@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.bad_updates import MOST_BYTES, MOST_NORM, Attacker
-from tests.support.coordinators import Forked, InThread, in_thread
+from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
 from tests.support.fake_clients import content_digest, update_body
-from tests.support.open_phases import everything, kind, opened
+from tests.support.open_phases import kind, open_first_phase, stored_rows
 
 LIMITS = {"max_bytes": MOST_BYTES, "max_update_norm": MOST_NORM}
 MANY = 400
@@ -50,11 +50,11 @@ def url_of(federation: str, task: dict[str, Any]) -> str:
 
 def test_many_generated_updates_are_refused_and_change_nothing(tmp_path: Path) -> None:
     with in_thread(tmp_path / "data") as coordinator:
-        federation, (a, _), (task, _) = opened(coordinator, admission=LIMITS)
-        before = everything(coordinator.registry, federation)
+        federation, (a, _), (task, _) = open_first_phase(coordinator, admission=LIMITS)
+        before = stored_rows(coordinator.registry, federation)
         state = coordinator.get(federation)["state_hash"]
         seen = attack(coordinator.http, url_of(federation, task), a.headers, Attacker(task, seed=1), MANY)
-        assert everything(coordinator.registry, federation) == before
+        assert stored_rows(coordinator.registry, federation) == before
         assert coordinator.get(federation)["state_hash"] == state
         assert list(coordinator.registry.blobs.incoming.iterdir()) == []
         assert coordinator.get(f"{federation}/clients")["clients"][0]["refusals"] == MANY
@@ -84,8 +84,8 @@ headers_of_files = st.dictionaries(
 
 def test_files_with_any_header_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     with in_thread(tmp_path_factory.mktemp("headers") / "data") as coordinator:
-        federation, (a, _), (task, _) = opened(coordinator, admission=LIMITS)
-        before = everything(coordinator.registry, federation)
+        federation, (a, _), (task, _) = open_first_phase(coordinator, admission=LIMITS)
+        before = stored_rows(coordinator.registry, federation)
 
         @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
         @given(headers_of_files, st.binary(max_size=200), st.integers(0, 2**64 - 1) | st.none())
@@ -95,14 +95,14 @@ def test_files_with_any_header_are_refused(tmp_path_factory: pytest.TempPathFact
             assert refusal(a.send(task, size.to_bytes(8, "little") + text + data))
 
         one()
-        assert everything(coordinator.registry, federation) == before
+        assert stored_rows(coordinator.registry, federation) == before
 
 
 def test_bodies_that_break_off_leave_nothing(tmp_path: Path) -> None:
     """Whoever announces more than it sends, or nonsense chunks, is hung up on."""
     with in_thread(tmp_path / "data") as coordinator:
-        federation, (a, _), (task, _) = opened(coordinator, admission=LIMITS)
-        before = everything(coordinator.registry, federation)
+        federation, (a, _), (task, _) = open_first_phase(coordinator, admission=LIMITS)
+        before = stored_rows(coordinator.registry, federation)
         body = update_body({"context": torch.ones(4, 8)}, task)
         for framing, sent in (
             (f"Content-Length: {len(body) + 1}", body),
@@ -118,7 +118,7 @@ def test_bodies_that_break_off_leave_nothing(tmp_path: Path) -> None:
             answer = raw_put(coordinator, url_of(federation, task), a.headers, body, framing, sent)
             assert not answer.startswith("HTTP/1.1 2"), answer
             assert not answer.startswith("HTTP/1.1 5"), answer
-        assert everything(coordinator.registry, federation) == before
+        assert stored_rows(coordinator.registry, federation) == before
         assert list(coordinator.registry.blobs.incoming.iterdir()) == []
         assert a.send(task, body).status_code == 201
 
@@ -137,7 +137,7 @@ def raw_put(coordinator: InThread, url: str, headers: dict[str, str], body: byte
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_bad_updates_leave_memory_flat(tmp_path: Path) -> None:
-    process = Forked(tmp_path / "data")
+    process = ForkedCoordinator(tmp_path / "data")
     try:
         # The phase has to outlast the attack.
         federation = process.create(admission=LIMITS, participation={"min_clients": 2, "deadline_seconds": 86_400})

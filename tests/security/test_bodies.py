@@ -15,7 +15,7 @@ import torch
 from promptfed.shared.messages import EnrolRequest
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import CLASSES, bearer, content_digest, enrolment, secret_of, update_body
-from tests.support.open_phases import kind, opened
+from tests.support.open_phases import kind, open_first_phase
 
 ANNOUNCED = 30 << 20
 HALF_A_PAIR = b"\\ud800"
@@ -59,7 +59,7 @@ def test_whoever_has_failed_too_often_cannot_tell_a_right_guess_by_its_body(
 
 def test_a_body_that_does_not_arrive_is_given_up(coordinator_with: Callable[..., InThread]) -> None:
     coordinator = coordinator_with(upload_timeout_seconds=0.3)
-    federation, (a, _), (task, _) = opened(coordinator)
+    federation, (a, _), (task, _) = open_first_phase(coordinator)
     path = f"/v1/federations/{federation}"
     for verb, url, headers in (
         ("POST", f"{path}/clients", bearer(coordinator.token(federation))),
@@ -74,7 +74,7 @@ def test_a_body_that_does_not_arrive_is_given_up(coordinator_with: Callable[...,
 
 def test_one_client_s_slow_uploads_keep_nobody_else_out(coordinator_with: Callable[..., InThread]) -> None:
     coordinator = coordinator_with(max_uploads=8, upload_wait_seconds=30)
-    federation, (a, b), (task_a, task_b) = opened(coordinator)
+    federation, (a, b), (task_a, task_b) = open_first_phase(coordinator)
     uploads = coordinator.app.state.uploads
     body = update_body({"context": torch.ones(4, 8)}, task_a)
     url = f"/v1/federations/{federation}/tasks/{task_a['task_id']}/update"
@@ -110,7 +110,7 @@ def test_a_long_poll_may_outlast_the_time_for_a_body(coordinator_with: Callable[
 
 @pytest.mark.both_databases
 def test_text_that_is_no_unicode_and_numbers_that_are_none_are_refused(coordinator: InThread) -> None:
-    federation, (a, _), (task, _) = opened(coordinator)
+    federation, (a, _), (task, _) = open_first_phase(coordinator)
     path, operator = f"/v1/federations/{federation}", coordinator.operator
     evaluation = b'{"splits": {"' + HALF_A_PAIR + b'": {"accuracy": 1, "num_samples": 1}}}'
     failure = b'{"type": "x", "detail": "y", "' + HALF_A_PAIR + b'": 1}'
@@ -143,7 +143,7 @@ def test_any_text_may_be_the_page_before(coordinator: InThread, after: str) -> N
 
 @pytest.mark.both_databases
 def test_any_text_may_be_an_id(coordinator: InThread) -> None:
-    federation, (a, _), _ = opened(coordinator)
+    federation, (a, _), _ = open_first_phase(coordinator)
     path = f"/v1/federations/{federation}"
     for text in ("%00", "%ED%A0%80", "%2e%2e", "x" * 100):
         for url, headers in (

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from promptfed.coordinator.http import connection_limits
-from tests.support.coordinators import InThread, Process
+from tests.support.coordinators import CoordinatorProcess, InThread
 from tests.support.fake_clients import drive
 
 
-def connect(coordinator: InThread | Process) -> socket.socket:
+def connect(coordinator: InThread | CoordinatorProcess) -> socket.socket:
     host, port = coordinator.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=10)
 
@@ -74,7 +74,7 @@ def test_one_connection_too_many_is_ended_and_those_before_go_on(
 
 
 def test_strangers_cannot_use_up_the_open_files(tmp_path: Path) -> None:
-    process = Process(tmp_path / "data")
+    process = CoordinatorProcess(tmp_path / "data")
     try:
         soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         assert soft == hard, "it takes what it may have"

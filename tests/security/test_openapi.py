@@ -32,7 +32,7 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tables import StateRow, TaskRow, UpdateRow
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import bearer, content_digest
-from tests.support.open_phases import opened
+from tests.support.open_phases import open_first_phase
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 SCHEMA = schemathesis.openapi.from_dict(create_app(Settings()).openapi())
@@ -59,7 +59,7 @@ class Place:
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InThread, str, str]]:
     with in_thread(tmp_path_factory.mktemp("openapi") / "data", **OPTIONS) as coordinator:
         coordinator.http.event_hooks = {}  # Schemathesis looks at the answers here.
-        victim, _, (task, _) = opened(coordinator, name="victim", participation={"deadline_seconds": 86400})
+        victim, _, (task, _) = open_first_phase(coordinator, name="victim", participation={"deadline_seconds": 86400})
         yield coordinator, victim, task["task_id"]
 
 

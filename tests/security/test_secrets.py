@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from promptfed.coordinator.engine.json_logs import JsonFormatter
-from tests.support.coordinators import Forked, InThread
+from tests.support.coordinators import ForkedCoordinator, InThread
 from tests.support.fake_clients import bearer, drive, secret_of, update_body
 from tests.support.postgres import PASSWORD
 
@@ -132,7 +132,7 @@ def test_a_line_does_not_grow_with_the_number_of_clients(coordinator: InThread, 
 
 
 def test_a_process_writes_nothing_but_json_lines(tmp_path: Path) -> None:
-    process = Forked(tmp_path / "data", "--log-level", "debug")
+    process = ForkedCoordinator(tmp_path / "data", "--log-level", "debug")
     secret = secrets.token_hex(32)
     assert process.http.get(f"/v1/federations?token={secret}", headers=bearer(secret)).status_code == 401
     process.create()

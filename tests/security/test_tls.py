@@ -12,7 +12,7 @@ import pytest
 
 from promptfed.client_service.coordinator_client import http_to
 from promptfed.coordinator.__main__ import main
-from tests.support.coordinators import Forked
+from tests.support.coordinators import ForkedCoordinator
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="TLS tests: apt-get install openssl")
 
@@ -40,7 +40,7 @@ def health(url: str, ca_file: Path | None) -> int:
 def test_only_who_trusts_the_certificate_speaks_to_it(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "own")
     other, _ = certificate(tmp_path, "other")
-    server = Forked(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key))
+    server = ForkedCoordinator(tmp_path / "data", "--tls-cert", str(cert), "--tls-key", str(key))
     try:
         assert server.url.startswith("https://")
         assert health(server.url, cert) == 200

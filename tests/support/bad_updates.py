@@ -59,7 +59,7 @@ ODD: tuple[Any, ...] = (None, True, -1, 1e308, "x", [], {}, [[]], {"a": {"b": []
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadUpdate:
     """One body with the headers that it is sent with."""
 
     origin: str
@@ -89,7 +89,7 @@ class Attacker:
             self._noise,
         )
 
-    def __iter__(self) -> Iterator[Bad]:
+    def __iter__(self) -> Iterator[BadUpdate]:
         while True:
             kind = self._draws.choice(self._kinds)
             body = kind()
@@ -97,7 +97,7 @@ class Attacker:
             announced = headers.get("Content-Digest") == content_digest(body)
             if announced and self.is_good(body):
                 continue  # A flipped bit of a number or a metric is still an update.
-            yield Bad(kind.__name__, body, headers)
+            yield BadUpdate(kind.__name__, body, headers)
 
     def is_good(self, body: bytes) -> bool:
         """Whether the body is an update after all."""

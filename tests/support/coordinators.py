@@ -106,7 +106,7 @@ class Api:
         return tasks
 
 
-class Described:
+class AnswerCheck:
     """Checks each answer against the coordinator's own description: a status that it does not name is an error."""
 
     def __init__(self, schema: dict[str, Any]):
@@ -133,9 +133,9 @@ class Described:
 
 
 @cache
-def described() -> Described:
+def answer_check() -> AnswerCheck:
     """The check, made once: making the description takes longer than most tests."""
-    return Described(create_app(Settings()).openapi())
+    return AnswerCheck(create_app(Settings()).openapi())
 
 
 class InThread(Api):
@@ -152,7 +152,7 @@ class InThread(Api):
         if not started.wait(START_SECONDS):
             raise AssertionError("the coordinator does not start")
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        hooks = {"response": [described()]}
+        hooks = {"response": [answer_check()]}
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, event_hooks=hooks)
         self.operator = bearer((folder / "operator.token").read_text().strip())
 
@@ -181,7 +181,7 @@ def in_thread(folder: Path, **options: Any) -> Iterator[InThread]:
         server.stop()
 
 
-class Process(Api):
+class CoordinatorProcess(Api):
     """A server as a process of its own, which can be killed and started again on the same folder.
 
     ``files``: where its log and its URL are written, with suffixes; beside the folder unless given.
@@ -247,13 +247,13 @@ _server = multiprocessing.get_context("forkserver")
 IMPORTED = ["promptfed.coordinator.server", "tests.support.forked_coordinator", "promptfed.client_service.worker"]
 
 
-def forks() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported what services take long to import."""
     _server.set_forkserver_preload(IMPORTED)
     return _server
 
 
-class Forked(Process):
+class ForkedCoordinator(CoordinatorProcess):
     """The same from a process that has imported everything already: a start takes a moment, not seconds.
 
     One thread may start it again while another looks for a moment to kill it.
@@ -264,7 +264,7 @@ class Forked(Process):
         super().__init__(folder, *options, fault=fault, files=files)
 
     def _spawn(self, arguments: list[str], fault: str) -> None:
-        child = forks().Process(target=forked_coordinator.run, args=(arguments, fault, str(self._log)))
+        child = fork_server().Process(target=forked_coordinator.run, args=(arguments, fault, str(self._log)))
         with self._turn:
             child.start()
             self._child = child

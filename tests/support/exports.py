@@ -38,12 +38,12 @@ WITHOUT_PROMPTFED = """
 import importlib.abc, sys
 OURS = {"promptfed", "shared", "coordinator", "client_service"}
 
-class Refusing(importlib.abc.MetaPathFinder):
+class ImportRefuser(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in OURS:
             raise ModuleNotFoundError(f"{name} is not to be had here", name=name)
 
-sys.meta_path.insert(0, Refusing())
+sys.meta_path.insert(0, ImportRefuser())
 try:
     import promptfed
 except ModuleNotFoundError:
@@ -87,7 +87,7 @@ def api(server: InThread) -> Coordinator:
     return Coordinator(server.url, (server.settings.data_dir / "operator.token").read_text().strip())
 
 
-def taken(server: InThread, method: str) -> FederationResult:
+def finished_result(server: InThread, method: str) -> FederationResult:
     """What `promptfed export` takes of the federation of ``method``."""
     with api(server) as calls:
         return calls.run(take(method.replace("_", "-")))

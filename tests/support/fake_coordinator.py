@@ -30,6 +30,7 @@ FEDERATION = "fed-1"
 
 
 def problem(status: int, kind: str, detail: str = "because", **headers: str) -> Response:
+    """A refusal as RFC 9457 writes it, of a type of the protocol's."""
     body = {"type": PROBLEM_BASE + kind, "title": kind, "status": status, "detail": detail}
     return JSONResponse(body, status, headers, media_type="application/problem+json")
 

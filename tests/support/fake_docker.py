@@ -10,7 +10,7 @@ from docker.errors import APIError, ImageNotFound, NotFound
 
 
 @dataclass
-class Thing:
+class FakeResource:
     """A container, network or volume. ``said`` is its log, ``code`` its exit code once it has ended."""
 
     engine: FakeEngine
@@ -67,16 +67,16 @@ class Collection:
     def __init__(self, engine: FakeEngine, kind: str):
         self._engine, self._kind = engine, kind
 
-    def create(self, *given: Any, labels: dict[str, str], name: str | None = None, **options: Any) -> Thing:
+    def create(self, *given: Any, labels: dict[str, str], name: str | None = None, **options: Any) -> FakeResource:
         if name is None:
             (name,), given = given, ()
         if given:
             options |= {"image": given[0], "command": given[1]}
-        thing = Thing(self._engine, self._kind, name, labels, options)
+        thing = FakeResource(self._engine, self._kind, name, labels, options)
         self._engine.things.append(thing)
         return thing
 
-    def list(self, *, filters: dict[str, str], all: bool = False, ignore_removed: bool = False) -> list[Thing]:
+    def list(self, *, filters: dict[str, str], all: bool = False, ignore_removed: bool = False) -> list[FakeResource]:
         assert self._kind != "container" or (all and ignore_removed), "containers that have ended must be found too"
         key, _, value = filters["label"].partition("=")
         self._engine.things += self._engine.late.pop(self._kind, [])
@@ -100,10 +100,10 @@ class FakeEngine:
     """All that was made stands in ``things``, all that was removed in ``removed``."""
 
     def __init__(self, images: tuple[str, ...] = ("promptfed-coordinator", "promptfed-client")):
-        self.things: list[Thing] = []
+        self.things: list[FakeResource] = []
         self.removed: list[tuple[str, str, dict[str, Any]]] = []
         self.refuses_start: Exception | None = None
-        self.late: dict[str, list[Thing]] = {}  # by kind: what appears once somebody has looked
+        self.late: dict[str, list[FakeResource]] = {}  # by kind: what appears once somebody has looked
         self.containers = Collection(self, "container")
         self.networks = Collection(self, "network")
         self.volumes = Collection(self, "volume")
@@ -112,10 +112,10 @@ class FakeEngine:
     def ping(self) -> bool:
         return True
 
-    def of(self, kind: str) -> Iterator[Thing]:
+    def of(self, kind: str) -> Iterator[FakeResource]:
         return (one for one in self.things if one.kind == kind)
 
-    def container(self, end: str) -> Thing:
+    def container(self, end: str) -> FakeResource:
         """The one container whose name ends so."""
         (found,) = (one for one in self.of("container") if one.name.endswith(end))
         return found

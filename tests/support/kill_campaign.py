@@ -23,7 +23,7 @@ from promptfed.shared.methods.core.base import ServerContext
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors
-from tests.support.coordinators import Api, Forked
+from tests.support.coordinators import Api, ForkedCoordinator
 from tests.support.fake_clients import FakeClient, spec, update_body
 from tests.support.resending import Resending, ResendingApi
 from tests.support.whole_federation import play
@@ -112,7 +112,7 @@ def play_case(api: Api, case: Case) -> dict[str, Any]:
 class Restarting(Resending):
     """Speaks to a coordinator that dies: starts it again with the next fault and sends the request again."""
 
-    def __init__(self, process: Forked, faults: list[str]):
+    def __init__(self, process: ForkedCoordinator, faults: list[str]):
         self.process = process
         self._faults = faults
 
@@ -136,7 +136,7 @@ class Restarting(Resending):
 class KilledApi(ResendingApi):
     """The operator of a coordinator that dies."""
 
-    def __init__(self, process: Forked, faults: list[str]):
+    def __init__(self, process: ForkedCoordinator, faults: list[str]):
         super().__init__(Restarting(process, faults), process.operator)
 
     @property
@@ -153,7 +153,7 @@ def at_every_point(first: int) -> list[str]:
 
 
 @contextmanager
-def killed_at_random(process: Forked, kills: int, seed: int) -> Iterator[None]:
+def killed_at_random(process: ForkedCoordinator, kills: int, seed: int) -> Iterator[None]:
     """A block in which the coordinator is killed so many times, whenever it happens."""
     chance, done = random.Random(seed), threading.Event()
 

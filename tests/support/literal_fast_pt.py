@@ -24,6 +24,7 @@ def whole_text(backbone: Backbone, template: str, name: str) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Of two vectors."""
     return (a * b).sum() / (a.square().sum().sqrt() * b.square().sum().sqrt())
 
 

@@ -20,7 +20,7 @@ from tests.support.coordinators import InThread
 
 
 @dataclass
-class Sent:
+class SentRequest:
     """One request, as it went out."""
 
     client: str
@@ -36,27 +36,27 @@ class Sent:
         return b"\n".join([f"{self.method} {self.url}".encode(), *lines, self.body])
 
 
-class Listening(httpx.AsyncHTTPTransport):
+class RecordingTransport(httpx.AsyncHTTPTransport):
     """A network that keeps what goes out over it."""
 
-    def __init__(self, client: str, sent: list[Sent]):
+    def __init__(self, client: str, sent: list[SentRequest]):
         super().__init__()
         self._client, self._sent = client, sent
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         body = await request.aread()
-        self._sent.append(Sent(self._client, request.method, str(request.url), request.headers.raw, body))
+        self._sent.append(SentRequest(self._client, request.method, str(request.url), request.headers.raw, body))
         return await super().handle_async_request(request)
 
 
 @dataclass
-class Finished:
+class FinishedRun:
     """A federation after its last evaluation."""
 
     folder: Path
     state: Tensors
     reports: list[dict[str, Any]]
-    sent: list[Sent] = field(default_factory=list)
+    sent: list[SentRequest] = field(default_factory=list)
 
     def private(self, client: str) -> Tensors:
         """What the client keeps on its disk."""
@@ -65,7 +65,7 @@ class Finished:
 
 def run(
     server: InThread, spec: dict[str, Any], sources: dict[str, Source], backbone: Backbone, folder: Path
-) -> Finished:
+) -> FinishedRun:
     """Let one trainer per source take part to the end."""
     federation = server.post("/v1/federations", spec, status=201)["id"]
     token, sent = server.token(federation), []
@@ -83,7 +83,7 @@ def run(
                     state_dir=folder / name,
                     device="cpu",
                 )
-                http = httpx.AsyncClient(transport=Listening(name, sent), trust_env=False, timeout=60)
+                http = httpx.AsyncClient(transport=RecordingTransport(name, sent), trust_env=False, timeout=60)
                 parts = {"backbone": backbone, "source": source, "features": cache, "enrolment_token": token}
                 workers.append(Worker(settings, http=http, executor=executor, **parts))
             running = [asyncio.ensure_future(worker.run()) for worker in workers]
@@ -96,7 +96,7 @@ def run(
     assert found["state"] == "finished", found["reason"]
     content = server.http.get(f"/v1/federations/{federation}/prompts", headers=server.operator).content
     reports = [server.get(f"{federation}/rounds/{round}") for round in range(found["round"] + 1)]
-    return Finished(folder, decode(content)[0], reports, sent)
+    return FinishedRun(folder, decode(content)[0], reports, sent)
 
 
 def _enrolled(count: int) -> dict[str, int]:

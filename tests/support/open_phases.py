@@ -13,10 +13,13 @@ from tests.support.fake_clients import FakeClient
 
 
 def kind(response: httpx.Response) -> str:
+    """A refusal's problem type, without the address before it."""
     return str(response.json()["type"]).rsplit("/", 1)[-1]
 
 
-def opened(coordinator: InThread, *names: str, **changes: Any) -> tuple[str, list[FakeClient], list[dict[str, Any]]]:
+def open_first_phase(
+    coordinator: InThread, *names: str, **changes: Any
+) -> tuple[str, list[FakeClient], list[dict[str, Any]]]:
     """A federation in its first training phase."""
     federation = coordinator.create(**changes)
     clients = coordinator.enrol(federation, *(names or ("a", "b")))
@@ -24,7 +27,7 @@ def opened(coordinator: InThread, *names: str, **changes: Any) -> tuple[str, lis
     return federation, clients, coordinator.training(clients)
 
 
-def everything(registry: Registry, federation: str) -> tuple[Any, ...]:
+def stored_rows(registry: Registry, federation: str) -> tuple[Any, ...]:
     """All that a refusal must not change."""
     with registry.database.read() as session:
         rows = [

@@ -15,6 +15,7 @@ TWO_ALL = (PhasePlan("prompts"), PhasePlan("aggregators", "all"))
 
 
 def rules(phases: tuple[PhasePlan, ...] = ONE, **changes: object) -> Rules:
+    """Of two rounds in which everybody is asked and must answer; ``changes`` are laid over them."""
     base = Rules(
         seed=3,
         rounds=2,

@@ -33,7 +33,7 @@ PIECES = 8  # that a slow body comes in
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProxiedRequest:
     """A request as the proxy sees it; ``number`` counts from 0."""
 
     number: int
@@ -44,7 +44,7 @@ class Asked:
 class Proxy:
     """Serves on a free port in a thread of its own until ``close``; ``seen`` counts what was done."""
 
-    def __init__(self, upstream: str, trouble: Callable[[Asked], Trouble], pause: float = 0.02):
+    def __init__(self, upstream: str, trouble: Callable[[ProxiedRequest], Trouble], pause: float = 0.02):
         self.upstream = upstream
         self.trouble = trouble
         self.seen: Counter[str] = Counter()
@@ -93,7 +93,7 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         verb, path, _ = head.split(b" ", 2)
-        asked = Asked(self._number, verb.decode(), path.decode())
+        asked = ProxiedRequest(self._number, verb.decode(), path.decode())
         self._number += 1
         trouble = self.trouble(asked)
         self.seen[trouble] += 1

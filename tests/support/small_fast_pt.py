@@ -30,12 +30,14 @@ QUICK = {"mst_epochs": 2, "mst_hidden": 6, "mst_batch_size": 4, "mst_learning_ra
 
 
 def fast_pt(**settings: Any) -> FastPT:
+    """The method with three tokens and quick transforms."""
     method = make_method({"name": "fast_pt", "m": 3} | QUICK | settings)
     assert isinstance(method, FastPT)
     return method
 
 
 def client(name: str, domain: Domain | None, role: Any = "trainer", samples: int = 10) -> ClientInfo:
+    """A client as the server half knows it, with the classes of the federation."""
     return ClientInfo(name, role, samples, (), domain)
 
 
@@ -44,18 +46,22 @@ UNSEEN = client("unseen", CHALK, "evaluator")
 
 
 def server(*clients: ClientInfo, d_t: int | None = 112, d_e: int = 96) -> ServerContext:
+    """What the server half is handed; the sizes are the embedded backbone's."""
     return ServerContext(TrainingSpec(), BackboneShape(d_t=d_t, d_e=d_e), NAMES, clients, seed=3, rounds=4)
 
 
 def keys(*domains: Domain) -> Tensor:
+    """``(k,)`` int64, by which the state tells the domains apart."""
     return torch.tensor([domain_key(domain.description) for domain in domains], dtype=torch.int64)
 
 
 def drawn(seed: int, *shape: int, scale: float = 0.02) -> Tensor:
+    """Normal numbers of standard deviation ``scale``."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def payload_of(backbone: Backbone, *, listed: Iterable[Domain] = (), rows: tuple[Domain, ...] = ROWS) -> Tensors:
+    """A payload whose classifier tells ``rows`` apart, with drawn prompts for the domains ``listed``."""
     listed = tuple(listed)
     return {
         "global_prompt": drawn(1, 3, backbone.d_t),

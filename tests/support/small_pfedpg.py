@@ -20,25 +20,30 @@ SHAPE = BackboneShape(d_v=24, d_e=16, vision_layers=2, patch_size=8)
 
 
 def method_of(**hyper: Any) -> PFedPG:
+    """The method with five tokens and narrow networks."""
     made = make_method({"name": "pfedpg", "m": 5, "inner_width": 12, "hidden": 7} | hyper)
     assert isinstance(made, PFedPG)
     return made
 
 
 def roster(*names: str, **changes: Any) -> ServerContext:
+    """What the server half is handed for trainers of these names."""
     clients = tuple(ClientInfo(name, "trainer", 10, NAMES) for name in sorted(names))
     return replace(ServerContext(TrainingSpec(), SHAPE, None, clients, seed=3, rounds=4), **changes)
 
 
 def start(method: PFedPG, context: ServerContext) -> Tensors:
+    """The state before the first round."""
     return method.initial_state(context, torch.Generator().manual_seed(1))
 
 
 def noise(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Normal numbers of standard deviation ``scale``."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def step(method: PFedPG, state: Tensors, deltas: Mapping[str, Tensor], context: ServerContext) -> Tensors:
+    """The state after a round in which each client changed its prompt ``(m, d_v)`` by its delta."""
     [phase] = method.phases(1, 1)
     updates = [ClientUpdate(name, 0.25, {"delta": delta}) for name, delta in sorted(deltas.items())]
 

@@ -19,6 +19,7 @@ from tests.support.visual_clients import NAMES, client_context, filled, server_c
 
 
 def plan(**changes: Any) -> Plan:
+    """The method with two tokens."""
     method = make_method({"name": "plan", "m": 2} | changes)
     assert isinstance(method, Plan)
     return method
@@ -37,6 +38,7 @@ def start(method: Plan, backbone: Backbone, *clients: str, scale: float | None =
 
 
 def phase_of(method: Plan, name: str) -> Phase:
+    """One of the first round's phases."""
     return next(phase for phase in method.phases(1, 4) if phase.name == name)
 
 

@@ -27,7 +27,7 @@ from promptfed.coordinator.store.tables import EventRow
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import drive
-from tests.support.open_phases import kind, opened
+from tests.support.open_phases import kind, open_first_phase
 from tests.support.postgres import PASSWORD, PostgresServer
 from tests.support.resending import ResendingApi, ResendingRefused
 from tests.support.two_phase import TwoPhase
@@ -110,7 +110,7 @@ def test_lost_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(
 
 
 def test_while_it_is_away_everything_says_so_and_then_goes_on(on_postgres: InThread, postgres: PostgresServer) -> None:
-    federation, (a, b), (task, other) = opened(on_postgres, rounds=1)
+    federation, (a, b), (task, other) = open_first_phase(on_postgres, rounds=1)
     a.answer(task)
     story: list[str] = []
     path = f"/v1/federations/{federation}/events"
@@ -161,7 +161,7 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def test_a_commit_whose_answer_is_lost_counts_once(on_postgres: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    federation, (a, b), (task, other) = opened(on_postgres, rounds=1)
+    federation, (a, b), (task, other) = open_first_phase(on_postgres, rounds=1)
     dialect = on_postgres.registry.database.backend.writer.dialect
     commit = dialect.do_commit
     losses = 1
@@ -223,7 +223,7 @@ def test_a_lost_lock_is_noticed_without_a_request(
 def test_a_server_that_hangs_is_given_up_and_taken_again(
     on_postgres: InThread, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    federation, (a, b), (task, other) = opened(on_postgres, rounds=1)
+    federation, (a, b), (task, other) = open_first_phase(on_postgres, rounds=1)
     [(pid,)] = postgres.execute(WRITER)
     with monkeypatch.context() as patch:
         patch.setattr("promptfed.coordinator.engine.scheduler.HANG_SECONDS", 0.5)
@@ -244,7 +244,7 @@ def test_a_server_that_hangs_is_given_up_and_taken_again(
 def test_a_server_that_hangs_does_not_hold_up_the_end(
     waits: str, on_postgres: InThread, postgres: PostgresServer
 ) -> None:
-    opened(on_postgres)
+    open_first_phase(on_postgres)
     [(pid,)] = postgres.execute(WRITER)
     os.kill(int(str(pid)), signal.SIGSTOP)
     try:

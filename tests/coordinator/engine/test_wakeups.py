@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.coordinators import Forked, InThread, Process
+from tests.support.coordinators import CoordinatorProcess, ForkedCoordinator, InThread
 from tests.support.fake_clients import bearer, drive
 
 
@@ -117,15 +117,15 @@ def test_events_tell_the_whole_story_and_go_on_where_one_left_off(coordinator: I
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[Process]:
-    server = Process(tmp_path / "data")
+def process(tmp_path: Path) -> Iterator[CoordinatorProcess]:
+    server = CoordinatorProcess(tmp_path / "data")
     yield server
     if not server.dead:
         server.kill()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: Process, sent: signal.Signals) -> None:
+def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: CoordinatorProcess, sent: signal.Signals) -> None:
     federation = process.create()
     a, _ = process.enrol(federation, "a", "b")
     poll, polled = in_background(lambda: a.task(wait=60))
@@ -149,8 +149,8 @@ def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: Process, se
     assert took < 5.0
 
 
-def test_a_second_coordinator_on_the_same_folder_is_refused(process: Process, tmp_path: Path) -> None:
-    second = Forked(process.folder, files=tmp_path / "second")
+def test_a_second_coordinator_on_the_same_folder_is_refused(process: CoordinatorProcess, tmp_path: Path) -> None:
+    second = ForkedCoordinator(process.folder, files=tmp_path / "second")
     assert second.wait() == 2
     assert "another coordinator works on" in second.log()
     assert "Traceback" not in second.log()
@@ -168,7 +168,7 @@ def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
         "--enrolment-token-mode",
         "640",
     )
-    server = Forked(tmp_path / "data", *options)
+    server = ForkedCoordinator(tmp_path / "data", *options)
     assert token_file.stat().st_mode & 0o777 == 0o640
     token = token_file.read_text().strip()
     assert server.client("boot", "a").enrol(token).status_code == 201
@@ -185,7 +185,7 @@ def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
     assert "method.name" in server.log().splitlines()[-1]
 
 
-def test_health_is_for_anyone(process: Process) -> None:
+def test_health_is_for_anyone(process: CoordinatorProcess) -> None:
     assert process.http.get("/healthz").json() == {"status": "ok"}
     assert process.http.get("/readyz").json() == {"status": "ok"}
     assert process.http.get("/healthz", headers=bearer("nonsense")).status_code == 200

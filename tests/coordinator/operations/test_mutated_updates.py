@@ -12,7 +12,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import submissions
 from tests.support.coordinators import in_thread
 from tests.support.fake_clients import trained, update_body
-from tests.support.open_phases import everything, kind, opened
+from tests.support.open_phases import kind, open_first_phase, stored_rows
 
 mutations = st.lists(
     st.tuples(st.sampled_from(["flip", "cut", "insert", "repeat", "zero"]), st.integers(0, 10**6), st.integers(0, 255)),
@@ -40,11 +40,11 @@ def mutate(body: bytes, steps: list[tuple[str, int, int]]) -> bytes:
 
 def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_factory: pytest.TempPathFactory) -> None:
     with in_thread(tmp_path_factory.mktemp("fuzz") / "data") as coordinator:
-        federation, (a, _), (task, _) = opened(coordinator)
+        federation, (a, _), (task, _) = open_first_phase(coordinator)
         good = update_body(trained(a.payload(task), "a", task), task)
         live = coordinator.registry.federations[federation]
         client = live.clients["a"]
-        before = everything(coordinator.registry, federation)
+        before = stored_rows(coordinator.registry, federation)
         seen: set[str] = set()
 
         @settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -64,7 +64,7 @@ def test_mutated_updates_are_refused_or_good_and_never_break_anything(tmp_path_f
             assert coordinator.registry.federations[federation].run == before[0]
 
         one()
-        assert everything(coordinator.registry, federation) == before
+        assert stored_rows(coordinator.registry, federation) == before
         assert {"not-safetensors", "bad-metadata", "wrong-task"} <= seen
         assert a.send(task, good).status_code == 201
 

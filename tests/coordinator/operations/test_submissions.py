@@ -17,14 +17,14 @@ import torch
 from promptfed.shared.tensors import canonical_json, encode
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import bearer, content_digest, secret_of, trained, update_body
-from tests.support.open_phases import everything, kind, opened
+from tests.support.open_phases import kind, open_first_phase, stored_rows
 
 GOOD = {"context": torch.ones(4, 8)}
 
 
 @pytest.mark.both_databases
 def test_an_update_is_stored_once_and_answered_alike_for_ever(coordinator: InThread) -> None:
-    federation, (a, b), (task_a, task_b) = opened(coordinator, rounds=1)
+    federation, (a, b), (task_a, task_b) = open_first_phase(coordinator, rounds=1)
     body = update_body(trained(a.payload(task_a), "a", task_a), task_a)
     first = a.send(task_a, body)
     assert (first.status_code, first.json()["status"]) == (201, "accepted")
@@ -43,7 +43,7 @@ def test_an_update_is_stored_once_and_answered_alike_for_ever(coordinator: InThr
 def test_an_update_for_a_closed_phase_is_refused_with_where_the_federation_is(
     coordinator: InThread, leap: Callable[[InThread, float], None]
 ) -> None:
-    federation, (a, b), (task_a, task_b) = opened(coordinator, participation={"quorum": 0.5}, rounds=1)
+    federation, (a, b), (task_a, task_b) = open_first_phase(coordinator, participation={"quorum": 0.5}, rounds=1)
     a.answer(task_a)
     leap(coordinator, 60)
     coordinator.until(federation, phase="evaluation")
@@ -115,15 +115,15 @@ def bad_updates(task: dict[str, Any]) -> dict[str, tuple[bytes, int, str]]:
 @pytest.mark.both_databases
 def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coordinator: InThread) -> None:
     limits = {"max_update_norm": 10.0, "max_bytes": 2_000_000}
-    federation, (a, _), (task, _) = opened(coordinator, admission=limits)
-    before = everything(coordinator.registry, federation)
+    federation, (a, _), (task, _) = open_first_phase(coordinator, admission=limits)
+    before = stored_rows(coordinator.registry, federation)
     bad = bad_updates(task)
     for name, (body, status, expected) in bad.items():
         response = a.send(task, body)
         assert (response.status_code, kind(response)) == (status, expected), (name, response.text)
         assert response.headers["content-type"] == "application/problem+json"
         assert response.json()["status"] == status
-    assert everything(coordinator.registry, federation) == before
+    assert stored_rows(coordinator.registry, federation) == before
     assert list(coordinator.registry.blobs.incoming.iterdir()) == []
     view = coordinator.get(f"{federation}/clients")["clients"][0]
     assert (view["name"], view["refusals"]) == ("a", len(bad))
@@ -132,8 +132,8 @@ def test_bad_updates_are_refused_each_with_its_own_kind_and_change_nothing(coord
 
 
 def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator: InThread) -> None:
-    federation, (a, _), (task, _) = opened(coordinator, admission={"max_bytes": 2_000_000})
-    before = everything(coordinator.registry, federation)
+    federation, (a, _), (task, _) = open_first_phase(coordinator, admission={"max_bytes": 2_000_000})
+    before = stored_rows(coordinator.registry, federation)
     address = httpx.URL(f"{coordinator.url}{a.path}/tasks/{task['task_id']}/update")
     lines = [f"PUT {address.path} HTTP/1.1", f"Host: {address.host}", "Content-Length: 900000000"]
     lines += [f"{name}: {value}" for name, value in {**a.headers, "Content-Digest": content_digest(b"")}.items()]
@@ -141,7 +141,7 @@ def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator
         caller.sendall("\r\n".join([*lines, "", "only this much"]).encode())
         answer = caller.makefile("rb").readline()
     assert answer.startswith(b"HTTP/1.1 413 "), answer
-    assert everything(coordinator.registry, federation) == before
+    assert stored_rows(coordinator.registry, federation) == before
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator
     ],
 )
 def test_the_content_digest_is_needed_and_checked(coordinator: InThread, header_: str | None, expected: str) -> None:
-    federation, (a, _), (task, _) = opened(coordinator)
+    federation, (a, _), (task, _) = open_first_phase(coordinator)
     headers = a.headers | ({"Content-Digest": header_} if header_ else {})
     url = f"/v1/federations/{federation}/tasks/{task['task_id']}/update"
     response = coordinator.http.put(url, content=update_body(GOOD, task), headers=headers)
@@ -163,14 +163,14 @@ def test_the_content_digest_is_needed_and_checked(coordinator: InThread, header_
 
 
 def test_a_digest_may_stand_among_others(coordinator: InThread) -> None:
-    _, (a, _), (task, _) = opened(coordinator)
+    _, (a, _), (task, _) = open_first_phase(coordinator)
     body = update_body(GOOD, task)
     response = a.send(task, body, **{"Content-Digest": f"sha-512=:AAAA:, {content_digest(body)}"})
     assert response.status_code == 201
 
 
 def test_another_client_s_task_is_not_found(coordinator: InThread) -> None:
-    _, (a, b), (task_a, _) = opened(coordinator)
+    _, (a, b), (task_a, _) = open_first_phase(coordinator)
     assert b.send(task_a, update_body(GOOD, task_a)).status_code == 404
     assert b.http.get(task_a["payload"]["url"], headers=b.headers).status_code == 404
     assert b.evaluate(task_a).status_code == 404
@@ -205,7 +205,7 @@ def test_an_evaluation_is_stored_once(coordinator: InThread) -> None:
 
 @pytest.mark.both_databases
 def test_a_reported_failure_is_not_waited_for(coordinator: InThread) -> None:
-    federation, (a, b), (task_a, task_b) = opened(coordinator, participation={"quorum": 0.5}, rounds=1)
+    federation, (a, b), (task_a, task_b) = open_first_phase(coordinator, participation={"quorum": 0.5}, rounds=1)
     assert [a.fail(task_a).status_code, a.fail(task_a).status_code] == [200, 200]
     assert kind(a.send(task_a, update_body(GOOD, task_a))) == "phase-closed"
     b.answer(task_b)
@@ -216,7 +216,7 @@ def test_a_reported_failure_is_not_waited_for(coordinator: InThread) -> None:
 
 
 def test_a_withdrawn_client_is_refused_and_its_task_cancelled(coordinator: InThread) -> None:
-    federation, (a, b, c), tasks = opened(coordinator, "a", "b", "c", rounds=1)
+    federation, (a, b, c), tasks = open_first_phase(coordinator, "a", "b", "c", rounds=1)
     a.answer(tasks[0])
     c.answer(tasks[2])
     ids = {one["name"]: one["client_id"] for one in coordinator.get(f"{federation}/clients")["clients"]}
@@ -238,7 +238,7 @@ def test_a_withdrawn_client_is_refused_and_its_task_cancelled(coordinator: InThr
 
 def test_only_so_many_uploads_at_once(coordinator_with: Callable[..., InThread]) -> None:
     coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=0.2)
-    federation, (a, b), (task_a, task_b) = opened(coordinator)
+    federation, (a, b), (task_a, task_b) = open_first_phase(coordinator)
     go_on = threading.Event()
 
     def slowly() -> Any:
@@ -270,7 +270,7 @@ def test_more_uploads_wait_their_turn_within_a_bound(
     coordinator_with: Callable[..., InThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=30)
-    federation, clients, tasks = opened(coordinator, "a", "b", "c")
+    federation, clients, tasks = open_first_phase(coordinator, "a", "b", "c")
     bodies = [update_body(GOOD, task) for task in tasks]
     monkeypatch.setattr("promptfed.coordinator.http.uploads.WAITING_BYTES", len(bodies[0]))
     uploads = coordinator.app.state.uploads
@@ -316,7 +316,7 @@ def test_more_uploads_wait_their_turn_within_a_bound(
 
 def test_an_upload_that_takes_too_long_or_is_cut_off_leaves_nothing(coordinator_with: Callable[..., InThread]) -> None:
     coordinator = coordinator_with(upload_timeout_seconds=0.3)
-    federation, (a, _), (task, _) = opened(coordinator)
+    federation, (a, _), (task, _) = open_first_phase(coordinator)
     body = update_body(GOOD, task)
 
     def stalling() -> Any:
@@ -334,7 +334,7 @@ def test_an_upload_that_takes_too_long_or_is_cut_off_leaves_nothing(coordinator_
 
 @pytest.mark.both_databases
 def test_two_senders_of_one_task_are_answered_one_after_the_other(coordinator: InThread) -> None:
-    _, (a, _), (task, _) = opened(coordinator)
+    _, (a, _), (task, _) = open_first_phase(coordinator)
     bodies = [update_body({"context": torch.full((4, 8), float(number))}, task) for number in range(2)] * 3
     found: list[int] = []
     threads = [
@@ -350,8 +350,8 @@ def test_two_senders_of_one_task_are_answered_one_after_the_other(coordinator: I
 def test_a_full_disk_is_said_and_costs_nothing(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     from promptfed.coordinator.store.blobs import Held
 
-    federation, (a, _), (task, _) = opened(coordinator)
-    before = everything(coordinator.registry, federation)
+    federation, (a, _), (task, _) = open_first_phase(coordinator)
+    before = stored_rows(coordinator.registry, federation)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -360,12 +360,12 @@ def test_a_full_disk_is_said_and_costs_nothing(coordinator: InThread, monkeypatc
         patch.setattr(Held, "adopt", full)
         response = a.send(task, update_body(GOOD, task))
         assert (response.status_code, kind(response)) == (507, "storage-full")
-    assert everything(coordinator.registry, federation) == before
+    assert stored_rows(coordinator.registry, federation) == before
     assert a.send(task, update_body(GOOD, task)).status_code == 201
 
 
 def test_a_secret_is_not_told_in_any_answer(coordinator: InThread) -> None:
-    federation, (a, _), _ = opened(coordinator)
+    federation, (a, _), _ = open_first_phase(coordinator)
     for path in ("", "/clients", "/rounds", "/metrics"):
         text = coordinator.http.get(f"/v1/federations/{federation}{path}", headers=coordinator.operator).text
         assert secret_of("a") not in text

@@ -48,7 +48,7 @@ def mixing(coordinator: InThread, backbone: Backbone) -> FederationResult:
     draws = torch.Generator().manual_seed(3)
     keys = sorted(domain_key(f"a {name} of a {{}}") for name in DOMAINS)
     return exports.with_state(
-        exports.taken(coordinator, "fast_pt"),
+        exports.finished_result(coordinator, "fast_pt"),
         domains=torch.tensor(keys),
         classifier_weight=torch.randn(2, backbone.d_e, generator=draws),
         classifier_bias=torch.zeros(2),
@@ -91,7 +91,7 @@ def test_the_cards_code_answers_as_promptfed_does_without_promptfed(
     coordinator: InThread, backbone: Backbone, tmp_path: Path
 ) -> None:
     """Once with the text of one context, once with FaST-PT's texts of each domain: two kinds of code."""
-    both = [exports.taken(coordinator, "fedtpg"), mixing(coordinator, backbone)]
+    both = [exports.finished_result(coordinator, "fedtpg"), mixing(coordinator, backbone)]
     folders = [tmp_path / found.federation.name for found in both]
     cards = [export(found, folder, ExportOptions(), backbone) for found, folder in zip(both, folders, strict=True)]
     for found, card, logits in zip(both, cards, run_snippets(*folders), strict=True):
@@ -101,7 +101,7 @@ def test_the_cards_code_answers_as_promptfed_does_without_promptfed(
 
 
 def test_class_weights_are_the_prompts_text_features(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
-    found = exports.taken(coordinator, "promptfl")
+    found = exports.finished_result(coordinator, "promptfl")
     export(found, tmp_path / "out", ExportOptions(), backbone)
     weights = load_file(tmp_path / "out" / "class_weights.safetensors")
     context = load_file(tmp_path / "out" / "prompts.safetensors")["context"]
@@ -115,7 +115,7 @@ def test_class_weights_are_the_prompts_text_features(coordinator: InThread, back
 def test_fedtpg_makes_the_context_for_the_given_names(
     coordinator: InThread, backbone: Backbone, tmp_path: Path
 ) -> None:
-    found, names = exports.taken(coordinator, "fedtpg"), ("violin", "cactus", "moon")
+    found, names = exports.finished_result(coordinator, "fedtpg"), ("violin", "cactus", "moon")
     card = export(found, tmp_path / "out", ExportOptions(("violin", "cactus", "moon")), backbone)
     method = make_method({"name": "fedtpg", "m": 4})
     context = method.context_of(decode(found.body)[0], name_features(backbone, names))  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_every_method_exports_what_it_has_and_nothing_wrong(
     plain, with_towers, not_at_all = set(), set(), set()
     for method in SPECS:
         folder = tmp_path / method
-        card = export(exports.taken(coordinator, method), folder, ExportOptions(), backbone)
+        card = export(exports.finished_result(coordinator, method), folder, ExportOptions(), backbone)
         text = (folder / "card.md").read_text()
         has_weights = (folder / "class_weights.safetensors").exists()
         assert has_weights == card["use"]["open_clip"] == ("```python" in text)
@@ -155,7 +155,7 @@ def test_every_method_exports_what_it_has_and_nothing_wrong(
 def test_the_shared_part_of_a_personal_method_is_called_that(
     coordinator: InThread, backbone: Backbone, tmp_path: Path
 ) -> None:
-    found = exports.taken(coordinator, "fedpgp")
+    found = exports.finished_result(coordinator, "fedpgp")
     export(found, tmp_path / "out", ExportOptions(), backbone)
     weights = load_file(tmp_path / "out" / "class_weights.safetensors")["class_weights"]
     shared = decode(found.body)[0]["global_context"]
@@ -165,7 +165,7 @@ def test_the_shared_part_of_a_personal_method_is_called_that(
 
 
 def test_the_card_tells_what_it_is(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
-    found = exports.taken(coordinator, "promptfl")
+    found = exports.finished_result(coordinator, "promptfl")
     card = export(found, tmp_path / "out", ExportOptions(), backbone)
     assert json.loads((tmp_path / "out" / "card.json").read_text()) == card
     assert card["hashes"]["state"] == found.state_hash
@@ -181,7 +181,7 @@ def test_the_card_tells_what_it_is(coordinator: InThread, backbone: Backbone, tm
 
 
 def test_names_of_others_are_no_markup_in_the_card(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
-    found = exports.taken(coordinator, "promptfl")
+    found = exports.finished_result(coordinator, "promptfl")
     export(found, tmp_path / "out", ExportOptions(("<img src=x>", "[a](b) | c")), backbone)
     text = (tmp_path / "out" / "card.md").read_text()
     assert "<img" not in text.replace("\\<img", "")
@@ -191,7 +191,7 @@ def test_names_of_others_are_no_markup_in_the_card(coordinator: InThread, backbo
 def test_without_class_names_the_state_alone_is_exported(
     coordinator: InThread, backbone: Backbone, tmp_path: Path
 ) -> None:
-    found = exports.taken(coordinator, "promptfl")
+    found = exports.finished_result(coordinator, "promptfl")
     found.federation.spec.class_names = None
     card = export(found, tmp_path / "out", ExportOptions(), backbone)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["card.json", "card.md", "prompts.safetensors"]
@@ -212,7 +212,7 @@ def test_without_class_names_the_state_alone_is_exported(
 def test_the_code_asks_open_clip_for_the_very_backbone(
     coordinator: InThread, model: str, pretrained: str | None, arguments: str
 ) -> None:
-    learned = AdaptedModel.of(exports.taken(coordinator, "promptfl"))
+    learned = AdaptedModel.of(exports.finished_result(coordinator, "promptfl"))
     backbone = learned.backbone.model_copy(update={"model": model, "pretrained": pretrained})
     code = snippet(backbone, {"class_weights": torch.zeros(4, 96)})
     assert f"create_model_and_transforms({arguments})" in code
@@ -221,8 +221,8 @@ def test_the_code_asks_open_clip_for_the_very_backbone(
 
 def test_a_damaged_export_is_refused(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    export(exports.taken(coordinator, "zero_shot"), folder, ExportOptions(), backbone)
-    export(exports.taken(coordinator, "promptfl"), tmp_path / "other", ExportOptions(), backbone)
+    export(exports.finished_result(coordinator, "zero_shot"), folder, ExportOptions(), backbone)
+    export(exports.finished_result(coordinator, "promptfl"), tmp_path / "other", ExportOptions(), backbone)
     (folder / "prompts.safetensors").write_bytes((tmp_path / "other" / "prompts.safetensors").read_bytes())
     with pytest.raises(CommandError, match="not the one that card"):
         read_export(folder)
@@ -234,7 +234,7 @@ def test_a_damaged_export_is_refused(coordinator: InThread, backbone: Backbone, 
 
 
 def test_another_backbone_is_refused(coordinator: InThread, backbone: Backbone) -> None:
-    found = exports.taken(coordinator, "promptfl")
+    found = exports.finished_result(coordinator, "promptfl")
     found.federation.backbone.fingerprint = "sha256:" + "0" * 64
     with pytest.raises(CommandError, match="the backbone here is"):
         ours(found, backbone)
@@ -265,7 +265,7 @@ def test_export_and_predict_from_the_command_line(
     made = command("export", "promptfl", "--out", str(tmp_path / "out"))
     assert made.exit_code == Exit.OK, made.output
     assert "promptfl of promptfl, round 0" in made.stdout
-    expected = ours(exports.taken(coordinator, "promptfl"), backbone)
+    expected = ours(exports.finished_result(coordinator, "promptfl"), backbone)
     for source in (["--export", str(tmp_path / "out")], ["--federation", "promptfl"]):
         done = command("predict", str(image), *source, "--json")
         assert done.exit_code == Exit.OK, done.output
@@ -309,4 +309,4 @@ def test_the_mixture_of_domains_is_told(coordinator: InThread, backbone: Backbon
     keys = {domain_key(f"a {name} of a {{}}"): name for name in DOMAINS}
     expected = {keys[key]: float(share) for key, share in zip(state["domains"].tolist(), shares, strict=True)}
     assert {one["name"]: one["share"] for one in told} == pytest.approx(expected, abs=1e-5)
-    assert ours(exports.taken(coordinator, "promptfl"), backbone)["domains"] is None
+    assert ours(exports.finished_result(coordinator, "promptfl"), backbone)["domains"] is None

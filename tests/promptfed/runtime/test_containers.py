@@ -22,7 +22,7 @@ from promptfed.runtime.processes import MAX_RESTARTS, ProcessFailed
 from promptfed.runtime.services import Site
 from promptfed.sdk.client import Request
 from promptfed.sdk.errors import CommandError, Exit
-from tests.support.fake_docker import FakeEngine, Thing
+from tests.support.fake_docker import FakeEngine, FakeResource
 
 
 class Answering:
@@ -53,7 +53,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return made
 
 
-def mounts(thing: Thing) -> dict[str, tuple[str, str, bool]]:
+def mounts(thing: FakeResource) -> dict[str, tuple[str, str, bool]]:
     return {one["Target"]: (one["Type"], one["Source"], one["ReadOnly"]) for one in thing.options["mounts"]}
 
 
@@ -127,7 +127,7 @@ def test_a_failed_start_leaves_nothing_behind(engine: FakeEngine) -> None:
 def test_what_an_interrupted_request_made_is_removed_too(engine: FakeEngine) -> None:
     with Containers(engine) as made:
         made.volume("state")
-        engine.late["volume"] = [Thing(engine, "container", "late", made.labels)]
+        engine.late["volume"] = [FakeResource(engine, "container", "late", made.labels)]
     assert engine.things == []
     assert [name for _, name, _ in engine.removed] == [f"promptfed-{made.id}-state", "late"]
 

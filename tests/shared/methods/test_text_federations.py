@@ -23,7 +23,7 @@ from tests.shared.methods.conftest import MadeUpSplit
 from tests.support import literal
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_coordinator import made_up_source
-from tests.support.method_federations import Finished, run
+from tests.support.method_federations import FinishedRun, run
 
 CLASSES = ["anchor", "chess knight", "sun", "umbrella"]
 TRAINING = {"epochs": 2, "batch_size": 5, "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
@@ -85,12 +85,12 @@ def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors) -> Non
 
 
 @pytest.fixture(scope="module")
-def fedpgp(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def fedpgp(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     method = {"name": "fedpgp", "m": 4, "b": 2}
     return run(server, spec(method, class_names=CLASSES), SOURCES, backbone, tmp_path_factory.mktemp("fedpgp"))
 
 
-def test_a_fedpgp_round_by_hand(fedpgp: Finished, backbone: Backbone) -> None:
+def test_a_fedpgp_round_by_hand(fedpgp: FinishedRun, backbone: Backbone) -> None:
     tried = test_fedpgp.method(m=4, b=2)
     start = torch.randn(4, backbone.d_t, generator=initial_draws(SEED)) * 0.02
     trained: dict[str, Tensors] = {}
@@ -130,7 +130,7 @@ def windows(tensor: Tensor) -> set[bytes]:
     return {raw[place : place + 16] for place in range(0, len(raw) - 15, 4)}
 
 
-def test_every_byte_that_a_fedpgp_client_sends_is_accounted_for(fedpgp: Finished, backbone: Backbone) -> None:
+def test_every_byte_that_a_fedpgp_client_sends_is_accounted_for(fedpgp: FinishedRun, backbone: Backbone) -> None:
     """Each request is taken apart and put together again from nothing but what may leave the client."""
     kinds: dict[str, int] = {}
     for one in fedpgp.sent:
@@ -171,7 +171,7 @@ def test_every_byte_that_a_fedpgp_client_sends_is_accounted_for(fedpgp: Finished
     assert kinds["POST clients"] == 2
 
 
-def test_no_private_number_is_among_them(fedpgp: Finished) -> None:
+def test_no_private_number_is_among_them(fedpgp: FinishedRun) -> None:
     """Neither U nor V as they started or ended, nor what follows from them: Δp, the personal context, the images."""
     names = {name: [] for name in SOURCES}
     for one in fedpgp.sent:
@@ -203,13 +203,13 @@ def test_no_private_number_is_among_them(fedpgp: Finished) -> None:
 
 
 @pytest.fixture(scope="module")
-def fedtpg(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def fedtpg(server: InThread, backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     training = TRAINING | {"epochs": 1, "weight_decay": 1e-5}
     whole = spec({"name": "fedtpg", "m": 3}, training=training)
     return run(server, whole, SOURCES, backbone, tmp_path_factory.mktemp("fedtpg"))
 
 
-def test_a_fedtpg_round_by_hand(fedtpg: Finished, backbone: Backbone) -> None:
+def test_a_fedtpg_round_by_hand(fedtpg: FinishedRun, backbone: Backbone) -> None:
     """Two clients with other classes each; the mean is uniform though one has more images."""
     tried = test_fedtpg.method(m=3)
     shape = BackboneShape(d_t=backbone.d_t, d_e=backbone.d_e)
@@ -225,7 +225,7 @@ def test_a_fedtpg_round_by_hand(fedtpg: Finished, backbone: Backbone) -> None:
     assert [one["weight"] for one in fedtpg.reports[1]["phases"][0]["counted"]] == [0.5, 0.5]
 
 
-def test_fedtpg_clients_keep_nothing(fedtpg: Finished) -> None:
+def test_fedtpg_clients_keep_nothing(fedtpg: FinishedRun) -> None:
     assert all(fedtpg.private(name) == {} for name in SOURCES)
     updates = [decode(one.body)[0] for one in fedtpg.sent if one.url.endswith("/update")]
     assert [set(update) for update in updates] == [set(fedtpg.state)] * 2
