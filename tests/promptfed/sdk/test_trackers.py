@@ -12,12 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
+from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
-from promptfed.sdk.trackers import metrics_of, open_tracker, record, settings_of
+from promptfed.sdk.trackers import TRACKERS, metrics_of, open_tracker, record, settings_of, track
 from promptfed.shared.api_schemas import BackboneView, ClientCounts, FederationView, RoundReport
 from promptfed.shared.spec import FederationSpec
 from tests.support.coordinators import in_thread
+from tests.support.fake_clients import drive
 
 SPEC = FederationSpec(name="styles", method={"name": "promptfl", "m": 4})
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -113,6 +115,53 @@ def test_a_reports_numbers_have_names_of_their_own() -> None:
     assert found["accuracy/client a/test"] == 0.75
     assert (found["bytes/up"], found["seconds/round"]) == (10.0, 1.5)
     assert settings_of(SPEC)["training.batch_size"] == "32"
+
+
+class Remembering:
+    """A tracker that holds round 0 already."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+        self.begun, self.closed = "", "never"
+
+    def begin(self, name: str, id: str, settings: dict[str, str]) -> int:
+        self.begun = f"{name} {settings['method.name']}"
+        return 0
+
+    def log(self, round: int, metrics: dict[str, float]) -> None:
+        self.rounds.append(round)
+
+    def close(self, state: str | None) -> None:
+        self.closed = str(state)
+
+
+def test_a_run_that_was_left_off_is_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Remembering()
+    monkeypatch.setitem(TRACKERS, "here", lambda place: tracker)
+    with open_tracker("here:x") as opened:
+        record(opened, RESULT)
+    assert (tracker.begun, tracker.rounds, tracker.closed) == ("styles promptfl", [1, 2], "finished")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_federation_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    tracker = Remembering()
+    monkeypatch.setattr(tracker, "begin", lambda *run: -1)
+    monkeypatch.setitem(TRACKERS, "here", lambda place: tracker)
+    seen: list[tuple[str, int]] = []
+    with in_thread(tmp_path / "data") as server, open_tracker("here:x") as opened:
+        federation = server.create(name="styles", rounds=1)
+        drivers = server.enrol(federation, "a", "b")
+        server.post(f"{federation}/start")
+        if ended:
+            drive(drivers)
+        else:
+            server.post(f"{federation}/cancel")
+        with Coordinator(server.url, server.operator["Authorization"].split()[1]) as api:
+            track(api, federation, [opened], lambda snapshot, last: seen.append((snapshot.state, last)))
+    assert tracker.rounds == ([0, 1] if ended else [0])
+    assert seen == [(tracker.closed, tracker.rounds[-1])]
+    assert tracker.closed == ("finished" if ended else "cancelled")
 
 
 @pytest.mark.parametrize("where", ["tensorboard", "tensorboard:", "wandb:x", ""])
