@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class Session:
+class TaskLoop:
     """An enrolled client at work."""
 
     coordinator: CoordinatorClient

@@ -20,7 +20,7 @@ from promptfed.client_service.private_state import PrivateState
 from promptfed.client_service.serving.api import create_app, running_api
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
-from promptfed.client_service.task_loop import Session
+from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training.executor import Compute
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
@@ -109,7 +109,7 @@ class Worker:
         try:
             joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, predictor)
             work = await joining.join()
-            await Session(coordinator, state, work, self.compute, self.monitor).take_part()
+            await TaskLoop(coordinator, state, work, self.compute, self.monitor).take_part()
         except FederationEnded:
             self.monitor.tell("ended", federation=settings.federation)
         except Refused as refused:

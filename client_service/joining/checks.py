@@ -69,7 +69,7 @@ def _gpu(number: int) -> str:
 
 def check_disk(folder: Path) -> Check:
     """Whether the state folder, or what will hold it, can be written and has room."""
-    place = next(one for one in (folder, *folder.resolve().parents) if one.exists())
+    place = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     try:
         free = shutil.disk_usage(place).free
         writable = place.is_dir() and _writable(place)

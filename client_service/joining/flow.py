@@ -202,10 +202,10 @@ class Joining:
         except DataError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
-    async def _ask(self, consent: Consent, told: Disclosure, source: Source, backbone: Backbone) -> None:
+    async def _ask(self, consent: Consent, disclosure: Disclosure, source: Source, backbone: Backbone) -> None:
         """Tell what was found and what will be sent; go on only if that is wanted."""
         checks = await self.compute.run(lambda: self._checks(source, backbone))
-        if not await consent(checks, told):
+        if not await consent(checks, disclosure):
             raise ClientError(Exit.DECLINED, "not joined, as you decided: nothing of the above was sent")
 
     def _checks(self, source: Source, backbone: Backbone) -> list[Check]:

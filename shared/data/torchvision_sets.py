@@ -138,12 +138,14 @@ def _class_names(name: str, dataset: Any) -> tuple[str, ...]:
     known = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
     if known is None:
         raise DataError(f"torchvision's {name} names no classes: it cannot be classified by their names.")
-    names = [one[0] if isinstance(one, tuple) else str(one) for one in known]  # ImageNet: the first of the synonyms
+    names = [
+        label[0] if isinstance(label, tuple) else str(label) for label in known
+    ]  # ImageNet: the first of the synonyms
     if name == "EuroSAT":
-        names = [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", one) for one in names]  # AnnualCrop
+        names = [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", label) for label in names]  # AnnualCrop
     elif name.startswith("MNIST"):
-        names = [one.split(" - ")[-1] for one in names]  # 0 - zero
-    return _distinct([" ".join(one.replace("_", " ").replace("/", " ").split()) for one in names])
+        names = [label.split(" - ")[-1] for label in names]  # 0 - zero
+    return _distinct([" ".join(label.replace("_", " ").replace("/", " ").split()) for label in names])
 
 
 def _distinct(names: list[str]) -> tuple[str, ...]:
