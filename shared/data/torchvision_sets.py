@@ -138,9 +138,8 @@ def _class_names(name: str, dataset: Any) -> tuple[str, ...]:
     known = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
     if known is None:
         raise DataError(f"torchvision's {name} names no classes: it cannot be classified by their names.")
-    names = [
-        label[0] if isinstance(label, tuple) else str(label) for label in known
-    ]  # ImageNet: the first of the synonyms
+    # ImageNet's are tuples of synonyms: the first one counts.
+    names = [label[0] if isinstance(label, tuple) else str(label) for label in known]
     if name == "EuroSAT":
         names = [re.sub(r"(?<=[a-z])(?=[A-Z])", " ", label) for label in names]  # AnnualCrop
     elif name.startswith("MNIST"):
