@@ -37,6 +37,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy promptfed
+	$(BIN)/lint-imports --no-cache --no-logo
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow' $(ARGS)

@@ -128,7 +128,7 @@ def test_event_numbers_grow_with_the_commits_and_large_numbers_fit(postgres: Pos
         federation = server.create()
         server.enrol(federation, "a", num_samples=1 << 40)
         with pytest.raises(IntegrityError), server.registry.change(federation) as change:
-            change.tell("never-committed")
+            change.emit("never-committed")
             change.session.add(TokenRow(digest="x", federation_id="nobody", created_at="", expires_at=""))
         threads = [threading.Thread(target=server.token, args=(federation,)) for _ in range(4)]
         threads += [threading.Thread(target=server.enrol, args=(federation, name)) for name in "bcd"]
