@@ -207,7 +207,7 @@ def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool
 
 
 def _show(finished: Finished, out: Path) -> None:
-    console.print(table(None, *cells(finished.bench, finished.results.table)))
+    console.print(table(None, *cells(finished.bench.columns, finished.results.table)))
     console.print(f"Wrote {', '.join(finished.written)} in {out}.", highlight=False, soft_wrap=True)
 
 

@@ -54,7 +54,7 @@ def record(preset: Preset, bench: Bench, rows: Sequence[TableRow], runs: Sequenc
     return PresetRecord(
         title=preset.title,
         caption=caption(bench),
-        columns=list(bench.protocol.columns(bench.setting)),
+        columns=list(bench.columns),
         seeds=list(bench.seeds),
         setting=bench.setting,
         spec=preset.spec,

@@ -61,7 +61,7 @@ def _axes(x: str, y: str) -> tuple[Figure, Axes]:
 
 def _few_shot(bench: Bench, rows: Sequence[TableRow]) -> Figure:
     figure, axes = _axes("training images of each class", "accuracy (%)")
-    columns = bench.protocol.columns(bench.setting)
+    columns = bench.columns
     places = range(len(columns))
     for number, row in enumerate(row for row in rows if not row.is_zero_shot):
         means = [100 * row.mean(column) for column in columns]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
+from promptfed.shared.files import write_whole
 
 JsonObject = dict[str, JsonValue]
 
@@ -60,10 +60,8 @@ def read_run(path: Path) -> Run:
 
 def write_json(path: Path, value: BaseModel) -> None:
     """Write whole or not at all; what was not set is left out."""
-    part = path.with_suffix(".part")
+    text = json.dumps(value.model_dump(exclude_unset=True), indent=1, ensure_ascii=False)
     try:
-        text = json.dumps(value.model_dump(exclude_unset=True), indent=1, ensure_ascii=False)
-        part.write_text(text + "\n")
-        os.replace(part, path)
+        write_whole(path, (text + "\n").encode(), synced=False)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None

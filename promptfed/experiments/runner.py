@@ -59,6 +59,11 @@ class Bench:
     base: Mapping[str, Any] = field(default_factory=dict)
     m: int | None = None
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The table's columns, in order."""
+        return self.protocol.columns(self.setting)
+
     def jobs(self) -> list[Job]:
         """In an order in which every method has been seen early: by seed, then by entry.
 

@@ -104,21 +104,22 @@ def interleaved(ours: Sequence[TableRow], paper: Sequence[TableRow]) -> list[Tab
     return [*rows, *theirs.values()]
 
 
-def cells(bench: Bench, rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
+def cells(columns: Sequence[str], rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the table, as text."""
-    return _cells(bench.protocol.columns(bench.setting), rows)
+    by_label = {row.label: row for row in rows}
+    lines = [_line(row, columns, by_label.get(row.zero_shot)) for row in rows]
+    return ["method", *columns, "trained", "up", "down", "seconds"], lines
 
 
 def table_of(columns: Sequence[str], rows: Sequence[TableRow]) -> list[str]:
     """The lines of the table in Markdown."""
-    header, lines = _cells(columns, rows)
+    header, lines = cells(columns, rows)
     return [_joined(header), "|---" + "|--:" * (len(header) - 1) + "|", *map(_joined, lines)]
 
 
 def markdown(bench: Bench, rows: Sequence[TableRow]) -> str:
     """The table in Markdown, with what it was made of above it."""
-    lines = [caption(bench), "", *table_of(bench.protocol.columns(bench.setting), rows)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([caption(bench), "", *table_of(bench.columns, rows)]) + "\n"
 
 
 def caption(bench: Bench) -> str:
@@ -131,12 +132,6 @@ def caption(bench: Bench) -> str:
         f"Accuracy in percent after the last round{held_out}{spread}; the numbers that a client trains, and "
         f"bytes and seconds of training per client and round. {BELOW} marks what lies below zero-shot."
     )
-
-
-def _cells(columns: Sequence[str], rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
-    by_label = {row.label: row for row in rows}
-    lines = [_line(row, columns, by_label.get(row.zero_shot)) for row in rows]
-    return ["method", *columns, "trained", "up", "down", "seconds"], lines
 
 
 def _joined(parts: Sequence[str]) -> str:
