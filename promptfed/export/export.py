@@ -135,7 +135,7 @@ def read_export(folder: Path) -> tuple[AdaptedModel, tuple[str, ...] | None]:
             raise CommandError(text, Exit.BAD_INPUT)
         card, (state, _) = Card.model_validate(raw, extra="ignore"), decode(body)
         digest = hashlib.sha256(body).hexdigest()
-        if digest != card.files[STATE_FILE].sha256 or state_hash(state) != card.hashes.state:
+        if digest != card.files[STATE_FILE].sha256 or state_hash(state) != card.hashes["state"]:
             raise CommandError(f"{folder}: {STATE_FILE} is not the one that {JSON_FILE} names", Exit.BAD_INPUT)
     except (KeyError, TypeError, ValidationError, TensorError) as error:
         reason = str(SpecError.from_validation(error) if isinstance(error, ValidationError) else error)
@@ -160,7 +160,7 @@ def show_export(card: Card, out: Path, as_json: bool) -> None:
         print_json(card.model_dump(mode="json"))
         return
     total = sum(file.bytes for file in card.files.values())
-    head = f"Wrote {out} ({size(total)}): {card.method['name']} of {card.federation.name}, round {card.round}."
+    head = f"Wrote {out} ({size(total)}): {card.method['name']} of {card.federation['name']}, round {card.round}."
     lines = [head, f"Read {MARKDOWN_FILE} in it: it says how to use the rest."]
     if card.use.why_not_open_clip:
         lines.append(f"No class weights for plain open_clip code: {card.use.why_not_open_clip}.")

@@ -51,14 +51,6 @@ class Contents:
     files: dict[str, bytes]
 
 
-class Origin(BaseModel):
-    """The federation, and how it stood."""
-
-    name: str
-    id: str
-    state: str
-
-
 class Participant(BaseModel):
     """A client, by its name or its number."""
 
@@ -97,14 +89,6 @@ class Use(BaseModel):
     why_not_open_clip: str | None
 
 
-class Hashes(BaseModel):
-    """Of the state, the backbone's weights and the spec."""
-
-    state: str
-    backbone: str | None
-    spec: str
-
-
 class TensorOf(BaseModel):
     """A tensor of a safetensors file."""
 
@@ -120,18 +104,11 @@ class CardFile(BaseModel):
     tensors: dict[str, TensorOf] | None = Field(None, exclude_if=lambda tensors: tensors is None)
 
 
-class Made(BaseModel):
-    """When the export was written, and by which version."""
-
-    at: str
-    promptfed: str
-
-
 class Card(BaseModel):
     """The card as ``card.json`` holds it."""
 
     format: int = FORMAT
-    federation: Origin
+    federation: dict[str, str]
     method: dict[str, Any]
     summary: str
     paper: str
@@ -148,9 +125,9 @@ class Card(BaseModel):
     accuracy: Accuracies | None
     bytes: dict[str, int]
     use: Use
-    hashes: Hashes
+    hashes: dict[str, str | None]
     files: dict[str, CardFile]
-    made: Made
+    made: dict[str, str]
 
 
 def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, anonymous: bool) -> Card:
@@ -160,7 +137,7 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
     names = sorted(client.name for client in result.clients)
     shown = {name: f"client {number}" if anonymous else name for number, name in enumerate(names, 1)}
     return Card(
-        federation=Origin(name=federation.name, id=federation.id, state=federation.state),
+        federation={"name": federation.name, "id": federation.id, "state": federation.state},
         method=model.method,
         summary=kind.summary,
         paper=kind.paper,
@@ -181,13 +158,13 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
             promptfed=contents.alone and contents.class_names is not None,
             why_not_open_clip=contents.why_none,
         ),
-        hashes=Hashes(
-            state=result.state_hash,
-            backbone=model.backbone.fingerprint,
-            spec="sha256:" + hashlib.sha256(canonical_json(result.spec).encode()).hexdigest(),
-        ),
+        hashes={
+            "state": result.state_hash,
+            "backbone": model.backbone.fingerprint,
+            "spec": "sha256:" + hashlib.sha256(canonical_json(result.spec).encode()).hexdigest(),
+        },
         files={name: _file(body, tensors.get(name)) for name, body in sorted(contents.files.items())},
-        made=Made(at=datetime.now(UTC).isoformat(timespec="seconds"), promptfed=metadata.version("promptfed")),
+        made={"at": datetime.now(UTC).isoformat(timespec="seconds"), "promptfed": metadata.version("promptfed")},
     )
 
 

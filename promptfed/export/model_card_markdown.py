@@ -39,15 +39,16 @@ def markdown(card: Card, snippet: str | None) -> str:
         "backbone": f"{backbone.model}, {backbone.pretrained or 'random'}, {backbone.precision}",
         "classes": _classes(card),
         "template": f"`{card.template}`",
-        "federation": f"{card.federation.state}, seed {card.seed}",
+        "federation": f"{card.federation['state']}, seed {card.seed}",
         "participants": f"{trained} trained, {len(card.participants) - trained} only evaluated",
         "sent": f"{size(card.bytes['up'])} up, {size(card.bytes['down'])} down, and not one image",
-        "state": f"`{card.hashes.state}`",
-        "backbone's weights": f"`{card.hashes.backbone}`",
+        "state": f"`{card.hashes['state']}`",
+        "backbone's weights": f"`{card.hashes['backbone']}`",
     }
+    made = f"{card.made['promptfed']}, {card.made['at']}"
     files = [[f"`{name}`", WHAT[name], f"{file.bytes:,}", f"`{file.sha256}`"] for name, file in card.files.items()]
     parts = [
-        f"# {_plain(card.federation.name)}: {name} after round {card.round} of {card.rounds}",
+        f"# {_plain(card.federation['name'])}: {name} after round {card.round} of {card.rounds}",
         card.summary,
         _table(["", ""], [[key, value] for key, value in facts.items()]),
         "## Accuracy",
@@ -58,7 +59,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         *_use(card, snippet),
         "## Files",
         _table(["file", "what", "bytes", "SHA-256"], files),
-        f"`{JSON_FILE}` holds the same for programs. Made by promptfed {card.made.promptfed}, {card.made.at}.",
+        f"`{JSON_FILE}` holds the same for programs. Made by promptfed {made}.",
     ]
     return "\n\n".join(parts) + "\n"
 
