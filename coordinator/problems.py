@@ -334,13 +334,7 @@ _OF_TENSORS: tuple[type[Refusal], ...]
 _OF_TENSORS = (NotSafetensors, HeaderTooLarge, BadMetadata, UnknownTensor, MissingTensor, WrongShape, WrongDtype)
 TENSOR_REFUSALS = {refusal.kind: refusal for refusal in (*_OF_TENSORS, NotFinite)}
 
-ANY_REQUEST: tuple[type[Refusal], ...] = (
-    InvalidRequest,
-    UnreadableBody,
-    UploadTimeout,
-    BodyTooLarge,
-    InternalError,
-)
+ANY_REQUEST: tuple[type[Refusal], ...] = (InvalidRequest, UnreadableBody, UploadTimeout, BodyTooLarge, InternalError)
 ANY_CALLER: tuple[type[Refusal], ...] = (
     Unauthorized,
     TokenExpired,

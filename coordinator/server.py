@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from promptfed.coordinator.app import create_app
 from promptfed.coordinator.engine import json_logs
-from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, Connection, raise_open_files
+from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection, raise_open_files
 from promptfed.coordinator.http.malloc import share_heaps
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.bootstrap import BootstrapFailed, read_spec
@@ -125,7 +125,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _config(settings: Settings, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=LimitedConnection,
         backlog=ACCEPTED_AT_ONCE,
         lifespan="on",
         log_config=None,

@@ -10,7 +10,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http.callers import ClientCaller, Enrolling, Operator, authenticate
+from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, authenticate
 from promptfed.coordinator.problems import NotFound, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 
@@ -52,14 +52,14 @@ async def _operator(
     request: Request,
     registry: RegistryOf,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_operator_scheme)],
-) -> Operator:
+) -> OperatorCaller:
     caller = authenticate(request, registry, _token(credentials))
-    if not isinstance(caller, Operator):
+    if not isinstance(caller, OperatorCaller):
         raise WrongRole("this call takes the operator token")
     return caller
 
 
-IsOperator = Annotated[Operator, Depends(_operator)]
+IsOperator = Annotated[OperatorCaller, Depends(_operator)]
 
 
 async def _operated(registry: RegistryOf, federation: FederationId, _: IsOperator) -> Federation:
@@ -73,7 +73,7 @@ async def _enrolling(
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_enrolment_scheme)],
 ) -> Federation:
     caller = authenticate(request, registry, _token(credentials))
-    if not isinstance(caller, Enrolling):
+    if not isinstance(caller, EnrollingCaller):
         raise WrongRole("this call takes an enrolment token")
     return _own(registry, federation, caller.federation)
 

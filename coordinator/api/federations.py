@@ -91,9 +91,7 @@ def get_federation(registry: RegistryOf, federation: Operated) -> FederationView
 
 
 @router.delete(
-    "/{federation}",
-    status_code=status.HTTP_204_NO_CONTENT,
-    responses=problems.for_callers(problems.StorageFull),
+    "/{federation}", status_code=status.HTTP_204_NO_CONTENT, responses=problems.for_callers(problems.StorageFull)
 )
 def delete_federation(registry: RegistryOf, federation: Operated) -> None:
     """Delete it with all its data."""
@@ -122,28 +120,19 @@ def start(registry: RegistryOf, federation: Operated) -> FederationView:
     return _steer(registry, federation, "start")
 
 
-@router.post(
-    "/{federation}/pause",
-    responses=problems.for_callers(problems.WrongState, problems.StorageFull),
-)
+@router.post("/{federation}/pause", responses=problems.for_callers(problems.WrongState, problems.StorageFull))
 def pause(registry: RegistryOf, federation: Operated) -> FederationView:
     """Ask nobody until it is resumed; updates of open tasks are still taken."""
     return _steer(registry, federation, "pause")
 
 
-@router.post(
-    "/{federation}/resume",
-    responses=problems.for_callers(problems.WrongState, problems.StorageFull),
-)
+@router.post("/{federation}/resume", responses=problems.for_callers(problems.WrongState, problems.StorageFull))
 def resume(registry: RegistryOf, federation: Operated) -> FederationView:
     """Go on; an open phase gets its full deadline again. After a missed quorum, those who failed are asked again."""
     return _steer(registry, federation, "resume")
 
 
-@router.post(
-    "/{federation}/cancel",
-    responses=problems.for_callers(problems.WrongState, problems.StorageFull),
-)
+@router.post("/{federation}/cancel", responses=problems.for_callers(problems.WrongState, problems.StorageFull))
 def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
     """End it for good."""
     return _steer(registry, federation, "cancel")

@@ -23,7 +23,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class CannotStart:
+class StartRefused:
     """An automatic start was tried and refused; it is tried again when something changes."""
 
     reason: str
@@ -102,7 +102,7 @@ class Restarted:
 Event = (
     Enrolled
     | Start
-    | CannotStart
+    | StartRefused
     | Pause
     | Resume
     | Cancel

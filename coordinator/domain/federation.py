@@ -10,14 +10,7 @@ from typing import NoReturn
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 from promptfed.shared.messages import Domain, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
-from promptfed.shared.methods.core.base import (
-    ClientInfo,
-    Hyperparameters,
-    Method,
-    MethodError,
-    Phase,
-    ServerContext,
-)
+from promptfed.shared.methods.core.base import ClientInfo, Hyperparameters, Method, MethodError, Phase, ServerContext
 from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
 
 

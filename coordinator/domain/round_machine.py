@@ -66,7 +66,7 @@ class _Machine:
                 self._enrolled(name, role)
             case events.Start(now):
                 self._start(now)
-            case events.CannotStart(reason):
+            case events.StartRefused(reason):
                 self._expect("enrolling")
                 self._move("enrolling", reason)
             case events.Pause():

@@ -160,7 +160,7 @@ class Scheduler:
             # Not to be tried again before its clients or its initial state change.
             self._refused_starts[id] = _start_key(federation)
             with registry.change(id) as change:
-                change.send(events.CannotStart(f"{refusal.kind}: {refusal.detail}"))
+                change.send(events.StartRefused(f"{refusal.kind}: {refusal.detail}"))
 
     async def _carry_out(self, id: str, job: Job) -> None:
         try:

@@ -17,12 +17,12 @@ from promptfed.coordinator.store.tokens import digest
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorCaller:
     """Whoever holds the operator token."""
 
 
 @dataclass(frozen=True)
-class Enrolling:
+class EnrollingCaller:
     """Whoever holds an enrolment token of a federation."""
 
     federation: str
@@ -37,7 +37,7 @@ class ClientCaller:
     active: bool
 
 
-Caller = Operator | Enrolling | ClientCaller
+Caller = OperatorCaller | EnrollingCaller | ClientCaller
 
 
 def authenticate(request: Request, registry: Registry, token: str | None) -> Caller:
@@ -77,13 +77,13 @@ def _address(connection: HTTPConnection) -> str:
 
 def _identify(token_digest: str, operator_digest: str, federations: Iterable[Federation]) -> Caller:
     if compare_digest(token_digest, operator_digest):
-        return Operator()
+        return OperatorCaller()
     for federation in federations:
         expires = next((end for known, end in federation.tokens.items() if compare_digest(known, token_digest)), None)
         if expires is not None:
             if expires <= datetime.now(UTC):
                 raise TokenExpired("this enrolment token has expired: ask the operator for another")
-            return Enrolling(federation.id)
+            return EnrollingCaller(federation.id)
         client = federation.by_secret.get(token_digest)
         if client is not None and compare_digest(client.secret_digest or "", token_digest):
             return ClientCaller(federation.id, client, federation.run.members[client.name].active)

@@ -37,7 +37,7 @@ def most_connections() -> int:
     return max(files - KEPT_FILES, files // 2)
 
 
-class Connection(H11Protocol):
+class LimitedConnection(H11Protocol):
     """Hangs up on whoever is one too many, or does not reach the end of a request's head."""
 
     _overdue: asyncio.TimerHandle | None = None

@@ -33,7 +33,7 @@ HELD_BYTES = 320 << 10  # of one body, before the server stops reading it: 64 KB
 _SHA256 = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]*):")
 
 
-class _Turns:
+class _ClientPlaces:
     """The places that one client may take; ``bodies`` are under way or wait."""
 
     def __init__(self, most: int):
@@ -44,13 +44,13 @@ class _Turns:
 class Uploads:
     """The uploads under way."""
 
-    def __init__(self, registry: Registry, most: int, timeout: float, patience: float):
+    def __init__(self, registry: Registry, most: int, timeout: float, wait_seconds: float):
         self._registry = registry
         self._most = most
         self._timeout = timeout
-        self._patience = patience
+        self._wait_seconds = wait_seconds
         self._places = asyncio.Semaphore(most)
-        self._turns: dict[object, _Turns] = {}
+        self._by_client: dict[object, _ClientPlaces] = {}
         self._running = 0
         self._waiting_bytes = 0
 
@@ -77,16 +77,16 @@ class Uploads:
     async def _place(self, client: object | None, held: int) -> AsyncIterator[None]:
         """A place for the length of the block, waited for; ``client`` is None where an operator sends."""
         most = self._most if client is None else max(1, self._most // SHARE)
-        own = self._turns.get(client) or _Turns(most)
+        own = self._by_client.get(client) or _ClientPlaces(most)
         if self._waiting_bytes + held > WAITING_BYTES or (client is not None and own.bodies >= OF_ONE_CLIENT):
             raise self._too_many()
-        self._turns[client] = own
+        self._by_client[client] = own
         own.bodies += 1
         self._waiting_bytes += held
         try:
             async with AsyncExitStack() as taken:
                 try:
-                    async with asyncio.timeout(self._patience):
+                    async with asyncio.timeout(self._wait_seconds):
                         await taken.enter_async_context(own.places)
                         await taken.enter_async_context(self._places)
                 except TimeoutError:
@@ -97,7 +97,7 @@ class Uploads:
         finally:
             own.bodies -= 1
             if own.bodies == 0:
-                del self._turns[client]
+                del self._by_client[client]
 
     def _too_many(self) -> TooManyUploads:
         text = f"too many uploads are under way: try again in {RETRY_AFTER} s"
