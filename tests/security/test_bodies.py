@@ -86,7 +86,7 @@ def test_one_client_s_slow_uploads_keep_nobody_else_out(coordinator_with: Callab
         for connection in slow:
             connection.sendall(lines.encode() + b"\r\n\r\n" + body[:5])
         end = time.monotonic() + 10
-        while sum(turns.bodies for turns in uploads._turns.values()) < 8:
+        while sum(places.bodies for places in uploads._by_client.values()) < 8:
             assert time.monotonic() < end
             time.sleep(0.01)
         assert uploads._running == 2, "a quarter of the places"
@@ -99,7 +99,7 @@ def test_one_client_s_slow_uploads_keep_nobody_else_out(coordinator_with: Callab
             connection.sendall(body[5:])
         answers = sorted(connection.recv(12) for connection in slow)
     assert answers == [b"HTTP/1.1 200"] * 7 + [b"HTTP/1.1 201"], "twins wait for each other and are answered"
-    assert (uploads._running, uploads._waiting_bytes, uploads._turns) == (0, 0, {})
+    assert (uploads._running, uploads._waiting_bytes, uploads._by_client) == (0, 0, {})
 
 
 def test_a_long_poll_may_outlast_the_time_for_a_body(coordinator_with: Callable[..., InThread]) -> None:
