@@ -40,7 +40,7 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-cache --no-logo
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slow' $(ARGS)
 
 # Also what wants the extras: the documentation, experiment trackers.
 test-all: lint

@@ -15,6 +15,22 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take a minute and more, since they start many processes: first, so that no process waits for one at the end.
+LONG = (
+    "test_end_to_end.py",
+    "test_demo.py",
+    "test_readme.py",
+    "test_method_package.py",
+    "test_wheel.py",
+    "test_process.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; within a file the order stays."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """One line of what was skipped and how to get it: a reason reads `what: how`."""
     reasons = {report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")}
