@@ -15,7 +15,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take a minute and more, since they start many processes: first, so that no process waits for one at the end.
+# Files that take a minute and more, since they start many processes: first, so that none is waited for at the end.
 LONG = (
     "test_end_to_end.py",
     "test_demo.py",

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.joining.checks import (
@@ -51,6 +53,21 @@ NEEDED = {"coordinator": "http://localhost", "federation": "none", "data": "none
 Result = TypeVar("Result")
 
 
+class _Given(Settings):
+    """Settings of the arguments alone: what the environment says to a client has no part in a look."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
 @dataclass
 class Examination:
     """What was found so far of a client with ``settings``.
@@ -72,12 +89,15 @@ class Examination:
         """Of settings of which any may be missing (None)."""
         given = {key: value for key, value in options.items() if value is not None}
         folder, missing = given.get("state_dir", Path.home()), NEEDED.keys() - given.keys()
+        # Any text at all: one that names no device is a line of its own, by `check_device`.
+        device = {"device": given.pop("device", "auto")}
         try:
-            return cls(make_settings(**NEEDED | given), folder, backbone, missing)
+            settings, trouble = make_settings(_Given, **NEEDED | given), None
         except ClientError as error:
             # An address that is none, or plain HTTP to elsewhere: all but the coordinator is looked at.
-            settings = make_settings(**given | NEEDED | {"data": given.get("data", NEEDED["data"])})
-            return cls(settings, folder, backbone, missing, error)
+            trouble = error
+            settings = make_settings(_Given, **given | NEEDED | {"data": given.get("data", NEEDED["data"])})
+        return cls(settings.model_copy(update=device), folder, backbone, missing, trouble)
 
     @property
     def healthy(self) -> bool:

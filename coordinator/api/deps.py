@@ -66,6 +66,10 @@ async def _operated(registry: RegistryOf, federation: FederationId, _: IsOperato
     return registry.find(federation)
 
 
+async def _operated_any(registry: RegistryOf, federation: FederationId, _: IsOperator) -> Federation:
+    return registry.find_any(federation)
+
+
 async def _enrolling(
     request: Request,
     registry: RegistryOf,
@@ -104,12 +108,14 @@ async def _client(
 
 
 def _own(registry: Registry, asked: str, own_id: str) -> Federation:
-    federation = registry.get(own_id)
+    federation = registry.find_any(own_id)
     if asked not in (federation.id, federation.name):
         raise NotFound(f"there is no federation {asked[:100]!r}")
-    return federation
+    return registry.get(own_id)
 
 
 Operated = Annotated[Federation, Depends(_operated)]
+OperatedAny = Annotated[Federation, Depends(_operated_any)]
+"""The operator's federation, also where its method is absent."""
 EnrollingAt = Annotated[Federation, Depends(_enrolling)]
 Calling = Annotated[CallingClient, Depends(_client)]

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Header, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api.deps import After, IsOperator, Limit, Operated, RegistryOf, SettingsOf
+from promptfed.coordinator.api.deps import After, IsOperator, Limit, Operated, OperatedAny, RegistryOf, SettingsOf
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.reports.federations import federation_view
 from promptfed.shared.api_schemas import (
@@ -93,7 +93,7 @@ def get_federation(registry: RegistryOf, federation: Operated) -> FederationView
 @router.delete(
     "/{federation}", status_code=status.HTTP_204_NO_CONTENT, responses=problems.for_callers(problems.StorageFull)
 )
-def delete_federation(registry: RegistryOf, federation: Operated) -> None:
+def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
     """Delete it with all its data."""
     federations.delete(registry, federation.id)
 

@@ -158,6 +158,8 @@ def kept_method(spec: FederationSpec) -> Method:
         return method_for(spec)
     except SpecError as error:
         return AbsentMethod(str(error))
+    except Exception as error:  # a package's own code may raise anything
+        return AbsentMethod(f"it cannot be made of the spec any more ({type(error).__name__}: {error})")
 
 
 def new_federation(id: str, spec: FederationSpec) -> Federation:

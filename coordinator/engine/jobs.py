@@ -124,6 +124,7 @@ def aggregate(registry: Registry, id: str) -> None:
         after = global_state.after_phase(federation, state, phase, stream, rule, context)
         method = federation.method
         measures = method.measure(state, phase, after, context) if isinstance(method, MeasuresPhases) else Measured()
+        measured = _finite(measures)
     point("aggregate-computed")
     with registry.blobs.hold() as held:
         content = encode(after)
@@ -133,7 +134,7 @@ def aggregate(registry: Registry, id: str) -> None:
             if (now.due_job, now.round, now.step) != ("aggregate", run.round, run.step):
                 return
             _commit_state(change, after, content, phase_name, phase_id)
-            change.session.get_one(PhaseRow, phase_id).measured = _finite(measures)
+            change.session.get_one(PhaseRow, phase_id).measured = measured
             _note_judged(change.session, phase_id, rule.judged)
             change.send(events.JobDone(clock.monotonic()))
             point("state-before-commit")

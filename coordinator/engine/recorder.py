@@ -37,7 +37,7 @@ class Change:
         """Step the round machine and write down what follows.
 
         Raises:
-            WrongMoment, NotEnoughTrainers: see ``rounds.step``; nothing is written then.
+            WrongMoment, NotEnoughTrainers: see ``round_machine.step``; nothing is written then.
         """
         before = self.federation.run
         run, new_facts = step(self.federation.rules, before, event)

@@ -127,7 +127,7 @@ class Registry:
     @property
     def computing(self) -> bool:
         """Whether tensor work is still under way after a stop: nobody waits for it any more."""
-        return any(future.running() for future in self._computing)
+        return any(future.running() for future in list(self._computing))  # which its thread takes them out of
 
     # Changes
 
@@ -143,12 +143,16 @@ class Registry:
 
     def find(self, id_or_name: str) -> Federation:
         """The federation with this id or name. Raises NotFound, MethodAbsent."""
+        return self.get(self.find_any(id_or_name).id)
+
+    def find_any(self, id_or_name: str) -> Federation:
+        """The same where its method may be absent. Raises NotFound."""
         federation = self.federations.get(id_or_name)
         if federation is None:
             federation = next((known for known in self.federations.values() if known.name == id_or_name), None)
         if federation is None:
             raise NotFound(f"there is no federation {id_or_name[:100]!r}")
-        return self.get(federation.id)
+        return federation
 
     @contextmanager
     def change(self, id: str) -> Iterator[Change]:

@@ -57,13 +57,11 @@ class Scheduler:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
-        overdue: set[asyncio.Task[None]] = set()
         if self._jobs:
             _, overdue = await asyncio.wait(self._jobs.values(), timeout=STOP_SECONDS)
             for job in overdue:
                 job.cancel()
-        # An overdue job has the only thread: nothing behind it would get its turn.
-        await self._registry.stop_computing(0.0 if overdue else STOP_SECONDS)
+        await self._registry.stop_computing(STOP_SECONDS)
         closing = asyncio.create_task(asyncio.to_thread(self._registry.close))
         if not (await asyncio.wait([closing], timeout=STOP_SECONDS))[0]:
             self._registry.database.cut("the database does not answer while the coordinator ends")
@@ -106,7 +104,7 @@ class Scheduler:
             if federation.run.state == "running"
             and federation.run.stage is not None
             and federation.id not in self._jobs
-            if federation.absent is None
+            and federation.absent is None
         ]
         return max(0.0, min([FLUSH_SECONDS, *deadlines]))
 

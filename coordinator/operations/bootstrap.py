@@ -26,15 +26,15 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
         return
     raw = read_spec(settings.bootstrap)
     federation = next((known for known in registry.federations.values() if known.name == raw.get("name")), None)
-    if federation is None:
-        try:
-            federation = federations.create(registry, raw)
-        except Refusal as refusal:
-            raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
     path = settings.enrolment_token_file
-    if path is not None and not _is_good(federation, path):
-        token, _ = federations.mint_token(registry, federation.id, settings.token_hours)
-        write_secret(path, token, settings.enrolment_token_mode)
+    try:
+        if federation is None:
+            federation = federations.create(registry, raw)
+        if path is not None and not _is_good(federation, path):
+            token, _ = federations.mint_token(registry, federation.id, settings.token_hours)
+            write_secret(path, token, settings.enrolment_token_mode)
+    except Refusal as refusal:
+        raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
 
 
 def read_spec(path: Path) -> dict[str, Any]:

@@ -116,9 +116,9 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
 
 
 def delete(registry: Registry, id: str) -> None:
-    """Delete a federation with all its data."""
+    """Delete a federation with all its data, also one whose method is absent. Raises NotFound."""
     with registry.exclusively():
-        registry.get(id)
+        registry.find_any(id)
         with registry.database.write() as session:
             digests = retention.digests_of(session, id)
             session.delete(session.get_one(FederationRow, id))
@@ -127,7 +127,7 @@ def delete(registry: Registry, id: str) -> None:
 
 
 def steer(registry: Registry, id: str, verb: str) -> None:
-    """Start, pause, resume or cancel. Raises WrongState, and what ``work.start`` raises."""
+    """Start, pause, resume or cancel. Raises WrongState, and what ``jobs.start`` raises."""
     if verb == "start":
         jobs.start(registry, id)
         return

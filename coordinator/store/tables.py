@@ -148,7 +148,7 @@ class TaskRow(Base):
 class UpdateRow(Base):
     """The one accepted update of a task. ``stored`` is false once retention has removed its bytes.
 
-    ``judged``: what the aggregation rule made of it (``robust.Judged``), where it is not the plain mean.
+    ``judged``: what the aggregation rule made of it (``rules.Judged``), where it is not the plain mean.
     """
 
     __tablename__ = "updates"

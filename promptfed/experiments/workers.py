@@ -60,8 +60,8 @@ class RunningWorkers:
 
 
 def _exit(error: ClientError) -> Exit:
-    """The command's code; the client service has some that the command doesn't."""
-    return Exit(error.exit.value) if error.exit.value in {code.value for code in Exit} else Exit.FAILED
+    """The command's code: from NAME_TAKEN to DECLINED are those of a client's process alone."""
+    return Exit.FAILED if Exit.NAME_TAKEN <= error.exit <= Exit.DECLINED else error.exit
 
 
 @asynccontextmanager

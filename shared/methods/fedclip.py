@@ -44,7 +44,7 @@ ADAPTER = (
 
 
 class FedCLIPHyper(Hyperparameters):
-    """Nothing to choose: the adapter is as wide as the embeddings."""
+    """None of its own: the adapter is as wide as the embeddings."""
 
 
 def attended(adapter: Tensors, features: Tensor) -> Tensor:

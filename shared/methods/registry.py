@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from threading import RLock
 from typing import Any
 
 from promptfed.shared.methods.core.base import Method
@@ -37,6 +38,7 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
         self._classes = dict(own)
         self._packages: dict[str, str] = {}
         self._unusable: dict[str, str] = {}
+        self._loading = RLock()  # a package may ask for other methods while it is imported
 
     @cached_property
     def _offers(self) -> dict[str, list[EntryPoint]]:
@@ -53,15 +55,22 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
         if name in self._unusable:
             raise UnusableMethod(self._unusable[name])
         if name not in self._classes:
-            offers = self._offers[name]
+            self._load(name, self._offers[name])
+        return self._classes[name]
+
+    def _load(self, name: str, offers: list[EntryPoint]) -> None:
+        with self._loading:
+            if name in self._classes:
+                return
             packages = _packages(offers)
             try:
-                self._classes[name] = _load(name, offers)
+                kind = _load(name, offers)
             except ValueError as error:
                 self._unusable[name] = f"the method {name!r} of {packages} cannot be used: {error}"
                 raise UnusableMethod(self._unusable[name]) from error
+            # Its package first: who finds the class asks for it.
             self._packages[name] = packages
-        return self._classes[name]
+            self._classes[name] = kind
 
     def __setitem__(self, name: str, kind: type[Method]) -> None:
         self._classes[name] = kind
@@ -87,7 +96,9 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
 
 def _packages(offers: Iterable[EntryPoint]) -> str:
     return " and ".join(
-        f"{entry.dist.name}=={entry.dist.version}" if entry.dist is not None else entry.value for entry in offers
+        # What is left of a half-removed package has no name.
+        f"{entry.dist.name}=={entry.dist.version}" if entry.dist is not None and entry.dist.name else entry.value
+        for entry in offers
     )
 
 

@@ -25,7 +25,7 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 
 
 class ZeroShotHyper(Hyperparameters):
-    """Nothing to choose: the template is the spec's."""
+    """None of its own: the template is the spec's."""
 
 
 class TemplateClassifier:

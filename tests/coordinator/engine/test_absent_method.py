@@ -31,6 +31,8 @@ def test_its_federation_waits_and_the_others_go_on(tmp_path: Path, monkeypatch: 
         assert coordinator.get(other)["state"] == "enrolling"
         assert len(coordinator.get("/v1/federations")["federations"]) == 2
         coordinator.create(name="newcomer")
+        elsewhere = coordinator.http.get(f"/v1/federations/{other}/task", headers=clients[0].headers)
+        assert elsewhere.status_code == 404
     with monkeypatch.context() as installed:
         installed.setitem(METHODS, "two_phase", TwoPhase)
         with in_thread(tmp_path / "data") as coordinator:
@@ -39,3 +41,31 @@ def test_its_federation_waits_and_the_others_go_on(tmp_path: Path, monkeypatch: 
             tasks = coordinator.training(clients)
             assert [task["round"] for task in tasks] == [1, 1]
             assert coordinator.get(waits)["state"] == "running"
+
+
+def test_it_can_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as installed:
+        installed.setitem(METHODS, "two_phase", TwoPhase)
+        with in_thread(tmp_path / "data") as coordinator:
+            waits = coordinator.create(name="waits", method={"name": "two_phase"})
+    with in_thread(tmp_path / "data") as coordinator:
+        coordinator.delete(f"/v1/federations/{waits}")
+        assert coordinator.get("/v1/federations")["federations"] == []
+        assert coordinator.get(waits, status=404)["type"].endswith("/not-found")
+
+
+def test_a_constructor_that_raises_keeps_nobody_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(TwoPhase):
+        def __init__(self, hyper: object):
+            raise RuntimeError("not any more")
+
+    with monkeypatch.context() as installed:
+        installed.setitem(METHODS, "two_phase", TwoPhase)
+        with in_thread(tmp_path / "data") as coordinator:
+            waits = coordinator.create(name="waits", method={"name": "two_phase"})
+    monkeypatch.setitem(METHODS, "two_phase", Broken)
+    with in_thread(tmp_path / "data") as coordinator:
+        assert "RuntimeError: not any more" in coordinator.get(waits, status=503)["detail"]
+        coordinator.create(name="newcomer")

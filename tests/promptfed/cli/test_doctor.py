@@ -99,6 +99,14 @@ def test_without_a_coordinator_the_machine_is_looked_at(pets: Path) -> None:
     assert any(line.startswith("warn  coordinator") and "--enrolment-token-file" in line for line in lines)
 
 
+def test_what_the_environment_says_to_a_client_has_no_part_in_it(
+    coordinator: InThread, token: Path, pets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("API_PORT", "x"), ("API_HOST", "0.0.0.0"), ("ENROLMENT_TOKEN_FILE", "/absent")):
+        monkeypatch.setenv(f"PROMPTFED_CLIENT_{name}", value)
+    test_everything_is_right(coordinator, token, pets)
+
+
 @pytest.mark.usefixtures("loaded")
 def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InThread, token: Path, pets: Path) -> None:
     (pets / "cat").rename(pets / "axolotl")
@@ -119,6 +127,7 @@ def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InT
         ({"federation": "absent"}, "coordinator", "no federation 'absent': ask the operator for the"),
         ({"data": "folder:/absent"}, "data", "/absent"),
         ({"device": "cuda:7"}, "device", "cuda:7 is not here"),
+        ({"device": "gpu"}, "device", "'gpu' names no device"),
     ],
 )
 @pytest.mark.usefixtures("loaded")

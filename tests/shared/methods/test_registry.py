@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_a_method_of_a_package_is_one_of_the_methods(install: Install, registry:
     assert registry["mine"].name == "mine"
     assert registry.package("mine") == "sound-1==1.0"
     assert registry.package("promptfl") is None
+
+
+def test_threads_that_ask_at_once_import_it_once_and_know_its_package(
+    install: Install, registry: MethodRegistry
+) -> None:
+    text = SOUND.replace("class Mine", "import time\n\nIMPORTS = []\nIMPORTS.append(1)\ntime.sleep(0.2)\n\nclass Mine")
+    install("sound-2", text, mine="Mine")
+    with ThreadPoolExecutor(4) as pool:
+        packages = list(pool.map(lambda _: (registry["mine"], registry.package("mine"))[1], range(4)))
+    assert packages == ["sound-2==1.0"] * 4
 
 
 def test_a_package_is_imported_only_when_its_method_is_asked_for(
