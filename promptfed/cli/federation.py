@@ -17,8 +17,8 @@ from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.output import console, print_json, reporting_errors, table
 from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.result import FederationResult
+from promptfed.sdk.summary import FederationSummary
 from promptfed.sdk.text import size
-from promptfed.shared.api_schemas import FederationView
 
 federation_app = typer.Typer(no_args_is_help=True, help="Create, watch and steer federations at a coordinator.")
 
@@ -44,12 +44,13 @@ def create(
 ) -> None:
     """Create a federation from a spec."""
     with reporting_errors():
-        asked: operations.Spec = read_spec(spec)
+        asked = read_spec(spec)
         initial_state = None
         if backbone:
             from promptfed.sdk.backbone import resolve, with_backbone
 
-            asked, initial_state = with_backbone(resolve(asked), allow_backbone)
+            resolved, initial_state = with_backbone(resolve(asked), allow_backbone)
+            asked = {**asked, "backbone": resolved.backbone.model_dump(mode="json", exclude_unset=True)}
         with open_coordinator(coordinator, token_file) as api:
             if dry_run:
                 checked = api.send(operations.dry_run(asked)).json
@@ -72,7 +73,7 @@ def list_federations(coordinator: Url = None, token_file: TokenFile = None, as_j
             print_json([federation for page in pages for federation in page.json["federations"]])
             return
         rows = [
-            [view.name, view.spec.method["name"], view.state, f"{view.round}/{view.spec.rounds}"]
+            [view.name, str(view.spec.method["name"]), view.state, f"{view.round}/{view.spec.rounds}"]
             for page in pages
             for view in page.view.federations
         ]
@@ -88,9 +89,8 @@ def status(
         if as_json:
             print_json(api.send(operations.get_federation(federation)).json)
             return
-        result = api.run(operations.accuracies(federation))
-        _show_status(result.federation)
-        _show_result(result)
+        _show_status(api.send(operations.get_summary(federation)).view)
+        _show_result(api.run(operations.accuracies(federation)))
 
 
 @federation_app.command()
@@ -100,7 +100,7 @@ def watch(federation: Federation, coordinator: Url = None, token_file: TokenFile
         with Watcher(quiet=as_json) as watcher:
             for snapshot in follow(api, federation):
                 watcher.show(snapshot)
-        answer = api.send(operations.get_federation(federation))
+        answer = api.send(operations.get_summary(federation))
         if as_json:
             print_json(answer.json)
         else:
@@ -209,7 +209,7 @@ def replay(
             replay_rounds(api, federation, round, asked, out, as_json)
 
 
-def _show_status(federation: FederationView) -> None:
+def _show_status(federation: FederationSummary) -> None:
     spec, fingerprint, snapshot = federation.spec, federation.backbone.fingerprint, Snapshot.of(federation)
     unconfirmed = fingerprint is not None and not federation.backbone.confirmed
     who = f"{federation.clients.trainers} trainers, {federation.clients.evaluators} evaluators"

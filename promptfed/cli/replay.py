@@ -72,7 +72,7 @@ def replay(
 
 
 def _over(api: Coordinator, federation: str) -> list[int]:
-    view = api.send(operations.get_federation(federation)).view
+    view = api.send(operations.get_summary(federation)).view
     return list(range(view.round + (1 if view.state in ENDED else 0)))
 
 

@@ -216,7 +216,7 @@ async def _follow(setup: SimulationSetup, api: AsyncCoordinator, federation: str
     """
     last = None
     while True:
-        snapshot = Snapshot.of((await api.send(operations.get_federation(federation))).view)
+        snapshot = Snapshot.of((await api.send(operations.get_summary(federation))).view)
         if snapshot != last:
             setup.progress(snapshot)
             last = snapshot

@@ -179,7 +179,7 @@ def _file(body: bytes, tensors: Tensors | None) -> CardFile:
 
 
 def _participants(result: FederationResult, shown: Mapping[str, str]) -> list[Participant]:
-    counted = [update.client for report in result.rounds for phase in report.phases for update in phase.counted]
+    counted = [update.client for report in result.round_reports for phase in report.phases for update in phase.counted]
     return [
         Participant(
             name=shown[client.name],

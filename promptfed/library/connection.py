@@ -62,8 +62,10 @@ class Connection:
         from promptfed.sdk.backbone import resolve, with_backbone
 
         named = {"name": method} if isinstance(method, str) else method
-        resolved, initial_state = with_backbone(resolve(spec | {"name": name, "method": named}), allow_backbone)
-        created = self._api.run(operations.create(resolved, initial_state))
+        asked = spec | {"name": name, "method": named}
+        resolved, initial_state = with_backbone(resolve(asked), allow_backbone)
+        asked["backbone"] = resolved.backbone.model_dump(mode="json", exclude_unset=True)
+        created = self._api.run(operations.create(asked, initial_state))
         return Federation(self._api, created.json["id"], allow_backbone)
 
     def federation(self, name: str) -> Federation:
@@ -83,7 +85,7 @@ class Federation:
         self._api, self.id, self._allow = api, id, allow_backbone
 
     def __repr__(self) -> str:
-        view = self._api.send(operations.get_federation(self.id)).view
+        view = self._api.send(operations.get_summary(self.id)).view
         return f"<Federation {view.name}: {view.state}, round {view.round} of {view.spec.rounds}>"
 
     def status(self) -> dict[str, Any]:

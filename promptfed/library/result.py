@@ -183,8 +183,8 @@ class Result:
         return f"<p>{html.escape(self._title())}</p><table><tr>{head}</tr>{body}</table>"
 
     def _title(self) -> str:
-        spec = self.taken.federation.spec
-        return f"{spec.name}: {spec.method['name']} after round {self.round} of {spec.rounds}"
+        spec = self.spec
+        return f"{spec['name']}: {spec['method']['name']} after round {self.round} of {spec['rounds']}"
 
 
 HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted"]

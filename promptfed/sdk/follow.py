@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from promptfed.sdk.client import Coordinator
-from promptfed.sdk.operations import get_federation
-from promptfed.shared.api_schemas import FederationView
+from promptfed.sdk.operations import get_summary
+from promptfed.sdk.summary import FederationSummary
 
 ENDED = ("finished", "failed", "cancelled")
 POLL_SECONDS = 0.3
@@ -27,7 +27,7 @@ class Snapshot:
     awaited: tuple[str, ...]
 
     @classmethod
-    def of(cls, federation: FederationView) -> Snapshot:
+    def of(cls, federation: FederationSummary) -> Snapshot:
         """What of a federation is shown while it runs."""
         return cls(
             state=federation.state,
@@ -58,7 +58,7 @@ def follow(
     """Snapshots at every change until nothing more will happen by itself; ``between`` runs between two looks."""
     last = None
     while True:
-        snapshot = Snapshot.of(api.send(get_federation(federation)).view)
+        snapshot = Snapshot.of(api.send(get_summary(federation)).view)
         if snapshot != last:
             yield snapshot
             last = snapshot

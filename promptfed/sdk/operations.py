@@ -13,12 +13,13 @@ from pydantic import BaseModel
 from promptfed.sdk.client import Answer, Operation, Request, View
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
+from promptfed.sdk.summary import FederationList, FederationSummary
 from promptfed.shared import api_schemas as schemas
 from promptfed.shared.insight_schemas import LexiconView
 from promptfed.shared.replay_schemas import ReplayReport
 from promptfed.shared.spec import FederationSpec
 
-Page = TypeVar("Page", schemas.FederationPage, schemas.ClientPage, schemas.RoundPage)
+Page = TypeVar("Page", FederationList, schemas.ClientPage, schemas.RoundPage)
 
 ReplayQuestion = Mapping[str, object]  # aggregation and without, as the coordinator takes them
 Spec = FederationSpec | Mapping[str, Any]  # resolved, or as somebody wrote it
@@ -47,14 +48,19 @@ def get_federation(federation: str) -> Request[schemas.FederationView]:
     return Request("GET", f"{FEDERATIONS}/{federation}", schemas.FederationView)
 
 
-def list_federations() -> Operation[list[Answer[schemas.FederationPage]]]:
+def get_summary(federation: str) -> Request[FederationSummary]:
+    """The same, of which only what is shown of it while it runs is read."""
+    return Request("GET", f"{FEDERATIONS}/{federation}", FederationSummary)
+
+
+def list_federations() -> Operation[list[Answer[FederationList]]]:
     """All federations, oldest first."""
-    return _pages(lambda after: Request("GET", FEDERATIONS, schemas.FederationPage, _query(after=after)))
+    return _pages(lambda after: Request("GET", FEDERATIONS, FederationList, _query(after=after)))
 
 
-def steer(federation: str, verb: str) -> Request[schemas.FederationView]:
+def steer(federation: str, verb: str) -> Request[FederationSummary]:
     """``start``, ``pause``, ``resume`` or ``cancel`` a federation."""
-    return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", schemas.FederationView)
+    return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", FederationSummary)
 
 
 def mint_token(federation: str) -> Request[schemas.MintedToken]:
@@ -118,7 +124,7 @@ def accuracies(federation: str) -> Operation[FederationResult]:
     """A federation with its reports, without its state and clients."""
     answer = yield from _one(get_federation(federation))
     reports = yield from _reports(federation)
-    return FederationResult(answer.view, answer.json["spec"], reports)
+    return FederationResult(answer.json, reports)
 
 
 def take(federation: str, round: int | None = None) -> Operation[FederationResult]:
@@ -136,8 +142,7 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     _check(state.body, state_hash)
     clients = yield from list_clients(federation)
     return FederationResult(
-        federation=answer.view,
-        spec=answer.json["spec"],
+        status=answer.json,
         reports=[report for report in reports if report["round"] <= round],
         clients=clients_of(clients),
         round=round,
@@ -180,7 +185,7 @@ def _upload(path: str, model: type[View], content: bytes) -> Request[View]:
 
 
 def _sent(spec: Spec) -> Any:
-    """As it was written: what it leaves open stays open for the coordinator."""
+    """As a mapping: one that somebody wrote goes as it is, so that what it leaves open stays so for the coordinator."""
     return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, BaseModel) else spec
 
 

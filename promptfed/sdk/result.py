@@ -32,15 +32,14 @@ class Accuracy:
 class FederationResult:
     """A federation after ``round``.
 
-    ``spec`` is the resolved one and ``reports`` (by round, from 0) are what ``GET .../rounds`` answers; both are kept
-    as they came, since reports can have megabytes. ``body`` is the global state as safetensors and ``state_hash`` its
-    name; they and ``clients`` are empty where only accuracies were asked for. Of a simulation, ``wall_seconds`` is the
-    time from the start of the first round to the end, and ``setup_seconds`` what came before it (data, features,
-    enrolment).
+    ``status`` is what ``GET /v1/federations/{id}`` answers and ``reports`` (by round, from 0) what ``GET .../rounds``
+    does; both are kept as they came, since reports can have megabytes. ``body`` is the global state as safetensors and
+    ``state_hash`` its name; they and ``clients`` are empty where only accuracies were asked for. Of a simulation,
+    ``wall_seconds`` is the time from the start of the first round to the end, and ``setup_seconds`` what came before it
+    (data, features, enrolment).
     """
 
-    federation: FederationView
-    spec: dict[str, Any]
+    status: dict[str, Any]
     reports: list[dict[str, Any]]
     clients: Sequence[ClientView] = ()
     round: int = 0
@@ -48,6 +47,17 @@ class FederationResult:
     state_hash: str = ""
     wall_seconds: float = 0.0
     setup_seconds: float = 0.0
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The resolved spec."""
+        spec: dict[str, Any] = self.status["spec"]
+        return spec
+
+    @cached_property
+    def federation(self) -> FederationView:
+        """The status as a model. Raises CommandError where this promptfed does not understand it."""
+        return parse(FederationView, self.status)
 
     @cached_property
     def state(self) -> Tensors:
@@ -57,7 +67,7 @@ class FederationResult:
         return decode(self.body)[0]
 
     @cached_property
-    def rounds(self) -> list[RoundReport]:
+    def round_reports(self) -> list[RoundReport]:
         """The reports as models."""
         return [parse(RoundReport, report) for report in self.reports]
 
@@ -74,8 +84,8 @@ class FederationResult:
     @property
     def client_seconds(self) -> float:
         """What all clients spent on tasks, in seconds, by their own clocks."""
-        updates = (update for report in self.rounds for phase in report.phases for update in phase.updates)
-        stages = (report.evaluation for report in self.rounds if report.evaluation is not None)
+        updates = (update for report in self.round_reports for phase in report.phases for update in phase.updates)
+        stages = (report.evaluation for report in self.round_reports if report.evaluation is not None)
         trained = sum(update.metrics.get("train_seconds", 0.0) for update in updates)
         measured = (client for stage in stages for client in stage.clients.values())
         return trained + sum(client.metrics.get("evaluate_seconds", 0.0) for client in measured)

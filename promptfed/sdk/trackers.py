@@ -166,7 +166,7 @@ def open_tracker(where: str) -> OpenTracker:
 def record(tracker: OpenTracker, result: FederationResult) -> None:
     """Write all rounds of a result."""
     last = tracker.begin(result.federation)
-    for report in result.rounds:
+    for report in result.round_reports:
         if report.round > last:
             tracker.log(report)
     tracker.state = result.federation.state

@@ -95,8 +95,8 @@ def test_export_from_a_notebook(result: promptfed.Result, tmp_path: Path) -> Non
 
 
 def test_a_notebook_shows_a_table_of_text(result: promptfed.Result) -> None:
-    spec = result.taken.federation.spec.model_copy(update={"name": "<b>"})
-    hostile = replace(result.taken, federation=result.taken.federation.model_copy(update={"spec": spec}))
+    status = result.taken.status
+    hostile = replace(result.taken, status=status | {"spec": status["spec"] | {"name": "<b>"}})
     shown = promptfed.Result(hostile)._repr_html_()
     assert shown.count("<tr>") == 4
     assert "<b>" not in shown

@@ -10,11 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+import promptfed
+from promptfed.cli.main import app
 from promptfed.sdk import operations
 from promptfed.sdk.client import Answer, AsyncCoordinator, Coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.api_schemas import FederationPage, FederationView
+from promptfed.sdk.follow import Snapshot
+from promptfed.sdk.summary import FederationList, FederationSummary
+from promptfed.shared.api_schemas import FederationView
 from tests.support.coordinators import InThread, in_thread
 
 
@@ -52,17 +57,56 @@ def test_what_is_no_answer_of_this_version_is_said_in_one_line(api: Coordinator)
         _ = Answer(FederationView, "http://elsewhere/", {}, b"<html>").view
 
 
+def test_who_waits_follows_a_federation_of_another_version(api: Coordinator) -> None:
+    raw = api.send(operations.get_federation("eyes")).json
+    del raw["state_hash"], raw["created_at"], raw["asked"]
+    raw["spec"] |= {"name": "No Name!", "rounds": 10**7, "training": raw["spec"]["training"] | {"optimizer": "lion"}}
+    raw |= {"state": "finished", "stage": {"kind": "newest"}, "backbone": raw["backbone"] | {"shape": {"odd": 1}}}
+    summary = Answer(FederationSummary, "http://coordinator/", {}, json.dumps(raw).encode()).view
+    snapshot = Snapshot.of(summary)
+    assert (snapshot.over, snapshot.rounds, snapshot.describe()) == (True, 10**7, "finished")
+    page = json.dumps({"federations": [raw], "next": None}).encode()
+    (listed,) = Answer(FederationList, "http://coordinator/", {}, page).view.federations
+    assert listed == summary
+
+
+def test_what_is_created_is_what_was_written(api: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator fills in what was left open by its own defaults, which may be others than this command's."""
+    bodies: list[Any] = []
+    send = Coordinator.send
+
+    def listening(self: Coordinator, request: Any) -> Any:
+        if request.verb == "POST" and request.path == operations.FEDERATIONS:
+            bodies.append(request.options["json"])
+        return send(self, request)
+
+    monkeypatch.setattr(Coordinator, "send", listening)
+    written = {"method": {"name": "fedpgp", "m": 4}, "rounds": 3, "class_names": ["sun", "anchor"]}
+    (tmp_path / "spec.json").write_text(json.dumps({"name": "by-command", **written}))
+    (tmp_path / "token").write_text(api._http.headers["Authorization"].split()[1])
+    options = ["--coordinator", api.url, "--token-file", str(tmp_path / "token")]
+    done = CliRunner().invoke(app, ["federation", "create", str(tmp_path / "spec.json"), *options])
+    assert done.exit_code == Exit.OK, done.output
+    with promptfed.connect(api.url, token_file=tmp_path / "token") as coordinator:
+        coordinator.create(name="by-library", **written)  # type: ignore[arg-type]
+    for body, name in zip(bodies, ("by-command", "by-library"), strict=True):
+        backbone = body.pop("backbone")
+        assert backbone["fingerprint"].startswith("sha256:")
+        assert body == {"name": name, **written}
+
+
 def test_pages_are_read_to_the_end(server: InThread, api: Coordinator) -> None:
     for name in "abc":
         server.create(name=name)
 
     def page(after: str | None) -> Any:
         params = {"limit": 2, **({"after": after} if after else {})}
-        return operations.Request("GET", operations.FEDERATIONS, FederationPage, {"params": params})
+        return operations.Request("GET", operations.FEDERATIONS, FederationList, {"params": params})
 
     pages = api.run(operations._pages(page))
-    assert [view.name for page in pages for view in page.view.federations] == ["eyes", "a", "b", "c"]
-    assert len(pages) == 2
+    names = [view.name for page in pages for view in page.view.federations]
+    assert (names[0], names[-3:]) == ("eyes", ["a", "b", "c"])
+    assert len(pages) == -(-len(names) // 2)
 
 
 def test_both_transports_refuse_alike(server: InThread, api: Coordinator, tmp_path: Path) -> None:

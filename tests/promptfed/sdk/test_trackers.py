@@ -101,7 +101,7 @@ def report(round: int) -> dict[str, Any]:
     }
 
 
-RESULT = FederationResult(FEDERATION, SPEC.model_dump(mode="json"), [report(0), report(1), report(2)])
+RESULT = FederationResult(FEDERATION.model_dump(mode="json"), [report(0), report(1), report(2)])
 
 
 def test_a_reports_numbers_have_names_of_their_own() -> None:
