@@ -6,16 +6,25 @@ READY := $(VENV)/.ready
 ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Installs promptfed with $$extras by uv, which takes a third of pip's time, or by pip where uv is not to be had or fails.
-# uv reads none of pip's settings: the index and the certificates that stand there are handed on.
+# uv reads none of pip's settings. Those that say where packages are (the index, further ones, folders) and the certificates
+# are handed on, with pip's choice of the best version of all places; where no-index or trusted-host is set, pip does it.
 define install
-setting() { $(PIP) config get "global.$$1" 2>/dev/null; }; \
-index=$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$$(setting index-url)}}; \
-cert=$${SSL_CERT_FILE:-$${PIP_CERT:-$$(setting cert)}}; \
+settings=$$($(PIP) config list 2>/dev/null); \
+setting() { for place in :env: install global; do \
+  value=$$(printf '%s\n' "$$settings" | sed -n "s/^$$place\.$$1=['\"]\(.*\)['\"]\$$/\1/p" | sed 's/\\n/ /g'); \
+  [ -z "$$value" ] || { printf '%s\n' "$$value"; break; }; done; }; \
+index=$${UV_DEFAULT_INDEX:-$$(setting index-url)}; more=$${UV_INDEX:-$$(setting extra-index-url)}; \
+cert=$${SSL_CERT_FILE:-$$(setting cert)}; folders=$$UV_FIND_LINKS; \
+[ -n "$$folders" ] || for folder in $$(setting find-links); do \
+  case $$folder in "~"/*) folder=$$HOME/$${folder#??};; esac; path=$${folder#file://}; \
+  case $$path in *://*) ;; *) [ -e "$$path" ] || continue;; esac; folders=$${folders:+$$folders,}$$folder; done; \
 echo "installing promptfed[$$extras]"; \
-{ $(PIP) install -q -c constraints.txt uv && \
-  env $${index:+UV_DEFAULT_INDEX="$$index"} $${cert:+SSL_CERT_FILE="$$cert"} \
+{ [ -z "$$(setting no-index)$$(setting trusted-host)" ] && $(PIP) install -q -c constraints.txt uv && \
+  env $${index:+UV_DEFAULT_INDEX="$$index"} $${more:+UV_INDEX="$$more"} \
+    UV_INDEX_STRATEGY="$${UV_INDEX_STRATEGY:-unsafe-best-match}" \
+    $${folders:+UV_FIND_LINKS="$$folders"} $${cert:+SSL_CERT_FILE="$$cert"} \
     $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[$$extras]"; } || \
-{ echo "without uv: pip takes over"; $(PIP) install -q -c constraints.txt -e ".[$$extras]"; }
+{ echo "uv did not do it: pip takes over"; $(PIP) install -q -c constraints.txt -e ".[$$extras]"; }
 endef
 # Processes that tests run in; those of one file stay together.
 WORKERS ?= 2
