@@ -17,6 +17,7 @@ from promptfed.shared.data import Source
 from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.base import Method
+from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.spec import BackboneSpec, SpecError
 
 ENDED = ("finished", "failed", "cancelled")
@@ -95,7 +96,7 @@ def federation_method(info: EnrolmentInfo) -> Method:
         text = f"this client does not have the federation's method as the coordinator describes it: {error}"
         remedy = "install the coordinator's version of promptfed"
         if info.method_package is not None:
-            remedy = f"it comes from the package {info.method_package}: install it beside promptfed, if you trust it"
+            remedy = f"it comes from the package {info.method_package}: {INSTALL.format('it')}"
         raise ClientError(Exit.PROTOCOL, f"{text}: {remedy}") from None
     here, there = METHODS.package(method.name), info.method_package
     if _project(here) != _project(there):

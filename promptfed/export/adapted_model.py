@@ -20,8 +20,9 @@ from promptfed.sdk.text import class_names as split_names
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import DataError, open_source
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods import make_method
+from promptfed.shared.methods import UnknownMethod, make_method
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Fixed, Method, MethodError, ServerContext
+from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.spec import BackboneShape, BackboneSpec, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
@@ -68,7 +69,10 @@ class AdaptedModel:
         try:
             return make_method(self.method)
         except SpecError as error:
-            raise CommandError(f"this promptfed does not have the federation's method: {error}", Exit.FAILED) from None
+            text = f"this promptfed does not have the federation's method: {error}"
+            if isinstance(error, UnknownMethod):
+                text += f": {INSTALL.format('the package that brings it')}"
+            raise CommandError(text, Exit.FAILED) from None
 
     def missing(self) -> str | None:
         """Why the global state alone classifies nothing, or None where it does."""

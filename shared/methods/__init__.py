@@ -54,12 +54,18 @@ _KINDS: tuple[type[Method], ...] = (
 METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
 
 
+class UnknownMethod(SpecError):
+    """Nobody brings a method of this name."""
+
+
 def method_class(name: str) -> type[Method]:
     """The class of a method.
 
     Raises:
-        SpecError: nobody brings a method of this name, or a package brings one that cannot be used.
+        UnknownMethod: nobody brings a method of this name.
+        SpecError: a package brings one that cannot be used.
     """
+    refusal: type[SpecError] = SpecError
     try:
         return METHODS[name]
     except UnusableMethod as error:
@@ -67,8 +73,8 @@ def method_class(name: str) -> type[Method]:
     except KeyError:
         near = get_close_matches(name, METHODS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        detail = f"there is no method {name!r}{hint} Known: {', '.join(sorted(METHODS))}"
-    raise SpecError([{"path": "method.name", "detail": detail}])
+        refusal, detail = UnknownMethod, f"there is no method {name!r}{hint} Known: {', '.join(sorted(METHODS))}"
+    raise refusal([{"path": "method.name", "detail": detail}])
 
 
 def make_method(settings: dict[str, Any]) -> Method:

@@ -15,6 +15,7 @@ from promptfed.shared.methods.core.insights import GeneratesPrompts
 from promptfed.shared.tensors import TensorSpec
 
 GROUP = "promptfed.methods"
+INSTALL = "install {} beside promptfed, if you trust it"
 
 log = logging.getLogger("promptfed.methods")
 
@@ -88,6 +89,10 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def own(self) -> list[str]:
+        """The names without those that packages bring; none of these is imported for it."""
+        return [name for name in self._classes if name not in self._packages]
 
     def package(self, name: str) -> str | None:
         """The package that a method in use comes from, as ``name==version``; None for promptfed's own."""

@@ -278,6 +278,28 @@ def test_export_and_predict_from_the_command_line(
     assert "not an empty folder" in again.stderr
 
 
+def test_a_method_that_is_not_installed_is_told_with_its_remedy(
+    command: Command, coordinator: InThread, backbone: Backbone, tmp_path: Path
+) -> None:
+    remedy = ": install the package that brings it beside promptfed, if you trust it"
+    found = exports.finished_result(coordinator, "promptfl")
+    export(found, tmp_path / "out", ExportOptions(), backbone)
+    card = tmp_path / "out" / "card.json"
+    card.write_text(json.dumps(json.loads(card.read_text()) | {"method": {"name": "elsewhere"}}))
+    image = tmp_path / "image.png"
+    image.write_bytes(png())
+    done = command("predict", str(image), "--export", str(tmp_path / "out"))
+    assert done.exit_code == Exit.FAILED
+    assert "there is no method 'elsewhere'" in done.stderr
+    assert done.stderr.endswith(f"{remedy}\n")
+    found.federation.spec.method["name"] = "elsewhere"
+    with pytest.raises(CommandError, match=f"{remedy}$"):
+        export(found, tmp_path / "other", ExportOptions(), backbone)
+    found.federation.spec.method.update(name="promptfl", unheard="of")
+    with pytest.raises(CommandError, match=r"unheard: unknown key$"):
+        export(found, tmp_path / "other", ExportOptions(), backbone)
+
+
 def test_what_cannot_be_predicted_with_is_said_in_one_line(command: Command, tmp_path: Path) -> None:
     text, image = tmp_path / "text.png", tmp_path / "image.png"
     text.write_text("no image")

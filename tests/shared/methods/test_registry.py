@@ -61,6 +61,16 @@ def test_a_method_of_a_package_is_one_of_the_methods(install: Install, registry:
     assert registry.package("promptfl") is None
 
 
+def test_our_own_are_told_from_those_of_packages(install: Install, registry: MethodRegistry, tmp_path: Path) -> None:
+    mark = tmp_path / "imported"
+    install("apart", f"open({str(mark)!r}, 'w').close()\n" + SOUND, mine="Mine")
+    registry["put_here"] = PromptFL
+    assert registry.own() == ["promptfl", "put_here"]
+    assert not mark.exists()
+    assert set(registry) == {"promptfl", "put_here", "mine"}
+    assert registry.own() == ["promptfl", "put_here"]
+
+
 def test_threads_that_ask_at_once_import_it_once_and_know_its_package(
     install: Install, registry: MethodRegistry
 ) -> None:
