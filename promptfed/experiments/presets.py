@@ -63,9 +63,11 @@ class Preset(BaseModel):
 
     def setting_of(self, panel: str, root: str, reduced: bool = False) -> Setting:
         """The setting of a panel, with its data below the folder ``root``."""
+        # The root last: what stands in it is the user's own.
+        uris = [uri.replace("{data}", panel) if self.each else uri for uri in self.setting.data]
         return replace(
             self.setting,
-            data=tuple(uri.replace("{root}", root).replace("{data}", panel) for uri in self.setting.data),
+            data=tuple(uri.replace("{root}", root) for uri in uris),
             targets=self.reduced_targets if reduced else self.setting.targets,
             clients=self.clients.get(panel, self.setting.clients),
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.files import write_whole
+from promptfed.shared.spec import SpecError
 
 JsonObject = dict[str, JsonValue]
 
@@ -55,7 +56,8 @@ def read_run(path: Path) -> Run:
             raise ValueError(f"it holds no {min(missing)}")
         return Run.model_validate(content)
     except (OSError, ValueError) as error:
-        raise CommandError(f"{path} cannot be read: remove it to run it again ({error})", Exit.BAD_INPUT) from None
+        reason = SpecError.from_validation(error) if isinstance(error, ValidationError) else error
+        raise CommandError(f"{path} cannot be read: remove it to run it again ({reason})", Exit.BAD_INPUT) from None
 
 
 def write_json(path: Path, value: BaseModel) -> None:

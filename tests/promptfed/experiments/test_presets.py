@@ -116,6 +116,15 @@ def test_fedtpg_words_each_data_set_as_its_table_5_does(
     assert len(found) == (11 if "cross" in name else 9)
 
 
+@pytest.mark.parametrize(("name", "panel"), [("paper:plan-pacs", "all"), ("paper:fedpgp-cifar", "CIFAR10")])
+def test_what_stands_in_the_root_is_left_alone(name: str, panel: str) -> None:
+    preset = read_preset(name)
+    assert panel in preset.panels()
+    for uri in preset.setting_of(panel, "/a/{data}").data:
+        assert "/a/{data}" in uri
+        assert uri.count("{data}") == 1
+
+
 def test_the_papers_rows_stand_behind_ours() -> None:
     ours = [TableRow("zero-shot", ({"mean": 0.1},)), TableRow("plan", ({"mean": 0.2},))]
     paper = [TableRow("FedPR (paper)", ({"mean": 0.4},)), TableRow("plan (paper)", ({"mean": 0.3},))]

@@ -257,6 +257,19 @@ def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None
         read_run(path)
 
 
+def test_a_damaged_result_is_told_in_one_line(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    content = json.loads(next((finished[0] / "runs").glob("*.json")).read_text())
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(content | {"rounds": "two", "costs": [1]}))
+    with pytest.raises(CommandError) as refused:
+        read_run(path)
+    told = str(refused.value)
+    assert told.startswith(f"{path} cannot be read: remove it to run it again (rounds: Input should be a valid integer")
+    assert "; costs: Input should be a valid dictionary" in told
+    assert "\n" not in told
+    assert "https://" not in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
