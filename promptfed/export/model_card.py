@@ -89,7 +89,7 @@ class Use(BaseModel):
     why_not_open_clip: str | None
 
 
-class TensorOf(BaseModel):
+class TensorShape(BaseModel):
     """A tensor of a safetensors file."""
 
     shape: list[int]
@@ -101,7 +101,7 @@ class CardFile(BaseModel):
 
     bytes: int
     sha256: str
-    tensors: dict[str, TensorOf] | None = Field(None, exclude_if=lambda tensors: tensors is None)
+    tensors: dict[str, TensorShape] | None = Field(None, exclude_if=lambda tensors: tensors is None)
 
 
 class Card(BaseModel):
@@ -172,7 +172,7 @@ def _file(body: bytes, tensors: Tensors | None) -> CardFile:
     described = None
     if tensors is not None:
         described = {
-            name: TensorOf(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+            name: TensorShape(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             for name, tensor in sorted(tensors.items())
         }
     return CardFile(bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tensors=described)

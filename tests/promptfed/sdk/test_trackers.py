@@ -43,27 +43,27 @@ FEDERATION = FederationView(
     awaited=[],
     state_hash=None,
 )
+TIME = NOW.isoformat()
+STAGE: dict[str, Any] = {
+    "opened_at": TIME,
+    "deadline": TIME,
+    "closed_at": TIME,
+    "completed_at": TIME,
+    "seconds": 1.0,
+    "asked": ["a", "b"],
+    "answered": ["a"],
+    "failed": [],
+    "expired": [],
+    "withdrawn": [],
+    "bytes_up": 1,
+    "bytes_down": 1,
+}
 
 
 def report(round: int) -> dict[str, Any]:
     """As the coordinator makes one; the numbers are the round's own."""
-    now = NOW.isoformat()
-    stage = {
-        "opened_at": now,
-        "deadline": now,
-        "closed_at": now,
-        "completed_at": now,
-        "seconds": 1.0,
-        "asked": ["a", "b"],
-        "answered": ["a"],
-        "failed": [],
-        "expired": [],
-        "withdrawn": [],
-        "bytes_up": 1,
-        "bytes_down": 1,
-    }
-    update = {"client": "a", "task_id": "t", "sha256": "0", "bytes": 1, "norm": 2.0, "received_at": now, "metrics": {}}
-    phase = stage | {
+    update = {"client": "a", "task_id": "t", "sha256": "0", "bytes": 1, "norm": 2.0, "received_at": TIME, "metrics": {}}
+    phase = STAGE | {
         "phase": "train",
         "sample_size": 2,
         "extended": False,
@@ -74,7 +74,7 @@ def report(round: int) -> dict[str, Any]:
         "state_hash": None,
     }
     splits = {"test": {"accuracy": 0.75, "num_samples": 4}}
-    evaluation = stage | {
+    evaluation = STAGE | {
         "by_split": {"trainer": {"test@adapted": {"accuracy": 0.5 + round / 10}, "test": {"zero_shot": 0.25}}},
         "mean": {},
         "clients": {
@@ -84,15 +84,15 @@ def report(round: int) -> dict[str, Any]:
                 "splits": splits,
                 "zero_shot": {},
                 "metrics": {},
-                "received_at": now,
+                "received_at": TIME,
             }
         },
     }
     return {
         "round": round,
         "state_hash": None,
-        "started_at": now,
-        "ended_at": now,
+        "started_at": TIME,
+        "ended_at": TIME,
         "bytes_up": 10 * round,
         "bytes_down": 20,
         "seconds": 1.5,
