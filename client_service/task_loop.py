@@ -100,7 +100,7 @@ class TaskLoop:
         await self.coordinator.send_evaluation(task.task_id, result)
         self._settled.add(task.task_id)
         learned, template = (
-            found[TEST].accuracy if TEST in found else None for found in (result.splits, result.zero_shot)
+            splits[TEST].accuracy if TEST in splits else None for splits in (result.splits, result.zero_shot)
         )
         rounds = task.config.rounds
         self.monitor.tell("evaluated", round=task.round, rounds=rounds, accuracy=learned, zero_shot=template)

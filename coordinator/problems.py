@@ -105,7 +105,7 @@ class MethodAbsent(
 
 
 class NotReady(Refusal, status=503, kind="not-ready", title="The coordinator is not ready"):
-    """The store or the engine does not work."""
+    """The store does not work, or the federations are not taken up yet."""
 
 
 # Access

@@ -274,9 +274,9 @@ def geometric_median(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Comb
         nearest = int(distances.argmin())
         if nearest not in tried and distances[nearest] > 0:
             candidate = rows.row(nearest)
-            found = _weiszfeld(rows, weights, candidate, rows.distances_to(candidate, clipped=True))
-            if found.is_minimum:
-                return candidate, found.influence
+            step = _weiszfeld(rows, weights, candidate, rows.distances_to(candidate, clipped=True))
+            if step.is_minimum:
+                return candidate, step.influence
         tried.add(nearest)
         step = _weiszfeld(rows, weights, point, distances)
         if step.is_minimum:

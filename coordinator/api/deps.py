@@ -1,4 +1,4 @@
-"""What routes ask for in their signatures: the engine, who is calling, and which federation it is about."""
+"""What routes ask for in their signatures: the registry, who is calling, and which federation it is about."""
 
 from __future__ import annotations
 

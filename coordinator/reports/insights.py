@@ -184,9 +184,9 @@ def _drift_job(
 ) -> Callable[[], dict[str, schemas.TensorDrift]]:
     def job() -> dict[str, schemas.TensorDrift]:
         global_state.use_threads(federation)
-        start, now = (learned_prompts(federation.method, _state(registry, one)) for one in (first, digest))
+        start, now = (learned_prompts(federation.method, _state(registry, state)) for state in (first, digest))
         drifts = prompt_metrics.drift(start, now)
-        return {name: schemas.TensorDrift(distance=one.distance, relative=one.relative) for name, one in drifts.items()}
+        return {name: schemas.TensorDrift(distance=d.distance, relative=d.relative) for name, d in drifts.items()}
 
     return job
 

@@ -179,7 +179,9 @@ def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow
         for task in tasks
         if task.id in bodies and task.status == "answered"
     }
-    by_split = {role: _mean_accuracy([one for one in clients.values() if one.role == role]) for role in _roles(clients)}
+    by_split = {
+        role: _mean_accuracy([client for client in clients.values() if client.role == role]) for role in _roles(clients)
+    }
     mean = {role: splits["test"] for role, splits in by_split.items() if "test" in splits}
     report = {**_stage_report(stage, tasks), "bytes_up": 0, "clients": clients, "mean": mean, "by_split": by_split}
     return schemas.EvaluationReport.model_validate(report)
