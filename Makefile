@@ -23,7 +23,7 @@ echo "installing promptfed[$$extras]"; \
   env $${index:+UV_DEFAULT_INDEX="$$index"} $${more:+UV_INDEX="$$more"} \
     UV_INDEX_STRATEGY="$${UV_INDEX_STRATEGY:-unsafe-best-match}" \
     $${folders:+UV_FIND_LINKS="$$folders"} $${cert:+SSL_CERT_FILE="$$cert"} \
-    $(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python -c constraints.txt -e ".[$$extras]"; } || \
+    $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt -e ".[$$extras]"; } || \
 { echo "uv did not do it: pip takes over"; $(PIP) install -q -c constraints.txt -e ".[$$extras]"; }
 endef
 # Processes that tests run in; those of one file stay together.
@@ -37,6 +37,8 @@ $(READY): pyproject.toml constraints.txt $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "promptfed needs Python 3.11 or later: make PYTHON=/path/to/python")'
 	$(PYTHON) -m venv $(VENV)
 	@extras=test; $(install)
+	@# uv compiles nothing: what every service imports is compiled here, once, and not by five processes at the same time.
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import promptfed.cli.main, promptfed.client_service.worker, promptfed.coordinator.app'
 	@touch $@
 
 demo: $(READY)

@@ -14,6 +14,7 @@ from tests import ROOT
 PYTHON = """#!/bin/sh
 case "$*" in
   *"config list"*) cat "$(dirname "$0")/settings";;
+  *"import promptfed"*) ;;
   *) echo "pip ${*#*--disable-pip-version-check }";;
 esac
 """
