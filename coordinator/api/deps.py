@@ -11,7 +11,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, authenticate
-from promptfed.coordinator.problems import NotFound, Withdrawn, WrongRole
+from promptfed.coordinator.problems import MethodAbsent, NotFound, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 
 
@@ -111,7 +111,10 @@ def _own(registry: Registry, asked: str, own_id: str) -> Federation:
     federation = registry.find_any(own_id)
     if asked not in (federation.id, federation.name):
         raise NotFound(f"there is no federation {asked[:100]!r}")
-    return registry.get(own_id)
+    if federation.absent is not None:
+        # Why, which may hold a package's own error with this machine's paths, is for the operator.
+        raise MethodAbsent(f"{federation.name} waits for its method, which this coordinator lacks: ask its operator")
+    return federation
 
 
 Operated = Annotated[Federation, Depends(_operated)]

@@ -28,6 +28,9 @@ def test_its_federation_waits_and_the_others_go_on(tmp_path: Path, monkeypatch: 
             client.http = coordinator.http
             answer = client.task(0)
             assert (answer.status_code, answer.headers["Retry-After"]) == (503, "60")
+            assert answer.json()["detail"] == (
+                "waits waits for its method, which this coordinator lacks: ask its operator"
+            )  # and no more: why may hold the machine's paths
         assert coordinator.get(other)["state"] == "enrolling"
         assert len(coordinator.get("/v1/federations")["federations"]) == 2
         coordinator.create(name="newcomer")
