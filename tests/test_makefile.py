@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.support.waiting import PATIENCE
 
 PYTHON = """#!/bin/sh
 case "$*" in
@@ -37,7 +38,7 @@ def set_up(folder: Path, settings: str, **environment: str) -> list[str]:
         (bin / name).chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "SSL_", "MAKE"))}
     command = ["make", "-s", "setup", "PYTHON=true", f"VENV={folder / 'venv'}"]
-    done = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.splitlines()

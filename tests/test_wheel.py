@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.support.waiting import PATIENCE
 
 BUILT_FROM = ("promptfed", "coordinator", "client_service", "shared", "requirements")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
@@ -34,7 +35,7 @@ print(json.dumps({"files": files, "finders": [str(one) for one in sys.meta_path]
 
 def build(hook: str, source: Path, out: Path) -> Path:
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, hook, str(out)], cwd=source, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", BUILD, hook, str(out)], cwd=source, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     return out / done.stdout.splitlines()[-1]
@@ -70,7 +71,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(environment, symlinks=True)
     python = environment / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "-q", wheel]
-    subprocess.run(install, check=True, timeout=120, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    subprocess.run(install, check=True, timeout=PATIENCE, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
     [packages] = environment.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return environment
@@ -87,7 +88,7 @@ def elsewhere(tmp_path: Path) -> Path:
 
 def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:

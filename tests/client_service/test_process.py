@@ -23,6 +23,7 @@ from promptfed.shared.spec import TrainingSpec
 from tests.client_service.conftest import MakeCoordinator
 from tests.support.client_processes import ClientProcess, served, wait_for
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator
+from tests.support.waiting import PATIENCE
 
 DATA = "digits?shots=2"
 LONG = TrainingSpec(epochs=10_000).model_dump()
@@ -162,7 +163,7 @@ def test_an_api_token_that_cannot_be_read(command: Callable[..., int], capsys: p
 )
 def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "promptfed.client_service", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "promptfed.client_service", *arguments], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == Exit.USAGE
     assert words in done.stderr
@@ -188,4 +189,4 @@ def test_help_names_the_command_and_what_must_be_given(capsys: pytest.CaptureFix
 )
 def test_what_the_command_imports_is_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0

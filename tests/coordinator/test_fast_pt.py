@@ -13,6 +13,7 @@ from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.tensors import Tensors, decode, encode
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import FakeClient, update_body
+from tests.support.waiting import PATIENCE
 
 UP = ("global_prompt", "classifier_weight", "classifier_bias")
 WORDS = {"a": "a sketch of a {}", "b": "a neon sign of a {}", "c": "a chalk drawing of a {}"}
@@ -143,7 +144,7 @@ def test_a_domain_waits_for_the_next_round_while_a_phase_is_extended(
     assert answer(clients[0], tasks[0]).status_code == 201
     [late] = enrol(coordinator, federation, "c")
     leap(coordinator, 61)
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while not coordinator.get(federation)["stage"]["extended"]:
         assert time.monotonic() < end, "the phase is not extended"
     assert coordinator.get(federation)["asked"] == ["a", "b"]

@@ -14,6 +14,7 @@ import pytest
 
 from promptfed.shared.methods import METHODS
 from tests import ROOT
+from tests.support.waiting import PATIENCE
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -102,7 +103,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     for module in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(module, reason="the documentation's build: make test-all")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert "FedPGP" in (tmp_path / "methods" / "fedpgp.html").read_text()
     reference = (tmp_path / "api.html").read_text()

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import ROOT
+from tests.support.waiting import PATIENCE
 
 MARK = "<!-- tested: tests/docs/test_readme.py runs this block -->\n```bash\n"
 
@@ -33,7 +34,7 @@ def test_the_federation_by_curl(tmp_path: Path) -> None:
     guard = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n"
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", guard + script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+        ["bash", "-c", guard + script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     logs = "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in sorted((tmp_path / "run").glob("*.log")))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"

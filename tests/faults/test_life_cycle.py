@@ -19,6 +19,7 @@ from tests import ROOT
 from tests.support.coordinators import Api, InThread, in_thread
 from tests.support.fake_clients import FakeClient, drive
 from tests.support.postgres import PostgresServer
+from tests.support.waiting import PATIENCE
 from tests.support.whole_federation import outcome
 
 RELIABILITY = ROOT / "docs" / "reliability.md"
@@ -105,7 +106,7 @@ def blocks() -> list[str]:
 def shell(commands: str, **variables: str) -> None:
     """Run commands of the documentation."""
     done = subprocess.run(
-        ["bash", "-euc", commands], env=os.environ | variables, capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-euc", commands], env=os.environ | variables, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
 
@@ -176,7 +177,7 @@ def test_a_deletion_lets_others_in_between(coordinator: InThread, monkeypatch: p
     monkeypatch.setattr(Blobs, "remove", slowly)
     deletion = threading.Thread(target=coordinator.delete, args=(federation,))
     deletion.start()
-    assert begun.wait(10)
+    assert begun.wait(PATIENCE)
     coordinator.create(name="other")
     assert len(coordinator.registry.blobs.all()) > len(files) // 3, "it had to wait for the whole deletion"
     deletion.join()

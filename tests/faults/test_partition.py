@@ -19,6 +19,7 @@ from tests.support.fake_clients import FakeClient, trained, update_body
 from tests.support.proxy import ProxiedRequest, Proxy, Trouble
 from tests.support.resending import ResendingApi, ResendingUnanswered
 from tests.support.two_phase import TwoPhase
+from tests.support.waiting import PATIENCE
 from tests.support.whole_federation import run
 
 ROUNDS = 2
@@ -125,7 +126,7 @@ def test_half_an_update_is_no_update(coordinator: InThread) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -25,6 +25,7 @@ from tests.faults.test_partition import TROUBLES
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_coordinator import made_up_source
 from tests.support.proxy import ProxiedRequest, Proxy, Trouble
+from tests.support.waiting import PATIENCE
 
 NAMES = ("north", "south")
 ROUNDS = 2
@@ -96,7 +97,7 @@ async def together(workers: list[Worker]) -> list[Exit]:
 
 
 def start_when_all_are_there(coordinator: InThread, federation: str) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while coordinator.get(federation)["clients"]["trainers"] < len(NAMES):
         assert time.monotonic() < end
         time.sleep(0.02)

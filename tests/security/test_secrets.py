@@ -17,6 +17,7 @@ from promptfed.coordinator.engine.json_logs import JsonFormatter
 from tests.support.coordinators import ForkedCoordinator, InThread
 from tests.support.fake_clients import bearer, drive, secret_of, update_body
 from tests.support.postgres import PASSWORD
+from tests.support.waiting import PATIENCE
 
 SITES = ("hospital-a", "hospital-b", "hospital-c")
 
@@ -188,7 +189,7 @@ def test_a_waiting_client_is_counted_while_it_waits(coordinator: InThread) -> No
     [client] = coordinator.enrol(federation, SITES[0])
     poll = threading.Thread(target=client.task, args=(20,))
     poll.start()
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while numbers(coordinator)["promptfed_waiting_clients"] != 1:
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -17,6 +17,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from tests.support.waiting import PATIENCE
+
 
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
@@ -59,7 +61,7 @@ class ClientProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
 
-    def wait(self, seconds: float = 150.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit code."""
         return self.process.wait(seconds)
 
@@ -86,7 +88,7 @@ class ClientProcess:
             return None
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 150.0, every: float = 0.02) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE, every: float = 0.02) -> None:
     """Wait until ``condition``; AssertionError after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():

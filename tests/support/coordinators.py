@@ -26,9 +26,9 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.fault_points import VARIABLE
 from tests.support import forked_coordinator
 from tests.support.fake_clients import FakeClient, bearer, spec
+from tests.support.waiting import PATIENCE
 
-START_SECONDS = 60.0
-TIMEOUT = httpx.Timeout(70.0)
+TIMEOUT = httpx.Timeout(PATIENCE)
 
 
 class Api:
@@ -76,7 +76,7 @@ class Api:
             assert response.status_code == 201, response.text
         return clients
 
-    def until(self, federation: str, seconds: float = 20.0, **wanted: Any) -> Any:
+    def until(self, federation: str, seconds: float = PATIENCE, **wanted: Any) -> Any:
         """The federation once its fields are as ``wanted``."""
         end = time.monotonic() + seconds
         while True:
@@ -149,7 +149,7 @@ class InThread(Api):
         self._server = Server(_config(self.settings, self.app), self.app, started.set)
         self._thread = threading.Thread(target=self._server.run, args=([listening],))
         self._thread.start()
-        if not started.wait(START_SECONDS):
+        if not started.wait(PATIENCE):
             raise AssertionError("the coordinator does not start")
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         hooks = {"response": [answer_check()]}
@@ -167,7 +167,7 @@ class InThread(Api):
             return
         self.http.close()
         self._server.handle_exit(15, None)
-        self._thread.join(START_SECONDS)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
 
@@ -199,7 +199,7 @@ class CoordinatorProcess(Api):
         self._port_file.unlink(missing_ok=True)
         arguments = ["--data-dir", str(self.folder), "--port", "0", "--port-file", str(self._port_file)]
         self._spawn([*arguments, *self._options], fault)
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + PATIENCE
         while not self._port_file.exists() and not self.dead:
             assert time.monotonic() < end, self.log()
             time.sleep(0.01)
@@ -223,7 +223,7 @@ class CoordinatorProcess(Api):
         """Of the process."""
         return self._process.pid
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit code, once it has ended."""
         return self._process.wait(seconds)
 
@@ -281,7 +281,7 @@ class ForkedCoordinator(CoordinatorProcess):
             assert self._child.pid is not None
             return self._child.pid
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         end = time.monotonic() + seconds
         while not self.dead:
             assert time.monotonic() < end, "it does not end"

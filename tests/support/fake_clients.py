@@ -13,6 +13,7 @@ import torch
 
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, decode, encode
+from tests.support.waiting import PATIENCE
 
 SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8}
 FINGERPRINT = "sha256:" + "ab" * 32
@@ -132,7 +133,7 @@ class FakeClient:
             self.sent[task["task_id"]] = update_body(trained(self.payload(task), self.name, task), task)
         return self.send(task, self.sent[task["task_id"]])
 
-    def work(self, until: float = 30.0) -> bool:
+    def work(self, until: float = PATIENCE) -> bool:
         """Answer tasks until the federation has ended (true), or until there is none for a moment (false)."""
         end = time.monotonic() + until
         while time.monotonic() < end:
@@ -146,7 +147,7 @@ class FakeClient:
         raise AssertionError("the federation does not end")
 
 
-def drive(clients: list[FakeClient], seconds: float = 30.0) -> None:
+def drive(clients: list[FakeClient], seconds: float = PATIENCE) -> None:
     """Let all clients work until the federation has ended."""
     end = time.monotonic() + seconds
     while [client for client in clients if not client.work()]:

@@ -23,6 +23,7 @@ from promptfed.shared.methods.core.base import ServerContext
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors, decode, encode
+from tests.support.waiting import PATIENCE
 
 NAMES = ["sun", "anchor", "umbrella", "pair of scissors"]
 TOKEN = "enrolment-token"
@@ -248,7 +249,7 @@ def made_up_source(seed: int = 0, count: int = 24, names: list[str] = NAMES) -> 
     return Source("made-up", tuple(names), Domain("noise", "noise of a {}"), "a {}.", split(count), split(count))
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait for ``condition`` while the event loop goes on; TimeoutError after ``seconds``."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 (what is waited for sets no event)

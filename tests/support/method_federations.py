@@ -17,6 +17,7 @@ from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.tensors import Tensors, decode
 from tests.support.coordinators import InThread
+from tests.support.waiting import PATIENCE
 
 
 @dataclass
@@ -83,7 +84,7 @@ def run(
                     state_dir=folder / name,
                     device="cpu",
                 )
-                http = httpx.AsyncClient(transport=RecordingTransport(name, sent), trust_env=False, timeout=60)
+                http = httpx.AsyncClient(transport=RecordingTransport(name, sent), trust_env=False, timeout=PATIENCE)
                 parts = {"backbone": backbone, "source": source, "features": cache, "enrolment_token": token}
                 workers.append(Worker(settings, http=http, executor=executor, **parts))
             running = [asyncio.ensure_future(worker.run()) for worker in workers]

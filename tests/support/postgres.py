@@ -15,7 +15,7 @@ from pathlib import Path
 import psycopg
 
 USER, PASSWORD = "promptfed", "s3cret/of:the@tests"
-SECONDS = 60
+SECONDS = 300
 
 
 class NoServer(Exception):

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.support.coordinators import Api
 from tests.support.fake_clients import FakeClient, spec
+from tests.support.waiting import PATIENCE
 
 NAMES = ("a", "B", "c")  # by code point B comes first, in a dictionary a
 
@@ -24,7 +25,7 @@ def play(
     client: type[FakeClient] = FakeClient,
     *,
     accuracy_step: float = 0.1,
-    seconds: float = 120,
+    seconds: float = PATIENCE,
 ) -> dict[str, Any]:
     """The federation of a spec to its end, in which the last of ``names`` is a newcomer after the second round."""
     headers = api.operator | {"Idempotency-Key": raw["name"]}

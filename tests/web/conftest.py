@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["browser"]
 
-PATIENCE = 40_000  # ms; a busy machine is slow, a page that is wrong stays wrong
+PATIENCE = 120_000  # ms; a busy machine is slow, a page that is wrong stays wrong
 WATCH = """
 window.violations = [];
 document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective));

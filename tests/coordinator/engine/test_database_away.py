@@ -31,6 +31,7 @@ from tests.support.open_phases import kind, open_first_phase
 from tests.support.postgres import PASSWORD, PostgresServer
 from tests.support.resending import ResendingApi, ResendingRefused
 from tests.support.two_phase import TwoPhase
+from tests.support.waiting import PATIENCE
 from tests.support.whole_federation import run
 
 ROUNDS = 3
@@ -153,7 +154,7 @@ def test_while_it_is_away_everything_says_so_and_then_goes_on(on_postgres: InThr
         assert story == [f"id: {row.id}" for row in session.query(EventRow).order_by(EventRow.id)]
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(true: Callable[[], bool], seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

@@ -13,6 +13,7 @@ from promptfed.coordinator.engine import jobs
 from promptfed.coordinator.engine.registry import Registry
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import drive
+from tests.support.waiting import PATIENCE
 
 Leap = Callable[[InThread, float], None]
 
@@ -133,7 +134,7 @@ def test_work_that_outlives_a_stop_writes_nothing_any_more(
     def slow(*arguments: Any) -> None:
         if begun_for_real[0]:
             begun.set()
-            go_on.wait(20)
+            go_on.wait(PATIENCE)
         original(*arguments)
 
     begun_for_real = [False]
@@ -146,7 +147,7 @@ def test_work_that_outlives_a_stop_writes_nothing_any_more(
     begun_for_real[0] = True
     for client, task in zip(clients, tasks, strict=True):
         client.answer(task)
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE)
     first.stop()
     assert first.registry.computing
     begun_for_real[0] = False

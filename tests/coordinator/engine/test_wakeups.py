@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.coordinators import CoordinatorProcess, ForkedCoordinator, InThread
 from tests.support.fake_clients import bearer, drive
+from tests.support.waiting import PATIENCE
 
 
 def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:
@@ -25,7 +26,7 @@ def in_background(call: Any) -> tuple[threading.Thread, list[Any]]:
 
 
 def until_waiting(api: Any, what: str, count: int) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while f"promptfed_{what} {count}.0" not in api.http.get("/metrics").text:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -132,7 +133,7 @@ def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: Coordinator
 
     def listen() -> bool:
         path = f"/v1/federations/{federation}/events"
-        with httpx.stream("GET", process.url + path, headers=process.operator, timeout=60) as response:
+        with httpx.stream("GET", process.url + path, headers=process.operator, timeout=PATIENCE) as response:
             return len(list(events(response.iter_lines()))) > 0
 
     stream, streamed = in_background(listen)

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 # Threads that hold memory at the same time, as many as there are requests under way; glibc then tells its heaps.
 THREADS = """
 import ctypes, threading
@@ -31,7 +33,7 @@ def test_threads_share_heaps(variable: str | None, most: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "MALLOC_ARENA_MAX"}
     environment |= {} if variable is None else {"MALLOC_ARENA_MAX": variable}
     done = subprocess.run(
-        [sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     heaps = sum(line.startswith("Arena ") for line in done.stderr.splitlines())
     assert heaps == most, done.stderr

@@ -20,6 +20,7 @@ from tests.support import literal_rules as literal
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import FakeClient, drive, update_body
 from tests.support.two_phase import TwoPhase
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -268,12 +269,12 @@ def test_a_long_replay_holds_up_nobody(over: tuple[InThread, str, Tensors], monk
 
     def slow(*arguments: Any) -> Tensors:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE)
         return after_phase(*arguments)
 
     monkeypatch.setattr(global_state, "after_phase", slow)
     with asking(coordinator, f"{federation}/rounds/1/replay") as answers:
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE)
         assert coordinator.http.get("/readyz").status_code == 200
         assert coordinator.get(federation)["state"] == "finished"
         assert answers == []
@@ -287,7 +288,7 @@ def test_a_stop_does_not_wait_for_a_long_replay(coordinator: InThread, monkeypat
 
     def endless(*_: Any) -> Tensors:
         begun.set()
-        go_on.wait(60)
+        go_on.wait(PATIENCE)
         raise AssertionError("nobody wants this any more")
 
     monkeypatch.setattr(global_state, "after_phase", endless)
@@ -296,13 +297,13 @@ def test_a_stop_does_not_wait_for_a_long_replay(coordinator: InThread, monkeypat
 
     def ask() -> None:
         try:
-            answers.append(httpx.post(url, json={}, headers=coordinator.operator, timeout=30).status_code)
+            answers.append(httpx.post(url, json={}, headers=coordinator.operator, timeout=PATIENCE).status_code)
         except httpx.TransportError as error:
             answers.append(error)
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE)
     before = time.monotonic()
     coordinator.stop()
     assert time.monotonic() - before < 5

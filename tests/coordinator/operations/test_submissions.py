@@ -18,6 +18,7 @@ from promptfed.shared.tensors import canonical_json, encode
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import bearer, content_digest, secret_of, trained, update_body
 from tests.support.open_phases import kind, open_first_phase, stored_rows
+from tests.support.waiting import PATIENCE
 
 GOOD = {"context": torch.ones(4, 8)}
 
@@ -137,7 +138,7 @@ def test_a_body_that_is_announced_as_far_too_large_is_not_waited_for(coordinator
     address = httpx.URL(f"{coordinator.url}{a.path}/tasks/{task['task_id']}/update")
     lines = [f"PUT {address.path} HTTP/1.1", f"Host: {address.host}", "Content-Length: 900000000"]
     lines += [f"{name}: {value}" for name, value in {**a.headers, "Content-Digest": content_digest(b"")}.items()]
-    with socket.create_connection((address.host, address.port), timeout=20) as caller:
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE) as caller:
         caller.sendall("\r\n".join([*lines, "", "only this much"]).encode())
         answer = caller.makefile("rb").readline()
     assert answer.startswith(b"HTTP/1.1 413 "), answer
@@ -243,7 +244,7 @@ def test_only_so_many_uploads_at_once(coordinator_with: Callable[..., InThread])
 
     def slowly() -> Any:
         yield body[:10]
-        go_on.wait(20)
+        go_on.wait(PATIENCE)
         yield body[10:]
 
     body = update_body(GOOD, task_a)
@@ -254,7 +255,7 @@ def test_only_so_many_uploads_at_once(coordinator_with: Callable[..., InThread])
         target=lambda: results.append(coordinator.http.put(url, content=slowly(), headers=headers).status_code)
     )
     slow.start()
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE
     while coordinator.app.state.uploads._running == 0:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -278,7 +279,7 @@ def test_more_uploads_wait_their_turn_within_a_bound(
     found: dict[str, int] = {}
 
     def slowly() -> Any:
-        go_on.wait(20)
+        go_on.wait(PATIENCE)
         yield bodies[0]
 
     def first() -> None:
@@ -293,7 +294,7 @@ def test_more_uploads_wait_their_turn_within_a_bound(
         found["b"] = clients[1].send(tasks[1], bodies[1]).status_code
 
     def until(true: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE
         while not true():
             assert time.monotonic() < end
             time.sleep(0.01)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from promptfed.cli.demo import demo_sites, demo_spec
 from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
 from promptfed.shared.data.demo import DEMOS
+from tests.support.waiting import PATIENCE, wait_for
 
 DEMO = [sys.executable, "-m", "promptfed", "demo"]
 
@@ -42,12 +42,11 @@ def services(parent: int) -> dict[str, psutil.Process]:
     return found
 
 
-def wait_for(what: str, condition: Callable[[], Any], seconds: float = 90.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:.0f} s"
-        time.sleep(0.1)
-    return found
+def wait_for_demo(demo: subprocess.Popen[str], what: str, condition: Callable[[], Any]) -> Any:
+    def ended() -> str | None:
+        return None if demo.poll() is None else f"it ended with {demo.returncode}\n{demo.communicate()}"
+
+    return wait_for(what, condition, every=0.1, ended=ended)
 
 
 def log_says(folder: Path, log: str, text: str) -> bool:
@@ -71,13 +70,14 @@ def test_symbols_survive_kills_on_the_way(tmp_path: Path) -> None:
     demo = start("--rounds", "3", "--json", "--keep", str(folder))
     try:
         victim = DEMOS["symbols"].clients[0][0]
-        found = wait_for(
+        found = wait_for_demo(
+            demo,
             "a first round",
             lambda: services(demo.pid) if log_says(folder, f"client-{victim}.log", "train: loss") else None,
         )
         found[victim].kill()
         found["coordinator"].kill()
-        out, errors = demo.communicate(timeout=120)
+        out, errors = demo.communicate(timeout=PATIENCE)
     finally:
         demo.kill()
     assert demo.returncode == Exit.OK, errors
@@ -94,9 +94,9 @@ def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     demo = start("--rounds", "50", "--keep", str(folder))
     try:
-        found = wait_for("the start of all five", lambda: all_started(services(demo.pid)))
+        found = wait_for_demo(demo, "the start of all five", lambda: all_started(services(demo.pid)))
         os.kill(demo.pid, sent)
-        _, errors = demo.communicate(timeout=30)
+        _, errors = demo.communicate(timeout=PATIENCE)
     finally:
         demo.kill()
     assert demo.returncode == Exit.INTERRUPTED, errors
@@ -113,7 +113,7 @@ def test_digits_with_methods_that_send_nothing(method: str) -> None:
         [*DEMO, "--data", "digits", "--method", method, "--rounds", "1", "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == Exit.OK, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

@@ -22,6 +22,7 @@ from promptfed.cli.main import app
 from promptfed.runtime.processes import Processes
 from promptfed.sdk.errors import Exit
 from promptfed.shared.clip import load_backbone
+from tests.support.waiting import PATIENCE
 
 FINGERPRINT = "sha256:" + "1" * 64
 SPEC: dict[str, Any] = {"method": {"name": "promptfl", "m": 4}, "rounds": 2, "backbone": {"fingerprint": FINGERPRINT}}
@@ -70,7 +71,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
         managed = processes.start(
             "coordinator", ["-m", "promptfed.coordinator", f"--data-dir={data}", "--port=0", f"--port-file={port_file}"]
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not port_file.exists():
             assert managed.process.poll() is None, managed.tail(20)
             assert time.monotonic() < deadline, managed.tail(20)

@@ -27,6 +27,7 @@ from promptfed.sdk.client import Answer, Coordinator, Request
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.spec import parse_spec
 from tests import ROOT
+from tests.support.waiting import PATIENCE
 
 SPEC = """
 name: tiny
@@ -227,7 +228,7 @@ def start(*options: str) -> subprocess.Popen[str]:
 def test_a_federation_of_processes(spec: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     launched = start(str(spec), "--json", "--keep", str(folder), "--gpus", "none")
-    out, errors = launched.communicate(timeout=150)
+    out, errors = launched.communicate(timeout=PATIENCE)
     assert launched.returncode == Exit.OK, errors
     result = json.loads(out)
     assert (result["method"], result["runtime"], result["rounds"]) == ("promptfl", "process", 2)
@@ -241,7 +242,7 @@ def test_data_that_is_not_there_ends_it_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(SPEC.replace("symbols:quickdraw", "symbols:slowdraw"))
     launched = start(str(path))
-    _, errors = launched.communicate(timeout=120)
+    _, errors = launched.communicate(timeout=PATIENCE)
     assert launched.returncode == Exit.FAILED
     assert "client-b ended with 3" in errors.splitlines()[-1]
     assert "slowdraw" in errors.splitlines()[-1]
@@ -259,6 +260,6 @@ def test_an_interrupt_stops_everything(spec: Path, sent: int) -> None:
     services = psutil.Process(launched.pid).children(recursive=True)
     assert len(services) == 4
     launched.send_signal(sent)
-    launched.communicate(timeout=30)
+    launched.communicate(timeout=PATIENCE)
     assert launched.returncode == Exit.INTERRUPTED
     assert not any(one.is_running() for one in services)

@@ -24,6 +24,7 @@ from promptfed.sdk.result import Accuracy
 from promptfed.shared.tensors import state_hash
 from tests import ROOT
 from tests.support.client_processes import wait_for
+from tests.support.waiting import PATIENCE
 
 EXAMPLE = ROOT / "examples" / "simulate-100.yaml"
 RUN = """
@@ -138,7 +139,7 @@ def test_ctrl_c_ends_it_within_seconds(tmp_path: Path) -> None:
         wait_for(lambda: bool(re.search("round [1-9]", log.read_text())) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         sent = time.monotonic()
-        assert process.wait(30) == Exit.INTERRUPTED, log.read_text()
+        assert process.wait(PATIENCE) == Exit.INTERRUPTED, log.read_text()
         assert time.monotonic() - sent < 15
     finally:
         process.kill()

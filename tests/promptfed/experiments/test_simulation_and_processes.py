@@ -28,7 +28,7 @@ SITES = [
     Site("referee", DATA.format("cartoon", 0), role="evaluator"),
 ]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from promptfed.shared.tensors import decode
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
 from tests.support.exports import DOMAINS, NAMES, SPECS
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def run_snippets(*folders: Path) -> list[torch.Tensor]:
         (folder / "snippet.py").write_text(exports.code_of(folder / "card.md"))
         exports.picture().save(folder / "image.png")
     command = [exports.PYTHON, "-c", exports.WITHOUT_PROMPTFED, *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("%") == len(NAMES) * len(folders)
     return [load_file(folder / "logits.safetensors")["logits"] for folder in folders]

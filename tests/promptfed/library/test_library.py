@@ -16,6 +16,7 @@ from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import open_source
 from tests.support import exports
 from tests.support.coordinators import in_thread
+from tests.support.waiting import PATIENCE
 
 SMALL = "?topic=weather&per_class=2&test_per_class=2"
 
@@ -144,7 +145,7 @@ def test_what_is_wrong_is_said_in_one_line(backbone: Backbone) -> None:
 
 def test_importing_the_library_imports_no_torch() -> None:
     code = "import sys, promptfed; dir(promptfed); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 0
     with pytest.raises(AttributeError):
         promptfed.nothing  # noqa: B018
     assert all(hasattr(promptfed, name) for name in promptfed.__all__)

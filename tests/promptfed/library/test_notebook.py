@@ -10,6 +10,7 @@ import nbformat
 import pytest
 
 from tests import ROOT
+from tests.support.waiting import PATIENCE
 
 NOTEBOOK = ROOT / "examples" / "federation.ipynb"
 
@@ -23,7 +24,7 @@ def test_the_example_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (kernels / "kernel.json").write_text(f'{{"argv": {command}, "display_name": "here", "language": "python"}}')
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    nbclient.NotebookClient(notebook, timeout=150, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     shown = "".join(output.get("text", "") for output in outputs)
     tables = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]

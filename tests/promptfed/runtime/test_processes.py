@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from promptfed.runtime.processes import MAX_RESTARTS, Processes, ProcessFailed
+from tests.support.waiting import wait_for
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
@@ -20,14 +20,6 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_until(what: str, condition: object, seconds: float = 20.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
-        time.sleep(0.01)
 
 
 def test_a_killed_process_is_started_again_three_times(tmp_path: Path) -> None:
@@ -68,7 +60,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     )
     with pytest.raises(KeyboardInterrupt), Processes(tmp_path, stop_seconds=0.5) as processes:
         started = [processes.start("polite", ["-c", SLEEP]), processes.start("stubborn", ["-c", stubborn])]
-        wait_until("start", lambda: all("up" in managed.log.read_text() for managed in started))
+        wait_for("start", lambda: all("up" in managed.log.read_text() for managed in started))
         raise KeyboardInterrupt
     assert not any(alive(managed.process.pid) for managed in started)
     assert started[0].process.returncode == -signal.SIGTERM

@@ -14,6 +14,7 @@ from PIL import Image
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.clip.features import BATCH, agreeing_slots
 from tests.support.equality import assert_values
+from tests.support.waiting import PATIENCE
 
 
 class Noise:
@@ -191,7 +192,7 @@ def test_several_processes_share_a_folder(small, tmp_path):
     (tmp_path / "small-vit.json").write_text(json.dumps(CONFIGS["small-vit"]))
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "small-vit.json"), str(tmp_path / "cache")]
     running = [subprocess.Popen([*command, way, str(tmp_path / way)]) for way in ("up", "down")]
-    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    assert [process.wait(timeout=PATIENCE) for process in running] == [0, 0]
     up, down = torch.load(tmp_path / "up"), torch.load(tmp_path / "down")
     assert torch.equal(up, down.flip(0))
     here = FeatureCache(tmp_path / "cache")

@@ -23,6 +23,7 @@ from promptfed.shared.clip import BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.timm_vit import VisualBackbone
 from tests.shared.clip.conftest import noise
 from tests.support.equality import assert_gradients, assert_values
+from tests.support.waiting import PATIENCE
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 4}
 KINDS: dict[str, dict[str, Any]] = {
@@ -249,5 +250,5 @@ def test_neither_open_clip_nor_a_tokenizer_is_loaded() -> None:
         "loaded = [name for name in sys.modules if name.split('.')[0] in ('open_clip', 'transformers', 'ftfy')]\n"
         "print(json.dumps([loaded, shape_of(backbone).d_t]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [[], None]

@@ -14,6 +14,7 @@ import yaml
 
 from promptfed.shared.data.classes import SYMBOLS
 from tests import ROOT
+from tests.support.waiting import PATIENCE
 
 PACKAGE = ROOT / "tests" / "support" / "method_package"
 DATA = "symbols:{}?topic=weather&per_class=4&test_per_class=2"
@@ -46,7 +47,7 @@ def promptfed(*arguments: str, beside: Path) -> subprocess.CompletedProcess[str]
     path = os.pathsep.join(filter(None, [str(beside), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "promptfed", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 @pytest.fixture
