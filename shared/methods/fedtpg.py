@@ -9,6 +9,7 @@ numbers below are the paper's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -47,8 +48,9 @@ FeedForward = Literal["relu", "geglu"]
 WIDTHS: dict[FeedForward, tuple[int, int]] = {"relu": (1, 1), "geglu": (8, 4)}
 """Widths of the feed-forward's hidden layer, before and after its activation, in multiples of ``d_t``."""
 
+QUERIES = "queries"
 PARAMETERS = (
-    TensorSpec("queries", ("m", "d_t")),
+    TensorSpec(QUERIES, ("m", "d_t")),
     TensorSpec("norm_queries.weight", ("d_t",)),
     TensorSpec("norm_queries.bias", ("d_t",)),
     TensorSpec("norm_classes.weight", ("d_e",)),
@@ -82,6 +84,13 @@ class FedTPGHyper(Hyperparameters):
             description="h_φ: two layers of d_t with ReLU (the paper's text), or d→8d→GEGLU→4d→d (its released code)"
         ),
     ] = "relu"
+    start: Annotated[
+        Literal["xavier", "normal"],
+        Field(
+            description="weights at the start: Xavier's uniform draws; normal: N(0, 0.02²), so small that all queries "
+            "attend to all classes alike and the m vectors of a task are one vector m times"
+        ),
+    ] = "xavier"
 
 
 class FedTPG(Method):
@@ -128,16 +137,19 @@ class FedTPG(Method):
         return sizes | {"ff_in": wide * d_t, "ff_out": narrow * d_t}
 
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
-        """θ⁰: queries and weights from N(0, 0.02²), norms the identity, biases zero.
+        """θ⁰: queries from N(0, 0.02²), weights as ``start`` says, norms the identity, biases zero.
 
-        The paper gives no initialisation. With this one the first contexts are as small as word embeddings are, so that
-        training starts near zero-shot accuracy, which the usual uniform draws of linear layers lose.
+        The paper gives no initialisation. With Xavier's (Glorot and Bengio, 2010) a query's scores differ from class to
+        class, and so do a task's vectors; with N(0, 0.02²) contexts are as small as word embeddings are, and alike.
         """
         dims, state = self.dims(context), {}
         for spec in PARAMETERS:
             shape = spec.resolve(dims)
-            if len(shape) == 2:
+            if len(shape) == 2 and (self.hyper.start == "normal" or spec.name == QUERIES):
                 state[spec.name] = torch.randn(shape, generator=generator) * INIT_STD
+            elif len(shape) == 2:
+                bound = math.sqrt(6 / sum(shape))
+                state[spec.name] = (torch.rand(shape, generator=generator) * 2 - 1) * bound
             else:
                 state[spec.name] = torch.ones(shape) if spec.name.endswith("weight") else torch.zeros(shape)
         return state
@@ -187,7 +199,11 @@ class FedTPG(Method):
 
         final = train(context, list(learned.values()), loss)
         update = {name: value.detach().cpu() for name, value in learned.items()}
-        return TrainResult(update, metrics={"loss": final})
+        metrics = {"loss": final}
+        if self.hyper.m > 1:
+            with torch.no_grad():
+                metrics["context_cosine"] = mean_cosine(self.context_of(learned, classes))
+        return TrainResult(update, metrics=metrics)
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
         """Classifies with the context that is generated for the very class names that are to be told apart."""
@@ -203,7 +219,7 @@ class FedTPG(Method):
         Layer norms of queries and T, multi-head cross-attention with biases and an output projection, then
         x + FF(LN(x)); no residual connection round the attention. The order of the classes does not matter.
         """
-        query = _linear(theta, "to_query", _norm(theta, "norm_queries", theta["queries"]))
+        query = _linear(theta, "to_query", _norm(theta, "norm_queries", theta[QUERIES]))
         normed = _norm(theta, "norm_classes", classes)
         query, key, value = (
             _split(rows, self.hyper.heads)
@@ -218,6 +234,13 @@ class FedTPG(Method):
         else:
             hidden = F.relu(hidden)
         return mixed + _linear(theta, "narrow", hidden)
+
+
+def mean_cosine(vectors: Tensor) -> float:
+    """Mean cosine of the pairs of a task's context vectors ``(m, d_t)``, m > 1; 1: they are one vector m times."""
+    cosines = F.normalize(vectors.double(), dim=-1) @ F.normalize(vectors.double(), dim=-1).T
+    m = len(vectors)
+    return float((cosines.sum() - cosines.diagonal().sum()) / (m * (m - 1)))
 
 
 def _norm(theta: Tensors, name: str, rows: Tensor) -> Tensor:

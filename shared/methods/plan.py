@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -32,6 +32,7 @@ from promptfed.shared.methods.core.base import (
 from promptfed.shared.methods.core.insights import Measured
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.seeds import generator as seeded
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -65,6 +66,20 @@ class PlanHyper(VisualHyper):
     residual: Annotated[bool, Field(description="perceptrons are x + W₂·ReLU(W₁x + b₁) + b₂; false: without the x")] = (
         True
     )
+    aggregators: Annotated[
+        Literal["persist", "reset"],
+        Field(
+            description="persist: a round's aggregators train on from the last round's mean (Algorithm 1 as printed); "
+            "reset: from their common start, the plain mean"
+        ),
+    ] = "persist"
+    local_prompts: Annotated[
+        Literal["restart", "persist"],
+        Field(
+            description="restart: Tᵏ := T^g, Vᵏ := V^g in every round (Algorithm 1 as printed); persist: clients keep "
+            "their own prompts and start a round from them, T^g and V^g are the reference alone"
+        ),
+    ] = "restart"
 
 
 def prompts_of(modality: str) -> TensorSpec:
@@ -127,7 +142,8 @@ class Reference:
 
     def __init__(self, count: int, classes: int, logits: Callable[[Tensor, Tensor], Tensor]):
         """``logits(indices (b,), images (b, 3, H, W))`` gives the global prediction's ``(b, C)``."""
-        self._log_p = torch.zeros(count, classes)
+        self._log_p: Tensor | None = None  # made with the first prediction, whose dtype is the backbone's
+        self._shape = count, classes
         self._known = torch.zeros(count, dtype=torch.bool)
         self._logits = logits
 
@@ -137,9 +153,11 @@ class Reference:
         if bool(new.any()):
             with torch.no_grad():
                 log_p = torch.log_softmax(self._logits(indices[new], images[new.to(images.device)]), dim=-1)
-            self._log_p = self._log_p.to(log_p.device)
+            if self._log_p is None:
+                self._log_p = log_p.new_zeros(self._shape)
             self._log_p[indices[new].to(log_p.device)] = log_p
             self._known[indices[new]] = True
+        assert self._log_p is not None
         return self._log_p[indices.to(self._log_p.device)]
 
 
@@ -205,10 +223,11 @@ class Plan(Method):
         """One common start for all: prompts and queries N(0, 0.02²), perceptrons that add nothing yet."""
         dims = self.dims(context)
         state = {spec.name: drawn(generator, *spec.resolve(dims)) for spec in GLOBAL}
-        for modality in self.attentive:
-            for spec in aggregator_of(modality):
-                state[spec.name] = self._start(spec.name, spec.resolve(dims), generator)
-        return state | self._nobodys_prompts(dims)
+        return state | self._new_aggregators(dims, generator) | self._nobodys_prompts(dims)
+
+    def _new_aggregators(self, dims: Mapping[str, int], generator: Generator) -> Tensors:
+        specs = [spec for modality in self.attentive for spec in aggregator_of(modality)]
+        return {spec.name: self._start(spec.name, spec.resolve(dims), generator) for spec in specs}
 
     def _start(self, name: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
         """W₁ is uniform in ±1/√fan-in; W₂ and biases are zero, so that training starts at x (without it: as W₁)."""
@@ -258,6 +277,8 @@ class Plan(Method):
         if self.attentive:
             roster = [client.name for client in context.clients]
             state[OWNERS.name] = torch.tensor([roster.index(update.client) for update in kept])
+        if self.hyper.aggregators == "reset":  # every round from the same draws
+            state |= self._new_aggregators(self.dims(context), seeded(context.seed, self.name, "aggregators"))
         return state
 
     def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
@@ -286,13 +307,14 @@ class Plan(Method):
         """E epochs of the phase's training."""
         towers = Towers(context.backbone, self.hyper)
         if context.phase == "aggregators":
-            return self._train_aggregators(context, towers, payload)
-        return self._train_prompts(context, towers, payload)
+            return replace(self._train_aggregators(context, towers, payload), private=dict(private))
+        return self._train_prompts(context, towers, payload, private)
 
-    def _train_prompts(self, context: ClientContext, towers: Towers, payload: Tensors) -> TrainResult:
-        """Tᵏ := T^g, Vᵏ := V^g, then CE + α·KL (Eq. 8-10)."""
+    def _train_prompts(self, context: ClientContext, towers: Towers, payload: Tensors, private: Tensors) -> TrainResult:
+        """Tᵏ := T^g, Vᵏ := V^g, or this client's own of the last round; then CE + α·KL (Eq. 8-10)."""
         classes = context.backbone.class_prompts(context.class_names, self.hyper.m)
-        text, seen = (learned(payload[spec.name], context.backbone) for spec in GLOBAL)
+        start = payload | private if self.hyper.local_prompts == "persist" else payload
+        text, seen = (learned(start[spec.name], context.backbone) for spec in GLOBAL)
 
         def logits(images: Tensor) -> Tensor:
             return towers.cosine(towers.images(images, seen), towers.text(text, classes))
@@ -305,7 +327,8 @@ class Plan(Method):
 
         loss = visual.train_on_images(context, [text, seen], logits, term if reference is not None else None)
         update = {spec.name: tensor.detach().cpu() for spec, tensor in zip(GLOBAL, (text, seen), strict=True)}
-        return TrainResult(update=update, metrics={"loss": loss})
+        kept = dict(update) if self.hyper.local_prompts == "persist" else {}
+        return TrainResult(update, kept, {"loss": loss})
 
     def _reference(self, context: ClientContext, towers: Towers, payload: Tensors) -> Reference | None:
         """The global prediction: zero-shot CLIP in round 1, then the global prompts' (section IV-B)."""

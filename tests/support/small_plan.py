@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,7 +44,15 @@ def phase_of(method: Plan, name: str) -> Phase:
 
 
 def run_phase(
-    method: Plan, backbone: Backbone, state: Tensors, name: str, clients: list[str], *, round: int = 2, **training: Any
+    method: Plan,
+    backbone: Backbone,
+    state: Tensors,
+    name: str,
+    clients: list[str],
+    *,
+    round: int = 2,
+    private: Mapping[str, Tensors] | None = None,
+    **training: Any,
 ) -> tuple[Tensors, dict[str, TrainResult]]:
     """One phase as coordinator and clients carry it out, without the wire."""
     phase, server = phase_of(method, name), server_context(backbone, *"abcd")
@@ -51,7 +60,9 @@ def run_phase(
     for client in clients:
         info = next(one for one in server.clients if one.name == client)
         context = client_context(backbone, client=client, round=round, phase=name, **training)
-        results[client] = method.train(context, method.payload(state, phase, info, server), {})
+        results[client] = method.train(
+            context, method.payload(state, phase, info, server), (private or {}).get(client, {})
+        )
         expected = method.expected_update(phase, info, server)
         assert {key: tuple(tensor.shape) for key, tensor in results[client].update.items()} == {
             key: shape for key, (shape, _) in expected.items()

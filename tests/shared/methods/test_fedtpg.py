@@ -264,9 +264,9 @@ def test_names_are_encoded_bare_and_once(
     assert texts == [["big sun", "small moon"]]
 
 
-def test_the_start_is_near_the_size_of_word_embeddings(backbone: Backbone) -> None:
+def test_a_normal_start_is_near_the_size_of_word_embeddings(backbone: Backbone) -> None:
     for feedforward in FORMS:
-        tried = method(m=4, feedforward=feedforward)
+        tried = method(m=4, feedforward=feedforward, start="normal")
         theta = tried.initial_state(server_context(), initial_draws(0))
         made = tried.generate(theta, name_features(backbone, NAMES), server_context())["context"]
         assert 0.01 < float(made.std()) < 0.08
@@ -308,5 +308,44 @@ def test_defaults_are_the_papers() -> None:
     assert (training.epochs, training.batch_size, training.learning_rate) == (1, 200, 0.003)
     assert (training.momentum, training.weight_decay, training.schedule) == (0.9, 1e-5, "cosine")
     hyper = {key: value for key, value in spec.method.items() if key != "name"}
-    assert hyper == {"label_space": "client", "m": 4, "heads": 4, "feedforward": "relu"}
+    assert hyper == {"label_space": "client", "m": 4, "heads": 4, "feedforward": "relu", "start": "xavier"}
     assert set(fedtpg.WIDTHS) == set(FORMS)
+
+
+def pairwise(vectors: Tensor) -> float:
+    """The mean cosine of all pairs, one pair at a time."""
+    pairs = [(a, b) for i, a in enumerate(vectors) for b in vectors[:i]]
+    return sum(float(torch.dot(a, b) / (a.norm() * b.norm())) for a, b in pairs) / len(pairs)
+
+
+def test_the_vectors_of_a_task_differ_from_the_start(backbone: Backbone) -> None:
+    """With weights of N(0, 0.02²) they are one vector m times; Xavier's draws tell them apart."""
+    classes = name_features(backbone, NAMES)
+    alike = {}
+    for kind in ("normal", "xavier"):
+        tried = method(m=4, start=kind)
+        made = tried.context_of(tried.initial_state(server_context(), initial_draws(3)), classes)
+        alike[kind] = pairwise(made)
+        assert fedtpg.mean_cosine(made) == pytest.approx(alike[kind], abs=1e-6)
+    assert alike["normal"] > 0.999
+    assert alike["xavier"] < 0.98
+    assert method().hyper.start == "xavier"
+
+
+def test_a_client_reports_how_alike_its_vectors_are(make_context: Make, backbone: Backbone) -> None:
+    tried, context = method(m=4), make_context(6, learning_rate=0.1)
+    result = tried.train(context, tried.initial_state(server_context(), initial_draws(3)), {})
+    made = tried.context_of(result.update, name_features(backbone, NAMES))
+    assert result.metrics["context_cosine"] == pytest.approx(pairwise(made), abs=1e-5)
+    single = method(m=1)
+    alone = single.train(context, single.initial_state(server_context(), initial_draws(3)), {})
+    assert "context_cosine" not in alone.metrics
+
+
+def test_xavier_draws_have_xavier_s_bounds() -> None:
+    state = method().initial_state(server_context(), initial_draws(3))
+    for name in ("to_query", "to_key", "to_output", "widen"):
+        weight = state[f"{name}.weight"]
+        bound = math.sqrt(6 / sum(weight.shape))
+        assert 0.95 * bound < float(weight.abs().max()) <= bound
+    assert float(state["queries"].std()) == pytest.approx(0.02, rel=0.15)

@@ -91,6 +91,14 @@ def test_the_reference_is_computed_once_per_image() -> None:
     assert sorted(asked) == [0, 1, 2, 3, 4, 5]
 
 
+def test_the_reference_has_the_backbone_s_precision() -> None:
+    scores = torch.tensor([[0.1, 0.2, 0.4], [1 / 3, -1 / 7, 0.0]], dtype=torch.float64)
+    reference = Reference(2, 3, lambda indices, images: scores[indices])
+    found = reference.of(torch.tensor([1, 0]), torch.zeros(2, 1))
+    assert found.dtype == torch.float64
+    assert found.equal(torch.log_softmax(scores, -1)[[1, 0]])
+
+
 @pytest.mark.parametrize(
     ("round", "changes", "forwards"),
     [(2, {}, 6), (1, {}, 0), (2, {"alpha": 0.0}, 0), (1, {"zero_shot_reference": False}, 0)],

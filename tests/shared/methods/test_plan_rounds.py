@@ -12,6 +12,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.base import MethodError
+from promptfed.shared.methods.plan import Aggregator
 from tests.support.equality import assert_values
 from tests.support.small_plan import check_state, phase_of, plan, run_phase, slow_reference, start
 from tests.support.visual_clients import NAMES, client_context, server_context, small_backbone
@@ -85,6 +86,63 @@ def test_what_an_evaluation_downloads_is_the_global_prompts(backbone: Backbone) 
     other = replace(context, class_names=("teapot", "sun"), label_space=NAMES)
     assert_values(method.classifier(other, payload, {}).logits(context.train, torch.arange(2))[:, 1], found.new_tensor(
         slow_reference(replace(context, round=2), payload)[:2, 0].tolist()))  # fmt: skip
+
+
+# The readings of Algorithm 1
+
+
+def two_rounds(backbone: Backbone, **changes: Any) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
+    """The states after each phase of two rounds, and what clients a and b answered in each; private state is kept."""
+    method, state = plan(**changes), start(plan(**changes), backbone, scale=None)
+    states, answers = [state], []
+    private: dict[str, dict[str, Tensor]] = {"a": {}, "b": {}}
+    for round in (1, 2):
+        for phase in ("prompts", "aggregators"):
+            state, results = run_phase(method, backbone, state, phase, ["a", "b"], round=round, private=private)
+            private = {name: result.private for name, result in results.items()}
+            states.append(state)
+            answers.append(results)
+    return states, answers
+
+
+def test_aggregators_persist_or_start_anew_in_every_round(backbone: Backbone) -> None:
+    aggregators = [spec.name for spec in phase_of(plan(), "aggregators").up]
+    persisting, _ = two_rounds(backbone)
+    for name in aggregators:
+        assert persisting[3][name].equal(persisting[2][name]), name
+    anew, _ = two_rounds(backbone, aggregators="reset")
+    assert any(not anew[2][name].equal(anew[1][name]) for name in aggregators)
+    for name in aggregators:  # each round's second phase begins from the same draws
+        assert anew[3][name].equal(anew[1][name]), name
+    mean = anew[3]["client_text_prompts"].mean(0)
+    start_of_round = Aggregator("text", anew[3], residual=True)
+    uneven = start_of_round.shares(anew[3]["client_text_prompts"]) - 0.5
+    assert float(uneven.abs().max()) < 0.2
+    assert_values(start_of_round._perceptron("fa", anew[3]["client_text_prompts"]).mean(0), mean)
+
+
+def test_local_prompts_restart_or_persist(backbone: Backbone) -> None:
+    method = plan(local_prompts="persist")
+    states, answers = two_rounds(backbone, local_prompts="persist")
+    for name in ("text_prompts", "visual_prompts"):
+        assert answers[1]["a"].private[name].equal(answers[0]["a"].update[name])  # through the second phase
+    context = client_context(backbone, client="a", round=2, phase="prompts")
+    given = {name: states[2][name] for name in ("text_prompts", "visual_prompts")}
+    own = answers[0]["a"].update
+    again = method.train(context, given, own).update
+    assert again["text_prompts"].equal(answers[2]["a"].update["text_prompts"])
+    # One step from its own prompts under the global reference: what a restart from them without KL would be, and more.
+    no_reference = plan(alpha=0.0).train(context, dict(own), {}).update
+    persisting = plan(alpha=0.0, local_prompts="persist").train(context, given, own).update
+    assert persisting["text_prompts"].equal(no_reference["text_prompts"])
+    restarted = plan(alpha=0.0).train(context, given, own)
+    assert not restarted.update["text_prompts"].equal(persisting["text_prompts"])
+    assert restarted.private == {}
+
+
+def test_the_default_is_algorithm_1_as_printed() -> None:
+    hyper = plan().hyper
+    assert (hyper.aggregators, hyper.local_prompts) == ("persist", "restart")
 
 
 # Ablations of Table VI, options, refusals
