@@ -230,7 +230,8 @@ async def play(
 ) -> tuple[float, float]:
     """A whole federation, in at most ``seconds``; how long enrolling took, and how long the rounds."""
     await expect(http, 201, "POST", "/v1/federations", json.dumps(spec).encode())
-    token = json.loads(await expect(http, 201, "POST", "/v1/federations/load/enrolment-tokens"))["token"]
+    asked = json.dumps({"uses": len(clients)}).encode()
+    token = json.loads(await expect(http, 201, "POST", "/v1/federations/load/enrolment-tokens", asked))["token"]
     begun = time.perf_counter()
     for start in range(0, len(clients), ENROLLING):
         await asyncio.gather(*(client.enrol(token) for client in clients[start : start + ENROLLING]))

@@ -227,6 +227,27 @@ class LateJoin(Refusal, status=409, kind="late-join", title="This method takes n
     """A newcomer to a running federation whose method does not take any."""
 
 
+class TokenUsedUp(Refusal, status=409, kind="token-used-up", title="Nobody new can enrol with this token"):
+    """An enrolment token with which as many clients have enrolled as it was minted for, or one that was closed."""
+
+
+class OtherToken(Refusal, status=409, kind="other-token", title="This enrolment token is for somebody else"):
+    """An enrolment token for another role, or for the one name that was reset."""
+
+
+class Starting(Refusal, status=503, kind="starting", title="The federation is just being started"):
+    """A newcomer while the initial state is made for the clients that there are."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, headers={"Retry-After": "1"})
+
+
+class TooManyClassNames(
+    Refusal, status=422, kind="too-many-class-names", title="The federation's class names would be too much text"
+):
+    """Class names that would, with those of the other clients, be more text than a federation takes."""
+
+
 class UnknownClass(Refusal, status=422, kind="unknown-class", title="The federation does not have these classes"):
     """A client that names classes which the federation does not have."""
 

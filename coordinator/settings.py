@@ -56,6 +56,10 @@ class Settings(BaseSettings):
     enrolment_token_file: Annotated[Path | None, Field(description="where --bootstrap writes an enrolment token")] = (
         None
     )
+    enrolment_token_uses: Annotated[
+        int | None,
+        Field(ge=1, le=100_000, description="how many clients enrol with it (default: the spec's min_clients)"),
+    ] = None
     enrolment_token_mode: Annotated[
         int, Field(ge=0, le=0o777, description="octal mode of that file (default: 600)")
     ] = 0o600

@@ -8,8 +8,9 @@ from fastapi import APIRouter, Query, Response, status
 from sqlalchemy import select
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api.deps import After, ClientId, EnrollingAt, Limit, Operated, RegistryOf
+from promptfed.coordinator.api.deps import After, ClientId, EnrollingAt, EnrollingWith, Limit, Operated, RegistryOf
 from promptfed.coordinator.operations import federations
+from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports.federations import client_view
 from promptfed.coordinator.store.tables import ClientRow
@@ -34,6 +35,9 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
         **problems.for_callers(
             problems.Withdrawn,
             problems.NameTaken,
+            problems.TokenUsedUp,
+            problems.OtherToken,
+            problems.Starting,
             problems.SecretTaken,
             problems.OtherBackbone,
             problems.ProtocolVersion,
@@ -41,6 +45,7 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
             problems.WrongState,
             problems.CannotStart,
             problems.UnknownClass,
+            problems.TooManyClassNames,
             problems.DomainMissing,
             problems.UnfitClient,
             problems.NoSamples,
@@ -49,10 +54,10 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
     },
 )
 def post_client(
-    registry: RegistryOf, federation: EnrollingAt, request: EnrolRequest, response: Response
+    registry: RegistryOf, federation: EnrollingAt, token: EnrollingWith, request: EnrolRequest, response: Response
 ) -> EnrolResponse:
     """Enrol under a name, with a secret of the client's own making; from then on it is its bearer token."""
-    client, new = enrol(registry, federation.id, request)
+    client, new = enrol(registry, federation.id, request, token)
     if not new:
         response.status_code = status.HTTP_200_OK
     return EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name)
@@ -96,9 +101,9 @@ def delete_updates(registry: RegistryOf, federation: Operated, client_id: Client
 
 @router.post("/clients/{client_id}/reset", responses=problems.for_callers(problems.StorageFull))
 def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ClientView:
-    """Free the client's name for a new secret; its identity stays, the old secret is void."""
+    """Free the client's name for a new secret, which enrols with a token for just this name; its identity stays."""
     federations.reset(registry, federation.id, client_id)
     with registry.database.read() as session:
-        name = federations.client_name(federation, client_id)
+        name = client_name(federation, client_id)
         mine = (ClientRow.federation_id == federation.id, ClientRow.name == name)
         return client_view(session.scalars(select(ClientRow).where(*mine)).one())

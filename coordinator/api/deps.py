@@ -13,6 +13,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, authenticate
 from promptfed.coordinator.problems import MethodAbsent, NotFound, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.tokens import digest
 
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
@@ -39,6 +40,7 @@ NO_NUL = r"^[^\x00]*$"  # PostgreSQL's text holds none, and may not be asked for
 
 FederationId = Annotated[str, Path(description="id or name of the federation", max_length=100)]
 ClientId = Annotated[str, Path(description="id or name of the client", max_length=100)]
+TokenId = Annotated[str, Path(description="id or name of the enrolment token", max_length=100)]
 TaskId = Annotated[str, Path(max_length=100, pattern=NO_NUL)]
 Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
 After = Annotated[str | None, Query(max_length=100, pattern=NO_NUL, description="`next` of the page before")]
@@ -121,4 +123,14 @@ Operated = Annotated[Federation, Depends(_operated)]
 OperatedAny = Annotated[Federation, Depends(_operated_any)]
 """The operator's federation, also where its method is absent."""
 EnrollingAt = Annotated[Federation, Depends(_enrolling)]
+
+
+async def _token_digest(
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_enrolment_scheme)], _: EnrollingAt
+) -> str:
+    return digest(_token(credentials) or "")
+
+
+EnrollingWith = Annotated[str, Depends(_token_digest)]
+"""The digest of the enrolment token that was sent."""
 Calling = Annotated[CallingClient, Depends(_client)]

@@ -9,8 +9,17 @@ from fastapi import APIRouter, Body, Header, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api.deps import After, IsOperator, Limit, Operated, OperatedAny, RegistryOf, SettingsOf
-from promptfed.coordinator.operations import federations
+from promptfed.coordinator.api.deps import (
+    After,
+    IsOperator,
+    Limit,
+    Operated,
+    OperatedAny,
+    RegistryOf,
+    SettingsOf,
+    TokenId,
+)
+from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view
 from promptfed.shared.api_schemas import (
     DryRun,
@@ -18,6 +27,7 @@ from promptfed.shared.api_schemas import (
     FederationView,
     MintedToken,
     SuppliedState,
+    TokenPage,
     TokenRequest,
 )
 
@@ -156,13 +166,29 @@ async def put_initial_state(request: Request, registry: RegistryOf, federation: 
 @router.post(
     "/{federation}/enrolment-tokens",
     status_code=status.HTTP_201_CREATED,
-    responses=problems.for_callers(problems.StorageFull),
+    responses=problems.for_callers(problems.NameTaken, problems.WrongState, problems.StorageFull),
     tags=["enrolment"],
 )
 def mint_token(
     registry: RegistryOf, settings: SettingsOf, federation: Operated, request: TokenRequest | None = None
 ) -> MintedToken:
-    """Mint a token with which clients enrol; any number of times."""
-    hours = request.hours if request is not None and request.hours is not None else settings.token_hours
-    token, expires = federations.mint_token(registry, federation.id, hours)
-    return MintedToken(token=token, expires_at=expires)
+    """Mint a token with which clients enrol, one unless ``uses`` says more; any number of times."""
+    return tokens.mint(registry, federation.id, request or TokenRequest(), settings.token_hours)
+
+
+@router.get("/{federation}/enrolment-tokens", responses=problems.for_callers(), tags=["enrolment"])
+def list_tokens(registry: RegistryOf, federation: Operated, limit: Limit = 100, after: After = None) -> TokenPage:
+    """Enrolment tokens, without their texts: what they allow, and who came by them."""
+    with registry.database.read() as session:
+        return tokens.page(session, federation, limit, after)
+
+
+@router.delete(
+    "/{federation}/enrolment-tokens/{token_id}",
+    status_code=status.HTTP_204_NO_CONTENT,
+    responses=problems.for_callers(problems.StorageFull),
+    tags=["enrolment"],
+)
+def revoke_token(registry: RegistryOf, federation: Operated, token_id: TokenId) -> None:
+    """Take an enrolment token back; who came by it stays."""
+    tokens.revoke(registry, federation.id, token_id)

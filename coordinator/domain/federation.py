@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -40,6 +41,28 @@ class Client:
 
 
 @dataclass(frozen=True)
+class EnrolmentToken:
+    """What an enrolment token allows. ``uses`` is None for those of before there was a number of them.
+
+    ``client``: the one reset name that it is for. ``closed``: nobody new comes in by it any more.
+    """
+
+    id: str
+    name: str
+    expires: datetime
+    uses: int | None = 1
+    used: int = 0
+    role: Role | None = None
+    client: str | None = None
+    closed: bool = False
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether as many clients as it is for have enrolled with it."""
+        return self.uses is not None and self.used >= self.uses
+
+
+@dataclass(frozen=True)
 class OpenTask:
     """A task of the open stage that waits for its answer; without a payload it is not served yet."""
 
@@ -55,7 +78,11 @@ class OpenTask:
 
 @dataclass(frozen=True)
 class Federation:
-    """One federation at one moment. Replaced as a whole after each commit, so that readers see one whole step."""
+    """One federation at one moment. Replaced as a whole after each commit, so that readers see one whole step.
+
+    ``starting``: its initial state is being made for the clients that there are; others come in once it is there.
+    ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
+    """
 
     id: str
     name: str
@@ -70,8 +97,11 @@ class Federation:
     clients: dict[str, Client] = field(default_factory=dict)
     by_secret: dict[str, Client] = field(default_factory=dict)
     tasks: dict[str, OpenTask] = field(default_factory=dict)
-    tokens: dict[str, datetime] = field(default_factory=dict)
+    tokens: dict[str, EnrolmentToken] = field(default_factory=dict)  # by digest
     deadline: str | None = None
+    starting: bool = False
+    named: frozenset[str] = frozenset()
+    named_bytes: int = 0
 
     @property
     def absent(self) -> str | None:
@@ -109,11 +139,29 @@ class Federation:
         """The method's phase at ``step`` of ``round``."""
         return self.method.phases(round, self.spec.rounds)[step]
 
+    def with_named(self, class_names: Iterable[str]) -> Federation:
+        """This federation with ``class_names`` among those that clients have named."""
+        new = set(class_names) - self.named
+        return replace(self, named=self.named | new, named_bytes=self.named_bytes + text_bytes(new)) if new else self
+
+    def recounted(self) -> Federation:
+        """This federation with nothing among its named classes but what its active clients have named."""
+        named: set[str] = set()
+        for client in self.clients.values():
+            if self.run.members[client.name].active:
+                named.update(client.class_names)
+        return replace(self, named=frozenset(named), named_bytes=text_bytes(named))
+
     def with_clients(self, *clients: Client) -> Federation:
         """This federation with ``clients`` added or replaced."""
         known = {**self.clients, **{client.name: client for client in clients}}
         by_secret = {client.secret_digest: client for client in known.values() if client.secret_digest is not None}
         return replace(self, clients=known, by_secret=by_secret)
+
+
+def text_bytes(names: Iterable[str]) -> int:
+    """Bytes of the names in UTF-8."""
+    return sum(len(name.encode()) for name in names)
 
 
 def rules_of(spec: FederationSpec, method: Method) -> Rules:

@@ -31,11 +31,20 @@ from promptfed.shared.tensors import TensorError, Tensors, decode_file, encode, 
 
 
 def start(registry: Registry, id: str) -> None:
-    """Make the initial state and start.
+    """Make the initial state and start. While it is made, nobody new enrols: who is enough would never be known.
 
     Raises:
         WrongState, NotEnoughClients, InitialStateMissing, InitialStateMismatch, CannotStart: it cannot.
     """
+    _expect_startable(registry.get(id))
+    registry.set_starting(id, True)
+    try:
+        _start_with_those_there_are(registry, id)
+    finally:
+        registry.set_starting(id, False)
+
+
+def _start_with_those_there_are(registry: Registry, id: str) -> None:
     while True:
         federation = registry.get(id)
         _expect_startable(federation)
@@ -50,7 +59,7 @@ def start(registry: Registry, id: str) -> None:
                     change.federation.run != federation.run
                     or change.federation.supplied_state != federation.supplied_state
                 ):
-                    continue  # Somebody enrolled meanwhile: the state is made for the clients that there are.
+                    continue  # Somebody was withdrawn, or another state supplied: it is made anew.
                 _commit_state(change, tensors, content, "initial", None)
                 _send_start(change)
                 point("start-before-commit")

@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Client, Federation, federation_of, kept_method
+from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation, federation_of, kept_method
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, DueJob, Member, Run, Stage
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
@@ -32,7 +32,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
     stage_row = _stage_row(session, row)
     tasks = _latest_tasks(session, stage_row) if stage_row else {}
     is_open = stage_row is not None and stage_row.closed_at is None
-    return replace(
+    loaded = replace(
         federation.with_clients(*map(client_of, clients)),
         run=_run(session, row, clients, _stage(stage_row, tasks, now)),
         fingerprint=row.fingerprint,
@@ -40,8 +40,23 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         supplied_state=row.supplied_state,
         lexicon=row.lexicon,
         tasks={t.client: open_task(t, stage_row) for t in tasks.values() if t.status == "open"} if stage_row else {},
-        tokens={token.digest: clock.parse(token.expires_at) for token in tokens},
+        tokens={token.digest: token_of(token) for token in tokens},
         deadline=stage_row.deadline if stage_row is not None and is_open else None,
+    )
+    return loaded.recounted()
+
+
+def token_of(row: TokenRow) -> EnrolmentToken:
+    """A token's row as it is held in memory."""
+    return EnrolmentToken(
+        id=row.id,
+        name=row.name,
+        expires=clock.parse(row.expires_at),
+        uses=row.uses,
+        used=row.used,
+        role=cast(Role | None, row.role),
+        client=row.client,
+        closed=row.closed,
     )
 
 

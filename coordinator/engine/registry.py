@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from promptfed.coordinator.domain import clock, events
@@ -167,6 +168,13 @@ class Registry:
             self.federations = {**self.federations, id: change.federation}
             self.metrics.observe(change, before)
         self._announce(change)
+
+    def set_starting(self, id: str, starting: bool) -> None:
+        """Whether a federation is just being started, for as long as this process knows it: it is not written down."""
+        with self._turn:
+            federation = self.federations.get(id)
+            if federation is not None:
+                self.federations = {**self.federations, id: replace(federation, starting=starting)}
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from promptfed.coordinator.problems import Refusal
 
 JSON_BYTES = 8 << 20
 LONG_JSON_BYTES = 32 << 20
-LONG_JSON_PATHS = ("/clients", "/prompts/generate")  # with class names, or text features
+LONG_JSON_PATHS = ("/prompts/generate",)  # with text features
 TENSOR_PATHS = ("/update", "/initial-state", "/lexicon")
 NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 

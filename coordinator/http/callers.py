@@ -23,9 +23,10 @@ class OperatorCaller:
 
 @dataclass(frozen=True)
 class EnrollingCaller:
-    """Whoever holds an enrolment token of a federation."""
+    """Whoever holds an enrolment token of a federation, known by its digest."""
 
     federation: str
+    token: str
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,11 @@ def _identify(token_digest: str, operator_digest: str, federations: Iterable[Fed
     if compare_digest(token_digest, operator_digest):
         return OperatorCaller()
     for federation in federations:
-        expires = next((end for known, end in federation.tokens.items() if compare_digest(known, token_digest)), None)
-        if expires is not None:
-            if expires <= datetime.now(UTC):
+        token = federation.tokens.get(token_digest)
+        if token is not None:
+            if token.expires <= datetime.now(UTC):
                 raise TokenExpired("this enrolment token has expired: ask the operator for another")
-            return EnrollingCaller(federation.id)
+            return EnrollingCaller(federation.id, token_digest)
         client = federation.by_secret.get(token_digest)
         if client is not None and compare_digest(client.secret_digest or "", token_digest):
             return ClientCaller(federation.id, client, federation.run.members[client.name].active)

@@ -10,10 +10,11 @@ import yaml
 
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.operations import federations
+from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tokens import digest, write_secret
+from promptfed.shared.api_schemas import TokenRequest
 
 
 class BootstrapFailed(Exception):
@@ -21,7 +22,10 @@ class BootstrapFailed(Exception):
 
 
 def bootstrap(registry: Registry, settings: Settings) -> None:
-    """Create the settings' federation if it is absent, and write an enrolment token where there is no good one."""
+    """Create the settings' federation if it is absent, and write an enrolment token where there is no good one.
+
+    It is for as many clients as the settings say, or the spec's ``min_clients``, less those who have enrolled.
+    """
     if settings.bootstrap is None:
         return
     raw = read_spec(settings.bootstrap)
@@ -31,8 +35,11 @@ def bootstrap(registry: Registry, settings: Settings) -> None:
         if federation is None:
             federation = federations.create(registry, raw)
         if path is not None and not _is_good(federation, path):
-            token, _ = federations.mint_token(registry, federation.id, settings.token_hours)
-            write_secret(path, token, settings.enrolment_token_mode)
+            uses = settings.enrolment_token_uses or federation.spec.participation.min_clients
+            missing = uses - len(registry.get(federation.id).clients)
+            if missing > 0:
+                minted = tokens.mint(registry, federation.id, TokenRequest(uses=missing), settings.token_hours)
+                write_secret(path, minted.token, settings.enrolment_token_mode)
     except Refusal as refusal:
         raise BootstrapFailed(f"{settings.bootstrap}: {refusal.detail}") from None
 
@@ -53,7 +60,7 @@ def read_spec(path: Path) -> dict[str, Any]:
 def _is_good(federation: Federation, path: Path) -> bool:
     """Whether the file holds a token of this federation that has not expired."""
     try:
-        expires = federation.tokens.get(digest(path.read_text().strip()))
+        token = federation.tokens.get(digest(path.read_text().strip()))
     except (OSError, UnicodeDecodeError):
         return False
-    return expires is not None and expires > datetime.now(UTC)
+    return token is not None and token.expires > datetime.now(UTC)

@@ -7,17 +7,21 @@ from dataclasses import replace
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock, events
-from promptfed.coordinator.domain.federation import Client, Federation
+from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import ClientRow
+from promptfed.coordinator.store.tables import ClientRow, TokenRow
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.spec import BackboneShape
+
+# All different names of a federation together, in UTF-8; ImageNet-21k's have 0.4 MB. They are kept in memory, go to
+# every client, and a text tower reads each.
+CLASS_NAME_BYTES = 1 << 20
 
 
 def enrolment_info(federation: Federation) -> EnrolmentInfo:
@@ -37,11 +41,11 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
     )
 
 
-def enrol(registry: Registry, id: str, request: EnrolRequest) -> tuple[Client, bool]:
+def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest: str) -> tuple[Client, bool]:
     """The client, and whether it is new (or back after its name was reset).
 
     Raises:
-        A refusal of ``promptfed.coordinator.problems``: see ``_check``.
+        A refusal of ``promptfed.coordinator.problems``: see ``_check`` and ``_check_token``.
     """
     with registry.change(id) as change:
         federation = change.federation
@@ -49,13 +53,15 @@ def enrol(registry: Registry, id: str, request: EnrolRequest) -> tuple[Client, b
         _check_version_and_backbone(federation, request)
         if known is not None and known.secret_digest is not None:
             return _recognise(federation, known, request), False
+        token = _check_token(federation, token_digest, request, known)
         _check(federation, request, newcomer=known is None)
         client = _client(request, known.id if known else "cli-" + secrets.token_hex(8))
         _check_method(federation, client, request.backbone_shape)
-        _store(change, client, request)
-        change.federation = change.federation.with_clients(client)
+        _store(change, client, request, token.id)
+        _use(change, token_digest)
+        change.federation = change.federation.with_clients(client).with_named(client.class_names)
         change.send(events.Enrolled(client.name, client.role))
-        change.emit("client-enrolled", client=client.name, role=client.role)
+        change.emit("client-enrolled", client=client.name, role=client.role, token=token.name)
     point("client-enrolled")
     return client, True
 
@@ -68,6 +74,38 @@ def _recognise(federation: Federation, known: Client, request: EnrolRequest) -> 
     if not federation.run.members[known.name].active:
         raise problems.Withdrawn("the operator has withdrawn this client from the federation")
     return known
+
+
+def _check_token(
+    federation: Federation, token_digest: str, request: EnrolRequest, known: Client | None
+) -> EnrolmentToken:
+    """The token, which must let in just this client: once the rounds begin, or at once while clients gather."""
+    token = federation.tokens.get(token_digest)
+    if token is None:  # It was taken back between the door and here.
+        raise problems.Unauthorized("this token is not known here")
+    if federation.starting:
+        raise problems.Starting(f"{federation.name} is just being started: send it again in a moment")
+    if token.client is not None and token.client != request.name:
+        raise problems.OtherToken(f"this enrolment token is for {token.client!r} alone, whose name was reset")
+    if token.role is not None and token.role != request.role:
+        raise problems.OtherToken(f"this enrolment token is for an {token.role}, not for an {request.role}")
+    if known is not None and token.client != request.name:
+        text = f"the operator has reset the name {request.name!r}: it takes the enrolment token that was minted for it"
+        raise problems.NameTaken(f"{text}, or choose another name")
+    if token.closed:
+        text = "a client that came with this enrolment token was withdrawn: nobody new comes in by it"
+        raise problems.TokenUsedUp(f"{text}; ask the operator for another")
+    if token.is_used_up:
+        text = f"{token.used} of {token.uses} clients have enrolled with this enrolment token"
+        raise problems.TokenUsedUp(f"{text}: ask the operator for another")
+    return token
+
+
+def _use(change: Change, token_digest: str) -> None:
+    row = change.session.get_one(TokenRow, token_digest)
+    row.used += 1
+    token = replace(change.federation.tokens[token_digest], used=row.used)
+    change.federation = replace(change.federation, tokens={**change.federation.tokens, token_digest: token})
 
 
 def _check_version_and_backbone(federation: Federation, request: EnrolRequest) -> None:
@@ -102,11 +140,22 @@ def _check(federation: Federation, request: EnrolRequest, newcomer: bool) -> Non
         raise problems.NoSamples("a trainer needs at least one training sample: enrol as evaluator, or give it data")
     if needs.domain_descriptions and request.role == "trainer" and request.domain is None:
         raise problems.DomainMissing(f"{federation.method.name} needs each trainer's domain with its description")
+    _check_class_names(federation, request)
+
+
+def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
     if federation.spec.class_names is not None:
         unknown = sorted(set(request.class_names) - set(federation.spec.class_names))
         if unknown:
             names = ", ".join(map(repr, unknown[:5]))
             raise problems.UnknownClass(f"{federation.name} has no class {names}: rename or leave out those images")
+        return
+    size = federation.with_named(request.class_names).named_bytes
+    if size > CLASS_NAME_BYTES:
+        text = f"with this client's, the class names of {federation.name} would have {size:,} bytes of text"
+        raise problems.TooManyClassNames(
+            f"{text}; {CLASS_NAME_BYTES:,} are taken, unless its spec lists them under class_names"
+        )
 
 
 def _check_method(federation: Federation, client: Client, shape: BackboneShape) -> None:
@@ -141,7 +190,7 @@ def _client(request: EnrolRequest, id: str) -> Client:
     )
 
 
-def _store(change: Change, client: Client, request: EnrolRequest) -> None:
+def _store(change: Change, client: Client, request: EnrolRequest, token_id: str) -> None:
     _keep_reference(change, request)
     described = {
         "role": client.role,
@@ -151,6 +200,7 @@ def _store(change: Change, client: Client, request: EnrolRequest) -> None:
         "domain": client.domain.model_dump() if client.domain else None,
         "device": request.device,
         "active": True,
+        "token_id": token_id,
         "last_seen": clock.now(),
     }
     if client.name in change.federation.clients:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from sqlalchemy import select
@@ -18,9 +17,10 @@ from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import jobs, retention
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.operations import tokens
+from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow, TokenRow
-from promptfed.coordinator.store.tokens import digest, new_token
+from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow
 from promptfed.shared.methods import check_fits, resolve_spec
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.spec import FederationSpec, SpecError
@@ -191,18 +191,6 @@ def _expect_enrolling(federation: Federation) -> None:
         raise problems.WrongState(text, state=federation.run.state)
 
 
-def mint_token(registry: Registry, id: str, hours: float) -> tuple[str, datetime]:
-    """A new enrolment token, and when it expires."""
-    token, expires = new_token(), clock.later(hours * 3600)
-    with registry.change(id) as change:
-        row = TokenRow(digest=digest(token), federation_id=id, created_at=clock.now(), expires_at=expires)
-        change.session.add(row)
-        change.federation = replace(
-            change.federation, tokens={**change.federation.tokens, row.digest: clock.parse(expires)}
-        )
-    return token, clock.parse(expires)
-
-
 def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
     """Take a client out; doing it again changes nothing.
 
@@ -215,7 +203,10 @@ def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
             if not change.federation.run.members[name].active:
                 return
             change.send(events.Withdraw(name, discard, clock.monotonic()))
-            change.client_row(name).active = False
+            row = change.client_row(name)
+            row.active = False
+            tokens.close_for(change, name, row.token_id)
+            change.federation = change.federation.recounted()
             change.wake.add(name)
             change.emit("client-withdrawn", client=name, discard=discard)
     except WrongMoment as error:
@@ -245,21 +236,16 @@ def delete_updates(registry: Registry, id: str, client: str) -> None:
 
 
 def reset(registry: Registry, id: str, client: str) -> None:
-    """Free a client's name for a new secret; the old secret is void, the identity stays. Raises NotFound."""
+    """Free a client's name for a new secret; the old secret is void, the identity stays. Raises NotFound.
+
+    Who enrols under it needs a token that is minted for this name.
+    """
     with registry.change(id) as change:
         name = client_name(change.federation, client)
         change.client_row(name).secret_digest = None
         change.federation = change.federation.with_clients(replace(change.federation.clients[name], secret_digest=None))
         change.wake.add(name)
         change.emit("client-reset", client=name)
-
-
-def client_name(federation: Federation, id_or_name: str) -> str:
-    """The name of the client with this id or name. Raises NotFound."""
-    for client in federation.clients.values():
-        if id_or_name in (client.id, client.name):
-            return client.name
-    raise problems.NotFound(f"{federation.name} has no client {id_or_name[:100]!r}")
 
 
 def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Refusal, path: str) -> None:

@@ -69,18 +69,32 @@ class FederationRow(Base):
 
 
 class TokenRow(Base):
-    """An enrolment token, as the SHA-256 of its text."""
+    """An enrolment token, as the SHA-256 of its text. ``uses`` is null where it was minted before there were any.
+
+    ``client`` is the one reset name that it is for; ``closed`` says that nobody new comes in by it any more.
+    """
 
     __tablename__ = "enrolment_tokens"
+    __table_args__ = (UniqueConstraint("federation_id", "name"),)
 
     digest: Mapped[str] = mapped_column(primary_key=True)
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"), index=True)
     created_at: Mapped[str]
     expires_at: Mapped[str]
+    id: Mapped[str] = mapped_column(unique=True)
+    name: Mapped[str]
+    role: Mapped[str | None]
+    uses: Mapped[int | None]
+    used: Mapped[int]
+    client: Mapped[str | None]
+    closed: Mapped[bool]
 
 
 class ClientRow(Base):
-    """An enrolled client; ``secret_digest`` is null after the operator has reset its name."""
+    """An enrolled client; ``secret_digest`` is null after the operator has reset its name.
+
+    ``token_id`` is that of the enrolment token that it came with, which may be deleted since.
+    """
 
     __tablename__ = "clients"
     __table_args__ = (UniqueConstraint("federation_id", "name"), UniqueConstraint("federation_id", "secret_digest"))
@@ -99,6 +113,7 @@ class ClientRow(Base):
     enrolled_at: Mapped[str]
     last_seen: Mapped[str | None]
     refusals: Mapped[int]
+    token_id: Mapped[str | None]
     last_refusal: Mapped[dict[str, Any] | None]
 
 

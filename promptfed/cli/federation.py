@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from promptfed.cli.common import Federation, Json, TokenFile, Url
 from promptfed.cli.replay import RULES, question
 from promptfed.cli.replay import replay as replay_rounds
+from promptfed.cli.tokens import token
 from promptfed.sdk import operations
-from promptfed.sdk.client import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, open_coordinator
+from promptfed.sdk.client import open_coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import read_spec, write_file, write_private
+from promptfed.sdk.files import read_spec, write_file
 from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.output import console, print_json, reporting_errors, table
 from promptfed.sdk.progress import Watcher, result_table
@@ -21,13 +23,7 @@ from promptfed.sdk.summary import FederationSummary
 from promptfed.sdk.text import size
 
 federation_app = typer.Typer(no_args_is_help=True, help="Create, watch and steer federations at a coordinator.")
-
-Url = Annotated[
-    str | None, typer.Option("--coordinator", help=f"its URL; default: ${URL_VARIABLE}, else {DEFAULT_URL}")
-]
-TokenFile = Annotated[Path | None, typer.Option(help=f"file with the operator token; default: ${TOKEN_VARIABLE}")]
-Federation = Annotated[str, typer.Argument(help="its name or id")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
+federation_app.command()(token)
 
 
 @federation_app.command()
@@ -142,27 +138,6 @@ def words(
         from promptfed.cli.vocabulary import supply_words
 
         supply_words(api, federation, allow_backbone, as_json)
-
-
-@federation_app.command()
-def token(
-    federation: Federation,
-    out: Annotated[Path | None, typer.Option(help="write the token here, readable by you alone")] = None,
-    coordinator: Url = None,
-    token_file: TokenFile = None,
-    as_json: Json = False,
-) -> None:
-    """Mint an enrolment token for those who are to join."""
-    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-        minted = api.send(operations.mint_token(federation)).json
-        if out is not None:
-            write_private(out, minted["token"])
-        if as_json:
-            print_json(minted)
-        elif out is None:
-            console.print(minted["token"], highlight=False)
-        else:
-            console.print(f"Wrote {out}; it is good until {minted['expires_at']}.", highlight=False)
 
 
 @federation_app.command()

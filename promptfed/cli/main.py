@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from promptfed.cli.federation import TokenFile, Url, federation_app
+from promptfed.cli.common import TokenFile, Url
+from promptfed.cli.federation import federation_app
 from promptfed.cli.prompts import prompts_app
 from promptfed.sdk.client import open_coordinator
 from promptfed.sdk.errors import CommandError, Exit

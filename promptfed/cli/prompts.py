@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from promptfed.cli.federation import Json, TokenFile, Url
+from promptfed.cli.common import Json, TokenFile, Url
 from promptfed.sdk import operations
 from promptfed.sdk.client import open_coordinator
 from promptfed.sdk.files import write_file

@@ -165,7 +165,7 @@ async def _run(setup: SimulationSetup, started: float) -> FederationResult:
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
         api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
         federation = str((await api.run(operations.create(setup.spec, setup.initial_state))).json["id"])
-        token = (await api.send(operations.mint_token(federation))).view.token
+        token = (await api.send(operations.mint_token(federation, len(setup.clients)))).view.token
         await _warm(setup)
         async with run_workers(setup, http, federation, token) as clients:
             await clients.enrolled()

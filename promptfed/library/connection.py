@@ -103,9 +103,9 @@ class Federation:
         pages = self._api.run(operations.list_clients(self.id))
         return [client for page in pages for client in page.json["clients"]]
 
-    def enrolment_token(self) -> str:
+    def enrolment_token(self, uses: int = 1) -> str:
         """A fresh token for those who are to join."""
-        return self._api.send(operations.mint_token(self.id)).view.token
+        return self._api.send(operations.mint_token(self.id, uses)).view.token
 
     def start(self) -> Self:
         """Start the rounds; confirms the backbone that the first client enrolled with."""

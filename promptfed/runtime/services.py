@@ -75,7 +75,7 @@ class Services(ABC):
             CommandError: they did not enrol in time.
             ProcessFailed: one of them ended.
         """
-        self.hand_out(self.api.send(operations.mint_token(federation)).view.token)
+        self.hand_out(self.api.send(operations.mint_token(federation, len(sites))).view.token)
         for number, site in enumerate(sites):
             self.start_client(federation, site, gpus[number % len(gpus)] if gpus else None)
         seconds = ENROL_SECONDS + ENROL_SECONDS_EACH * len(sites)

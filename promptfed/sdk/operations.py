@@ -19,7 +19,7 @@ from promptfed.shared.insight_schemas import LexiconView
 from promptfed.shared.replay_schemas import ReplayReport
 from promptfed.shared.spec import FederationSpec
 
-Page = TypeVar("Page", FederationList, schemas.ClientPage, schemas.RoundPage)
+Page = TypeVar("Page", FederationList, schemas.ClientPage, schemas.RoundPage, schemas.TokenPage)
 
 ReplayQuestion = Mapping[str, object]  # aggregation and without, as the coordinator takes them
 Spec = FederationSpec | Mapping[str, Any]  # resolved, or as somebody wrote it
@@ -63,9 +63,21 @@ def steer(federation: str, verb: str) -> Request[FederationSummary]:
     return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", FederationSummary)
 
 
-def mint_token(federation: str) -> Request[schemas.MintedToken]:
-    """A fresh enrolment token."""
-    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", schemas.MintedToken)
+def mint_token(federation: str, uses: int = 1, **asked: object) -> Request[schemas.MintedToken]:
+    """A fresh enrolment token for so many clients; ``asked`` are more fields of `TokenRequest`, None: the default."""
+    body = {"uses": uses, **{key: value for key, value in asked.items() if value is not None}}
+    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", schemas.MintedToken, {"json": body})
+
+
+def list_tokens(federation: str) -> Operation[list[Answer[schemas.TokenPage]]]:
+    """Enrolment tokens, without their texts."""
+    path = f"{FEDERATIONS}/{federation}/enrolment-tokens"
+    return _pages(lambda after: Request("GET", path, schemas.TokenPage, _query(after=after)))
+
+
+def revoke_token(federation: str, token: str) -> Request[schemas.Nothing]:
+    """Take an enrolment token back, by its name or id."""
+    return Request("DELETE", f"{FEDERATIONS}/{federation}/enrolment-tokens/{token}", schemas.Nothing)
 
 
 def list_clients(federation: str) -> Operation[list[Answer[schemas.ClientPage]]]:

@@ -102,7 +102,7 @@ class Federation:
             "seed": 3,
         }
         self.path = "/v1/federations/" + coordinator.call("POST", "/v1/federations", json=spec).json()["id"]
-        minted = coordinator.call("POST", self.path + "/enrolment-tokens").json()
+        minted = coordinator.call("POST", self.path + "/enrolment-tokens", json={"uses": 4}).json()
         (folder / "token").write_text(minted["token"])
         common = {
             "coordinator": coordinator.url,

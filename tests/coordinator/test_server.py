@@ -24,7 +24,7 @@ def test_the_same_application_serves_within_a_process(tmp_path: Path) -> None:
             operator = bearer((tmp_path / "data" / "operator.token").read_text().strip())
             path = "/v1/federations/eyes"
             await http.post("/v1/federations", json=spec(), headers=operator)
-            token = (await http.post(f"{path}/enrolment-tokens", headers=operator)).json()["token"]
+            token = (await http.post(f"{path}/enrolment-tokens", json={"uses": 2}, headers=operator)).json()["token"]
             for name in ("a", "b"):
                 await http.post(f"{path}/clients", json=enrolment(name), headers=bearer(token))
             waiting = asyncio.create_task(

@@ -70,7 +70,13 @@ class Door:
     def knock(self, call: str, token: str | None) -> httpx.Response:
         """Call with a token; everything else about the call is as it should be, and it is ``a``'s task."""
         verb, path = call.split(" ")
-        real = {"federation": "mine", "client_id": "a", "task_id": self.task["task_id"], "round": "0"}
+        real = {
+            "federation": "mine",
+            "client_id": "a",
+            "task_id": self.task["task_id"],
+            "round": "0",
+            "token_id": "spare",
+        }
         url = path.replace("...", FEDERATION).format(**real, name="promptfl", file="app.js")
         headers = bearer(token) if token is not None else {}
         if path.endswith("/update"):

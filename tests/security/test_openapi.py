@@ -108,6 +108,7 @@ def aimed(case: schemathesis.Case, place: Place, caller: str, at_victim: bool) -
         "round": 0,
         "name": "promptfl",
         "file": "app.js",
+        "token_id": "spare",
     }
     case.path_parameters = {name: real[name] for name in case.path_parameters or {}}
 

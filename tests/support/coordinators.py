@@ -59,9 +59,10 @@ class Api:
         """A federation; its id."""
         return str(self.post("/v1/federations", spec(**changes), status=201)["id"])
 
-    def token(self, federation: str) -> str:
-        """A fresh enrolment token."""
-        return str(self.post(f"{federation}/enrolment-tokens", status=201)["token"])
+    def token(self, federation: str, uses: int = 1000, **asked: Any) -> str:
+        """A fresh enrolment token, for as many clients as a test may want unless it says how many."""
+        asked = asked if "client" in asked else {"uses": uses, **asked}
+        return str(self.post(f"{federation}/enrolment-tokens", asked, status=201)["token"])
 
     def client(self, federation: str, name: str) -> FakeClient:
         """A client that may have enrolled before."""

@@ -178,6 +178,14 @@ def test_bootstrap_creates_once_and_writes_a_token(tmp_path: Path) -> None:
     assert token_file.read_text().strip() == token, "a good token is kept"
     assert [one["name"] for one in server.get("/v1/federations")["federations"]] == ["boot"]
     assert server.client("boot", "b").enrol(token).status_code == 201
+    assert server.client("boot", "c").enrol(token).status_code == 409, "it is for min_clients"
+    server.kill()
+    token_file.unlink()
+    server._options = (*options, "--enrolment-token-uses", "3")
+    server.start()
+    token = token_file.read_text().strip()
+    answers = [server.client("boot", name).enrol(token).status_code for name in "cd"]
+    assert answers == [201, 409], "two of three had enrolled"
     server.kill()
 
     spec_file.write_text("name: boot\nmethod: {name: nonsense}\n")

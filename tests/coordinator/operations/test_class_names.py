@@ -47,3 +47,28 @@ def test_a_context_that_leaves_no_room_for_a_name(coordinator: InThread, shape: 
     raw = {"name": "narrow", "method": {"name": "fedpgp", "m": 16}, "backbone": {"shape": shape}}
     answer = coordinator.post("/v1/federations", raw, status=422)
     assert answer["errors"][0]["path"] == "backbone.shape"
+
+
+def test_the_class_names_of_all_clients_together_have_a_bound(coordinator: InThread) -> None:
+    federation = coordinator.create(class_names=None)
+    token = coordinator.token(federation)
+    many = [f"{k:05d}{'x' * 191}" for k in range(100_000)]
+    refused = coordinator.client(federation, "a").enrol(token, class_names=many)
+    assert refused.status_code in (413, 422), refused.text
+    half = many[:3000]
+    assert coordinator.client(federation, "a").enrol(token, class_names=half).status_code == 201
+    assert coordinator.client(federation, "b").enrol(token, class_names=half).status_code == 201, "the same names"
+    other = coordinator.client(federation, "c").enrol(token, class_names=many[3000:6000])
+    assert (other.status_code, other.json()["type"].rsplit("/", 1)[-1]) == (422, "too-many-class-names")
+    assert "1,176,000 bytes" in other.json()["detail"]
+    for name in ("a", "b"):
+        coordinator.delete(f"{federation}/clients/{name}")
+    assert coordinator.client(federation, "c").enrol(token, class_names=many[3000:6000]).status_code == 409
+    fresh = coordinator.token(federation)
+    assert coordinator.client(federation, "c").enrol(fresh, class_names=many[3000:6000]).status_code == 201
+
+
+def test_a_federation_that_lists_its_classes_takes_as_many_as_it_lists(coordinator: InThread) -> None:
+    names = [f"{k:05d}{'x' * 191}" for k in range(6000)]
+    federation = coordinator.create(class_names=names)
+    coordinator.enrol(federation, "a", class_names=names)

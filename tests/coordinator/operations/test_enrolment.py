@@ -149,7 +149,7 @@ def test_a_reset_frees_the_name_and_keeps_the_identity(coordinator: InThread) ->
     assert coordinator.post(f"{federation}/clients/a/reset")["reset"] is True
     assert a.task().status_code == 401
     fresh = "f" * 64
-    response = a.enrol(coordinator.token(federation), secret=fresh)
+    response = a.enrol(coordinator.token(federation, client="a"), secret=fresh)
     assert (response.status_code, response.json()["client_id"]) == (201, identity)
     response = coordinator.http.get(f"{a.path}/task", headers=bearer(fresh))
     assert response.json()["task_id"] == tasks[0]["task_id"], "its open task is still its own"
@@ -162,7 +162,7 @@ def test_a_withdrawn_client_can_come_back_after_a_reset(coordinator: InThread) -
     coordinator.delete(f"{federation}/clients/a")
     assert kind(a.enrol(coordinator.token(federation))) == (403, "withdrawn")
     coordinator.post(f"{federation}/clients/a/reset")
-    assert a.enrol(coordinator.token(federation)).status_code == 201
+    assert a.enrol(coordinator.token(federation, client="a")).status_code == 201
     assert coordinator.get(federation)["clients"] == {"trainers": 1, "evaluators": 0, "withdrawn": 0}
 
 

@@ -178,6 +178,22 @@ def test_an_enrolment_token_is_written_for_its_owner_alone(command: Command, tmp
     assert out.read_text().strip() not in done.output
 
 
+def test_enrolment_tokens_are_minted_for_somebody_listed_and_taken_back(command: Command) -> None:
+    command.create("handed-out")
+    asked = ["--uses", "2", "--role", "trainer", "--name", "ward-3", "--hours", "2", "--json"]
+    minted = json.loads(command("token", "handed-out", *asked).stdout)
+    assert (minted["name"], minted["uses"], minted["role"]) == ("ward-3", 2, "trainer")
+    [listed] = json.loads(command("token", "handed-out", "--list", "--json").stdout)
+    assert (listed["name"], listed["used"], listed["clients"]) == ("ward-3", 0, [])
+    assert "0 of 2" in command("token", "handed-out", "--list").stdout
+    assert command("token", "handed-out", "--revoke", "ward-3").exit_code == Exit.OK
+    assert json.loads(command("token", "handed-out", "--list", "--json").stdout) == []
+    gone = command("token", "handed-out", "--revoke", "ward-3")
+    assert (gone.exit_code, "has no enrolment token 'ward-3'" in gone.stderr) == (Exit.REFUSED, True)
+    both = command("token", "handed-out", "--list", "--revoke", "x")
+    assert both.exit_code == Exit.BAD_INPUT
+
+
 def test_start_pause_resume_and_prompts(command: Command, tmp_path: Path) -> None:
     command.create("running")
     assert command.enrol("running", "hospital-a").status_code == 201

@@ -1,0 +1,126 @@
+"""Enrolment tokens: minted, listed, taken back, and closed where somebody who came by one is withdrawn."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator import problems
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine.recovery import token_of
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.operations.client_names import client_name
+from promptfed.coordinator.store.tables import ClientRow, TokenRow
+from promptfed.coordinator.store.tokens import digest, new_token
+from promptfed.shared.api_schemas import MintedToken, TokenPage, TokenRequest, TokenView
+
+
+def mint(registry: Registry, id: str, request: TokenRequest, default_hours: float) -> MintedToken:
+    """A new enrolment token; only here is its text shown.
+
+    Raises:
+        NotFound: it is to be for a name that nobody has.
+        NameTaken: another token of the federation has its name.
+        WrongState: it is to be for a name that was not reset.
+    """
+    token, token_id = new_token(), "tok-" + secrets.token_hex(8)
+    expires = clock.later((request.hours if request.hours is not None else default_hours) * 3600)
+    with registry.change(id) as change:
+        federation = change.federation
+        name = request.name or token_id
+        if any(name in (known.name, known.id) for known in federation.tokens.values()):
+            raise problems.NameTaken(f"{federation.name} has an enrolment token {name!r}: choose another name")
+        client = _reset_name(federation, request.client) if request.client is not None else None
+        row = TokenRow(
+            digest=digest(token),
+            federation_id=id,
+            created_at=clock.now(),
+            expires_at=expires,
+            id=token_id,
+            name=name,
+            role=request.role,
+            uses=request.uses,
+            used=0,
+            client=client,
+            closed=False,
+        )
+        change.session.add(row)
+        change.federation = replace(federation, tokens={**federation.tokens, row.digest: token_of(row)})
+        change.emit("token-minted", token=name, uses=request.uses)
+    return MintedToken(
+        token=token, expires_at=clock.parse(expires), id=token_id, name=name, uses=request.uses, role=request.role
+    )
+
+
+def _reset_name(federation: Federation, asked: str) -> str:
+    name = client_name(federation, asked)
+    if federation.clients[name].secret_digest is not None:
+        text = f"{name!r} has a secret: reset it first, then mint the token with which it enrols again"
+        raise problems.WrongState(text, state=federation.run.state)
+    return name
+
+
+def page(session: Session, federation: Federation, limit: int, after: str | None) -> TokenPage:
+    """Tokens in order of id, with who came by them."""
+    query = select(TokenRow).where(TokenRow.federation_id == federation.id).order_by(TokenRow.id).limit(limit + 1)
+    rows = list(session.scalars(query.where(TokenRow.id > after) if after is not None else query))
+    shown = rows[:limit]
+    came: dict[str | None, list[str]] = {}
+    by_token = (ClientRow.federation_id == federation.id, ClientRow.token_id.in_([row.id for row in shown]))
+    for token_id, name in session.execute(
+        select(ClientRow.token_id, ClientRow.name).where(*by_token).order_by(ClientRow.name)
+    ):
+        came.setdefault(token_id, []).append(name)
+    following = shown[-1].id if len(rows) > limit else None
+    return TokenPage(tokens=[_view(row, came.get(row.id, [])) for row in shown], next=following)
+
+
+def _view(row: TokenRow, clients: list[str]) -> TokenView:
+    fields: dict[str, Any] = {
+        "id": row.id,
+        "name": row.name,
+        "role": row.role,
+        "client": row.client,
+        "uses": row.uses,
+        "used": row.used,
+        "closed": row.closed,
+        "created_at": row.created_at,
+        "expires_at": row.expires_at,
+        "clients": clients,
+    }
+    return TokenView.model_validate(fields)
+
+
+def revoke(registry: Registry, id: str, token: str) -> None:
+    """Take a token back: from here on nobody knows it. Who came by it stays. Raises NotFound."""
+    with registry.change(id) as change:
+        federation = change.federation
+        found = [key for key, known in federation.tokens.items() if token in (known.id, known.name)]
+        if not found:
+            raise problems.NotFound(f"{federation.name} has no enrolment token {token[:100]!r}")
+        name = federation.tokens[found[0]].name
+        change.session.delete(change.session.get_one(TokenRow, found[0]))
+        kept = {key: known for key, known in federation.tokens.items() if key != found[0]}
+        change.federation = replace(federation, tokens=kept)
+        change.emit("token-revoked", token=name)
+
+
+def close_for(change: Change, client: str, token_id: str | None) -> None:
+    """Let nobody new in by the token that a withdrawn client came with, or that was minted for its name.
+
+    It knows the token, and could come again under another name.
+    """
+    closed = {
+        key: replace(token, closed=True)
+        for key, token in change.federation.tokens.items()
+        if token.id == token_id or token.client == client
+    }
+    for key in closed:
+        change.session.get_one(TokenRow, key).closed = True
+    change.federation = replace(change.federation, tokens={**change.federation.tokens, **closed})
