@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--data", required=True, help="data URI with {domain} in it")
     command.add_argument("--domains", required=True, help="domains, separated by commas")
     command.add_argument("--template", help="the federation's template; default: the data's own")
-    command.add_argument("--epochs", type=int, default=StyleTransferHyper().mst_epochs)
+    command.add_argument("--epochs", type=int, help="default: the method's number of steps")
     command.add_argument("--temperature", type=float, default=StyleTransferHyper().mst_temperature)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--out", type=Path, required=True, help="folder to write into")

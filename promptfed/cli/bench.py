@@ -15,10 +15,11 @@ from promptfed.experiments.document import BenchmarkRecord, document, record
 from promptfed.experiments.entries import RawSpec, parse_entries
 from promptfed.experiments.plots import draw
 from promptfed.experiments.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
-from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.provenance import Provenance, provenance
 from promptfed.experiments.results import Run, write_json
 from promptfed.experiments.runner import Bench, Job, Runner, run_all
+from promptfed.experiments.setting import Setting
 from promptfed.experiments.tables import TableRow, cells, interleaved, markdown, rows_of
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file

@@ -135,6 +135,12 @@ def bench(
     shots: Annotated[int | None, typer.Option(min=1, help="training images of each class and client")] = None,
     curve: Annotated[str, typer.Option(help="numbers of shots for few-shot, by commas")] = "1,2,4,8,16",
     validation: Validation = None,
+    target_images: Annotated[
+        Literal["test", "all"], typer.Option(help="leave-one-domain-out: test the target on its test split or on all")
+    ] = "test",
+    test_images: Annotated[
+        Literal["redrawn", "same"], typer.Option(help="test images that a source draws: others for each seed, or not")
+    ] = "redrawn",
     rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None,
     m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None,
     spec: Annotated[

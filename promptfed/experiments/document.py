@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel
 
 from promptfed.experiments.presets import Preset
-from promptfed.experiments.protocols import Setting
 from promptfed.experiments.provenance import Provenance
 from promptfed.experiments.results import JsonObject, Run
 from promptfed.experiments.runner import Bench
+from promptfed.experiments.setting import Setting
 from promptfed.experiments.tables import TableRow, caption, table_of
 
 

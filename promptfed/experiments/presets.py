@@ -16,8 +16,9 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from promptfed.experiments.entries import RawSpec, parse_entry
-from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.runner import Bench
+from promptfed.experiments.setting import Setting
 from promptfed.experiments.tables import PAPER, TableRow
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.spec import merged

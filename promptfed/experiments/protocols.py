@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
 
+from promptfed.experiments.setting import Setting, with_options
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
@@ -20,28 +21,7 @@ from promptfed.shared.data import DataError, open_source
 DOMAIN = "{domain}"
 TARGET = "target"
 Pick = Callable[[Accuracy], float | None]
-_TRAINING = frozenset({"shots", "validation"})
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A bench's data and how they are divided. Each of ``domains`` takes the place of ``{domain}`` in ``data``."""
-
-    data: tuple[str, ...]
-    domains: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    clients: int = 10
-    classes_per_client: int | None = None
-    partition: str = "pathological"
-    alpha: float = 0.1
-    shots: int | None = None
-    validation: float | None = None
-    curve: tuple[int, ...] = (1, 2, 4, 8, 16)
-
-    def uri(self, data: str, seed: int, **options: Any) -> str:
-        """``data`` with its options, the seeded ones and ``options`` (those that are None are left out)."""
-        common = {"shots": self.shots, "validation": self.validation, "split_seed": seed}
-        return with_options(data, {**common, **options})
+_TRAINING = frozenset({"shots", "validation", "test_images"})
 
 
 @dataclass(frozen=True)
@@ -115,10 +95,12 @@ class BaseToNovel(Protocol):
         return [Trial("all", {"class_names": names}, tuple(sites))]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
-        """Means over the clients."""
-        rows = by_trial["all"]
+        """Means over the clients of each data set, then over the data sets, as FedTPG's paper averages."""
+        by_data: dict[str, list[Accuracy]] = {}
+        for row in by_trial["all"]:
+            by_data.setdefault(row.client.partition("-")[0], []).append(row)
         means = {
-            column: _mean(rows, pick, split)
+            column: fmean(_mean(rows, pick, split) for rows in by_data.values())
             for column, split in (("local", "test"), ("base", "base"), ("novel", "novel"))
         }
         return means | {"harmonic mean": harmonic_mean(list(means.values()))}
@@ -141,7 +123,7 @@ class LeaveOneDomainOut(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """Domains and targets: every domain is a client."""
-        return _TRAINING | {"domains", "targets"}
+        return _TRAINING | {"domains", "targets"} | ({"target_images"} if setting.validation is None else set())
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The targets, their mean, and the clients' own domains."""
@@ -157,7 +139,7 @@ class LeaveOneDomainOut(Protocol):
             raise CommandError(text, Exit.BAD_INPUT)
         trials = []
         for target in self._targets(setting):
-            unseen = setting.uri(data.replace(DOMAIN, target), seed, shots=None)
+            unseen = setting.unseen(data.replace(DOMAIN, target), seed)
             tests = {TARGET: unseen} if personal else {}
             sites = [
                 Site(_client(domain), setting.uri(data.replace(DOMAIN, domain), seed), tests=tests)
@@ -323,15 +305,6 @@ def _partition(setting: Setting) -> frozenset[str]:
 
 def _shots(number: int) -> str:
     return f"{number} shot{'s' if number > 1 else ''}"
-
-
-def with_options(uri: str, options: Mapping[str, Any]) -> str:
-    """A data URI with further options; what it names itself stays, what is None is left out."""
-    address, _, query = uri.partition("?")
-    named = {part.partition("=")[0] for part in query.split("&") if part}
-    added = [f"{key}={value}" for key, value in options.items() if value is not None and key not in named]
-    parts = [part for part in (query, *added) if part]
-    return f"{address}?{'&'.join(parts)}" if parts else address
 
 
 def _client(name: str) -> str:

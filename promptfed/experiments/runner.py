@@ -10,9 +10,10 @@ from statistics import fmean, median
 from typing import Any
 
 from promptfed.experiments.entries import Entry, RawSpec
-from promptfed.experiments.protocols import Protocol, Setting, Trial
+from promptfed.experiments.protocols import Protocol, Trial
 from promptfed.experiments.provenance import data_hash, provenance
 from promptfed.experiments.results import JsonObject, Run, read_run, write_json
+from promptfed.experiments.setting import Setting
 from promptfed.experiments.simulation import simulate
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.errors import CommandError, Exit

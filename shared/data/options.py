@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 import torch
 
 from promptfed.shared.data import partition
-from promptfed.shared.data.source import DataError, Source, Split
+from promptfed.shared.data.source import DataError, Source, Split, joined
 
 COMMON_OPTIONS = (
     "shots",
@@ -24,6 +24,7 @@ COMMON_OPTIONS = (
     "validation",
     "only",
     "template",
+    "test_on",
 )
 CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # which say nothing about the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
@@ -31,6 +32,7 @@ _DIVISION = (
     "only",
     "classes",
     "validation",
+    "test_on",
     "split_seed",
     "partition",
     "alpha",
@@ -119,12 +121,14 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     """The source cut to its base or novel classes, then to one client's part, then to a few shots, as options say.
 
     With ``validation=0.25`` that share of the training images of each class stands in for the test images, which are
-    then not looked at at all: for choosing hyperparameters. ``template`` stands in for the data set's own.
+    then not looked at at all: for choosing hyperparameters. With ``test_on=all`` training images are test images too,
+    for evaluators. ``template`` stands in for the data set's own.
     ``known`` keeps how ``source`` is divided, for its next client.
     """
     source = _worded(_only(source, options), options)
     source = _cut_classes(source, options)
     source = _hold_out(source, options)
+    source = _test_on(source, options)
     source = _cut_client(source, options, {} if known is None else known)
     shots = options.integer("shots", least=1)
     if shots is not None:
@@ -183,6 +187,14 @@ def _hold_out(source: Source, options: Options) -> Source:
         raise DataError(f"{options.uri}: validation={share:g} is not between 0 and 1.")
     train, held_out = partition.train_test(source.train.labels, options.split_seed, share)
     return replace(source, train=source.train.select(train), test=source.train.select(held_out))
+
+
+def _test_on(source: Source, options: Options) -> Source:
+    if options.choice("test_on", ("test", "all"), "test") == "test":
+        return source
+    if options.text("validation") is not None:
+        raise DataError(f"{options.uri}: test_on=all looks at the test images, which validation= keeps out of sight.")
+    return replace(source, test=joined(source.test, source.train))
 
 
 def _cut_client(source: Source, options: Options, known: Parts) -> Source:

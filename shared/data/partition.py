@@ -40,14 +40,17 @@ def iid(count: int, clients: int, seed: int) -> list[Tensor]:
 def pathological(class_count: int, clients: int, seed: int) -> list[list[int]]:
     """Classes of each client, disjoint, as in FedPGP's base-to-novel setting.
 
-    Shuffled classes are dealt out in runs of ``class_count // clients``. The paper leaves open what becomes of the
-    remainder; here the last client takes it, so that no class is lost.
+    Shuffled classes are dealt out in runs of ``class_count / clients``, rounded to the nearest whole number as in the
+    released code (the paper leaves the remainder open), and the last client takes what is left: of 19 classes over ten
+    clients nine have two, the last has one. Where that leaves the last client nothing, runs are rounded down.
     """
     _check_clients(clients)
     if clients > class_count:
         raise DataError(f"{class_count} classes cannot be disjoint over {clients} clients; ask for fewer clients.")
     order = _rng(seed, "pathological").permutation(class_count).tolist()
-    each = class_count // clients
+    each = (2 * class_count + clients) // (2 * clients)
+    if each * (clients - 1) >= class_count:
+        each = class_count // clients
     parts = [order[k * each : (k + 1) * each] for k in range(clients - 1)]
     return [sorted(part) for part in [*parts, order[(clients - 1) * each :]]]
 

@@ -23,6 +23,9 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
 }
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
 
+REDRAWN = frozenset({"symbols"})
+"""Schemes whose test images are drawn: ``test_seed=`` draws others. Elsewhere the test images are what there is."""
+
 
 def open_source(uri: str) -> Source:
     """The source that ``scheme:body?option=value`` names, cut as its options say.

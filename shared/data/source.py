@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -66,6 +67,35 @@ class Split:
     def select(self, rows: torch.Tensor) -> Split:
         """The images at ``rows`` (M,), in that order."""
         return Split(self.labels[rows], self._images.take(rows))
+
+
+class JoinedSplit(Split):
+    """Rows of several splits, which keep their images and digests."""
+
+    def __init__(self, parts: Sequence[Split], labels: torch.Tensor, places: torch.Tensor) -> None:
+        self.labels = labels
+        self._parts = parts
+        self._places = places  # (N, 2): which part, which of its rows
+
+    def image(self, index: int) -> Image.Image:
+        """One image, RGB."""
+        part, row = self._places[index].tolist()
+        return self._parts[part].image(row)
+
+    def digest(self, index: int) -> str:
+        """As `Split.digest`."""
+        part, row = self._places[index].tolist()
+        return self._parts[part].digest(row)
+
+    def select(self, rows: torch.Tensor) -> JoinedSplit:
+        """The images at ``rows`` (M,), in that order."""
+        return JoinedSplit(self._parts, self.labels[rows], self._places[rows])
+
+
+def joined(*parts: Split) -> JoinedSplit:
+    """The images of ``parts``, one after the other; labels must mean the same in all."""
+    places = [torch.stack([torch.full((len(p),), k), torch.arange(len(p))], dim=1) for k, p in enumerate(parts)]
+    return JoinedSplit(parts, torch.cat([part.labels for part in parts]), torch.cat(places))
 
 
 @dataclass(frozen=True)

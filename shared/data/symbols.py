@@ -17,7 +17,7 @@ PER_CLASS = 16
 TEST_PER_CLASS = 10
 TEMPLATE = "a photo of a {}."
 _AT_ONCE = 1024  # images whose glyphs are in memory together
-OWN_OPTIONS = ("domain", "topic", "per_class", "test_per_class")
+OWN_OPTIONS = ("domain", "topic", "per_class", "test_per_class", "test_seed")
 
 
 class RenderedImages:
@@ -69,13 +69,14 @@ def open_symbols(body: str, options: Options) -> Source:
     chosen = [s for s in SYMBOLS if topic is None or s.topic == topic]
     per_class = options.integer("per_class", PER_CLASS, least=1) or PER_CLASS
     test_per_class = options.integer("test_per_class", TEST_PER_CLASS, least=1) or TEST_PER_CLASS
+    test_seed = options.integer("test_seed", 0)
     return Source(
         uri=options.uri,
         class_names=tuple(s.name for s in chosen),
         domain=Domain(style, STYLES[style].wording),
         template=TEMPLATE if topic is None else TOPIC_TEMPLATES[topic],
         train=symbols_split(chosen, style, per_class, "train"),
-        test=symbols_split(chosen, style, test_per_class, "test"),
+        test=symbols_split(chosen, style, test_per_class, f"test-{test_seed}" if test_seed else "test"),
     )
 
 

@@ -12,8 +12,9 @@ the term "CLIP's standard contrastive loss", which has one. Source: Chen et al.,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated
 
 import torch
@@ -43,7 +44,12 @@ class StyleTransferHyper(Hyperparameters):
     mst_hidden: Annotated[
         int | None, Field(ge=1, le=65_536, description="hidden units of a transform; default: half of d_e")
     ] = None
-    mst_epochs: Annotated[int, Field(ge=1, le=10_000, description="epochs of each transform's training")] = 50
+    mst_steps: Annotated[
+        int, Field(ge=1, le=1_000_000, description="steps of each transform's training, however few images there are")
+    ] = 400
+    mst_epochs: Annotated[
+        int | None, Field(ge=1, le=10_000, description="epochs of each transform's training, instead of mst_steps")
+    ] = None
     mst_batch_size: Annotated[int, Field(ge=1, le=100_000, description="batch of a transform's training")] = 256
     mst_learning_rate: Annotated[float, Field(gt=0, le=10, description="AdamW's rate in MST")] = 1e-3
     mst_weight_decay: Annotated[float, Field(ge=0, le=10, description="AdamW's weight decay in MST")] = 0.05
@@ -162,7 +168,7 @@ class StyleTransfer:
         optimizer = torch.optim.AdamW(
             list(parameters.values()), lr=hyper.mst_learning_rate, weight_decay=hyper.mst_weight_decay
         )
-        for rows in batches(len(labels), hyper.mst_batch_size, hyper.mst_epochs, draws):
+        for rows in self._batches(len(labels), draws):
             if context.cancelled():
                 raise TaskCancelled
             rows = rows.to(features.device)
@@ -171,6 +177,14 @@ class StyleTransfer:
             loss = transfer_loss(moved, features[rows], labels[rows], directions, text, hyper)
             torch.autograd.backward(loss)
             optimizer.step()
+
+    def _batches(self, count: int, draws: Generator) -> Iterator[Tensor]:
+        """``mst_epochs`` passes, or ``mst_steps`` batches: with few images an epoch is a single step."""
+        hyper = self._hyper
+        if hyper.mst_epochs is not None:
+            return batches(count, hyper.mst_batch_size, hyper.mst_epochs, draws)
+        epochs = math.ceil(hyper.mst_steps / math.ceil(count / hyper.mst_batch_size))
+        return islice(batches(count, hyper.mst_batch_size, epochs, draws), hyper.mst_steps)
 
     def quality(self, parameters: Tensors, target: Domain) -> tuple[float, float]:
         """Mean cosine with the text direction, and the share of embeddings whose class the template still reads."""

@@ -13,9 +13,10 @@ from PIL import Image
 from promptfed.experiments import plots
 from promptfed.experiments.entries import parse_entries
 from promptfed.experiments.plots import draw
-from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
+from promptfed.experiments.setting import Setting
 from promptfed.experiments.tables import TableRow, rows_of
 from tests.promptfed.experiments.test_runner import accuracy, run_of
 

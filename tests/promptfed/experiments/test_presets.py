@@ -86,6 +86,20 @@ def test_what_a_preset_lays_down_is_the_papers() -> None:
         read_preset("paper:../papers/plan-pacs")
 
 
+@pytest.mark.parametrize("name", ["paper:fedpgp-office", "paper:fedpgp-domainnet"])
+def test_fedpgp_is_tested_on_the_whole_target_domain(name: str) -> None:
+    preset = read_preset(name)
+    assert preset.setting.target_images == "all"
+    assert "whole target domain" in preset.notes
+    assert "does not say on what" not in preset.notes
+
+
+def test_every_client_of_fedtpg_s_cross_dataset_trains_over_its_own_names() -> None:
+    preset = read_preset("paper:fedtpg-cross-dataset")
+    for entry in preset.bench((0,), root="/data").entries:
+        assert resolve_spec(entry.spec({"name": "x", **preset.spec}, preset.m)).method["label_space"] == "client"
+
+
 @pytest.mark.parametrize("name", ["paper:fedtpg-nine-datasets", "paper:fedtpg-cross-dataset"])
 def test_fedtpg_words_each_data_set_as_its_table_5_does(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -182,7 +196,7 @@ def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         given,
         domains=given.domains[:3],
         targets=given.domains[:1] if full.protocol == "leave-one-domain-out" else (),
-        clients=min(given.clients, 4),
+        clients=min(given.clients, 5 if full.protocol == "cross-dataset" else 4),  # two classes each at least
         classes_per_client=3 if given.classes_per_client else None,
         alpha=max(given.alpha, 1.0),
         shots=min(given.shots, 2) if given.shots else None,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from promptfed.experiments.protocols import PROTOCOLS, Setting, with_options
+from promptfed.experiments.protocols import PROTOCOLS
+from promptfed.experiments.setting import Setting, with_options
 from promptfed.sdk.errors import CommandError
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
@@ -56,14 +59,21 @@ def test_several_data_sets_are_one_federation_without_common_class_names() -> No
 
 def test_base_to_novel_takes_the_harmonic_mean_of_the_means() -> None:
     rows = [
-        one("a", "test", 0.8), one("b", "test", 0.6), one("a", "base", 0.5), one("b", "base", 0.3),
-        one("a", "novel", 0.2), one("b", "novel", 0.2),
+        one("data0-a", "test", 0.8), one("data0-b", "test", 0.6), one("data0-a", "base", 0.5),
+        one("data0-b", "base", 0.3), one("data0-a", "novel", 0.2), one("data0-b", "novel", 0.2),
     ]  # fmt: skip
     found = PROTOCOLS["base-to-novel"].scores({"all": rows}, learned)
     assert found["local"] == pytest.approx(0.7)
     assert found["base"] == pytest.approx(0.4)
     assert found["novel"] == pytest.approx(0.2)
     assert found["harmonic mean"] == pytest.approx(3 / (1 / 0.7 + 1 / 0.4 + 1 / 0.2))
+
+
+def test_every_data_set_counts_once_however_many_clients_it_has() -> None:
+    rows = [one(f"data0-client{k}", split, 0.2) for k in range(10) for split in ("test", "base", "novel")]
+    rows += [one("data1-client0", split, 0.8) for split in ("test", "base", "novel")]
+    found = PROTOCOLS["base-to-novel"].scores({"all": rows}, learned)
+    assert found == pytest.approx({"local": 0.5, "base": 0.5, "novel": 0.5, "harmonic mean": 0.5})
 
 
 def test_leave_one_domain_out_never_trains_on_the_target() -> None:
@@ -76,6 +86,35 @@ def test_leave_one_domain_out_never_trains_on_the_target() -> None:
         assert all(trial.name not in site.data for site in trainers)
         assert all(not site.tests for site in trainers)
         assert trial.name in referee.data
+
+
+def test_the_target_can_be_tested_on_all_its_images() -> None:
+    whole = replace(THREE, target_images="all")
+    for personal in (False, True):
+        [trial, *_] = PROTOCOLS["leave-one-domain-out"].trials(whole, seed=0, personal=personal)
+        unseen = trial.sites[0].tests["target"] if personal else trial.sites[-1].data
+        both, apart = open_source(unseen), open_source(unseen.replace("&test_on=all", ""))
+        digests = [apart.test.digest(k) for k in range(len(apart.test))]
+        digests += [apart.train.digest(k) for k in range(len(apart.train))]
+        assert [both.test.digest(k) for k in range(len(both.test))] == digests
+        assert both.test.labels.tolist() == [*apart.test.labels.tolist(), *apart.train.labels.tolist()]
+        assert "test_on" not in trial.sites[0].data
+    choosing = replace(whole, validation=0.5)
+    assert "test_on" not in PROTOCOLS["leave-one-domain-out"].trials(choosing, 0, False)[0].sites[-1].data
+
+
+def test_test_images_are_drawn_again_for_every_seed() -> None:
+    def digests(seed: int, split: str, **changes: str) -> list[str]:
+        data = "symbols:sketch?topic=weather&per_class=2&test_per_class=2"
+        images = getattr(open_source(replace(Setting((data,)), **changes).uri(data, seed)), split)
+        return [images.digest(k) for k in range(len(images))]
+
+    assert not set(digests(0, "test")) & set(digests(1, "test"))
+    assert not set(digests(1, "test")) & set(digests(2, "test"))
+    assert not set(digests(1, "test")) & set(digests(1, "train"))
+    assert digests(1, "train") == digests(0, "train")
+    assert digests(1, "test", test_images="same") == digests(0, "test")
+    assert "test_seed" not in Setting(("digits",)).uri("digits", 3)
 
 
 def test_a_personal_method_is_tested_on_the_target_by_every_client() -> None:

@@ -15,10 +15,11 @@ from promptfed.cli.bench import make_bench
 from promptfed.cli.main import app
 from promptfed.experiments import runner as bench_module
 from promptfed.experiments.entries import parse_entries
-from promptfed.experiments.protocols import PROTOCOLS, Setting
+from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.provenance import data_hash
 from promptfed.experiments.results import Run, read_run, write_json
 from promptfed.experiments.runner import Bench, Runner, costs, measured, run_all
+from promptfed.experiments.setting import Setting
 from promptfed.experiments.tables import TableRow, cell, markdown, rows_of, scores_of
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
@@ -315,7 +316,7 @@ def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
     by_domain = plain.replace("sketch", "{domain}")
     changed = {
         "domains": ("neon", "chalk"), "targets": ("neon",), "clients": 3, "classes_per_client": 2, "partition": "iid",
-        "alpha": 50.0, "shots": 2, "validation": 0.5, "curve": (2,),
+        "alpha": 50.0, "shots": 2, "validation": 0.5, "curve": (2,), "target_images": "all", "test_images": "same",
     }  # fmt: skip
     settings = {
         "base-to-novel": Setting((plain,), clients=2),
@@ -327,10 +328,10 @@ def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
     settings["few-shot:personalisation"] = Setting((by_domain,), ("neon", "sketch"))
     for name, setting in settings.items():
         protocol = PROTOCOLS[name]
-        before = protocol.trials(setting, 0, False)
+        before = protocol.trials(setting, 1, False)
         for field, value in changed.items():
             other = replace(setting, **{field: value})
-            differs = protocol.trials(other, 0, False) != before
+            differs = protocol.trials(other, 1, False) != before
             assert differs == (field in protocol.used(other) | protocol.used(setting)), (name, field)
 
 

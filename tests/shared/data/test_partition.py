@@ -45,8 +45,30 @@ def test_pathological_gives_the_remainder_to_the_last(classes: int, clients: int
         return
     parts = partition.pathological(classes, clients, seed)
     assert sorted(chain.from_iterable(parts)) == list(range(classes))
-    assert [len(p) for p in parts[:-1]] == [classes // clients] * (clients - 1)
-    assert len(parts[-1]) == classes // clients + classes % clients
+    each = len(parts[0])
+    assert [len(p) for p in parts[:-1]] == [each] * (clients - 1) or clients == 1
+    nearest = int(classes / clients + 0.5)
+    assert each == nearest if nearest * (clients - 1) < classes or clients == 1 else each == classes // clients
+    assert len(parts[-1]) == classes - each * (clients - 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "base", "whole"),
+    [
+        ("OxfordIIITPet", 37, (2, 1), (4, 1)),
+        ("Flowers102", 102, (5, 6), (10, 12)),
+        ("DTD", 47, (2, 6), (5, 2)),
+        ("Caltech101", 101, (5, 6), (10, 11)),
+        ("Food101", 101, (5, 6), (10, 11)),
+    ],
+)
+def test_fedpgp_s_sets_over_its_ten_clients(
+    name: str, classes: int, base: tuple[int, int], whole: tuple[int, int]
+) -> None:
+    """Table 1 divides the base half, Table 3 all classes; rounded down, nine of Pets' clients had one base class."""
+    for count, wanted in ((len(partition.halves(classes)[0]), base), (classes, whole)):
+        sizes = [len(part) for part in partition.pathological(count, 10, 0)]
+        assert (set(sizes[:-1]), sizes[-1]) == ({wanted[0]}, wanted[1]), name
 
 
 @given(st.integers(1, 120), st.integers(1, 30), SEEDS)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from promptfed.shared.clip import Backbone
+from promptfed.shared.clip import Backbone, FeatureCache, load_backbone
+from promptfed.shared.data import open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.methods.fast_pt import style_transfer
 from promptfed.shared.methods.fast_pt.domains import described_domains, domain_key, trainer_domains, wording
 from promptfed.shared.methods.fast_pt.style_transfer import (
     PARAMETERS,
@@ -27,6 +30,7 @@ from promptfed.shared.methods.fast_pt.style_transfer import (
     transform,
 )
 from promptfed.shared.seeds import generator
+from promptfed.shared.spec import TrainingSpec
 from tests.shared.methods.conftest import NAMES
 from tests.support import literal_fast_pt as literal
 from tests.support.equality import assert_values
@@ -117,6 +121,43 @@ def test_training_aligns_and_keeps_the_class(backbone: Backbone, sketcher: Clien
     assert float(aligned.mean()) == pytest.approx(report["alignment_after"], abs=1e-5)
     read = (transferred(parameters, values) @ texts(backbone, TEMPLATE).T).argmax(dim=1) == labels
     assert float(read.float().mean()) == pytest.approx(report["consistency_after"])
+
+
+def test_few_images_are_trained_on_in_as_many_steps(sketcher: ClientContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 epochs of batch 256 were 50 steps on 208 images, and 10 images had as many."""
+    steps: list[int] = []
+
+    def counted(moved: Tensor, *rest: Any) -> Tensor:
+        steps.append(len(moved))
+        return transfer_loss(moved, *rest)
+
+    monkeypatch.setattr(style_transfer, "transfer_loss", counted)
+    StyleTransfer(sketcher, StyleTransferHyper()).train(NEON)
+    assert steps == [10] * 400
+    steps.clear()
+    StyleTransfer(sketcher, StyleTransferHyper(mst_steps=5, mst_batch_size=4)).train(NEON)
+    assert steps == [4, 4, 2, 4, 4]
+    steps.clear()
+    StyleTransfer(sketcher, StyleTransferHyper(mst_epochs=2, mst_batch_size=4)).train(NEON)
+    assert steps == [4, 4, 2, 4, 4, 2]
+
+
+def test_on_real_embeddings_the_class_is_kept(tmp_path: Path) -> None:
+    """Sketches of 13 signs, 16 of each, as clients of the embedded benchmark have them, into neon."""
+    backbone = load_backbone("promptfed-tiny", "embedded")
+    source = open_source("symbols:sketch?topic=signs&per_class=16&test_per_class=1")
+    features = FeatureCache(tmp_path).features(backbone, source.train)
+    names = source.class_names
+    context = ClientContext(
+        backbone, names, TEMPLATE, TrainingSpec(), "a", SKETCH, (), 1, 1, "global", 0,
+        EmbeddedSplit(features, source.train.labels),
+    )  # fmt: skip
+    kept = {}
+    for label, hyper in (("epochs", StyleTransferHyper(mst_epochs=50)), ("steps", StyleTransferHyper())):
+        transfer = StyleTransfer(context, hyper)
+        kept[label] = transfer.report(transfer.train(NEON), NEON)["consistency_after"]
+    assert kept["epochs"] < 0.7
+    assert kept["steps"] > 0.8
 
 
 def test_a_transform_does_not_depend_on_when_or_beside_which_it_is_trained(sketcher: ClientContext) -> None:

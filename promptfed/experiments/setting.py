@@ -1,0 +1,56 @@
+"""What a bench is given: data URIs, how they are divided over clients, and what is tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from promptfed.shared.data.registry import REDRAWN
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A bench's data and how they are divided. Each of ``domains`` takes the place of ``{domain}`` in ``data``.
+
+    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``test_images``: where
+    a source draws them, ``redrawn`` for every seed, so that a spread over seeds holds their sampling, or the ``same``.
+    """
+
+    data: tuple[str, ...]
+    domains: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    clients: int = 10
+    classes_per_client: int | None = None
+    partition: str = "pathological"
+    alpha: float = 0.1
+    shots: int | None = None
+    validation: float | None = None
+    curve: tuple[int, ...] = (1, 2, 4, 8, 16)
+    target_images: str = "test"
+    test_images: str = "redrawn"
+
+    def uri(self, data: str, seed: int, **options: Any) -> str:
+        """``data`` with its options, the seeded ones and ``options`` (those that are None are left out)."""
+        redrawn = self.test_images == "redrawn" and data.partition(":")[0] in REDRAWN and self.validation is None
+        common = {
+            "shots": self.shots,
+            "validation": self.validation,
+            "split_seed": seed,
+            "test_seed": seed if redrawn and seed else None,  # 0 is what is drawn anyway
+        }
+        return with_options(data, {**common, **options})
+
+    def unseen(self, data: str, seed: int) -> str:
+        """``data`` of a domain that nobody trains on, tested on its test split or on all its images."""
+        whole = self.target_images == "all" and self.validation is None
+        return self.uri(data, seed, shots=None, test_on="all" if whole else None)
+
+
+def with_options(uri: str, options: Mapping[str, Any]) -> str:
+    """A data URI with further options; what it names itself stays, what is None is left out."""
+    address, _, query = uri.partition("?")
+    named = {part.partition("=")[0] for part in query.split("&") if part}
+    added = [f"{key}={value}" for key, value in options.items() if value is not None and key not in named]
+    parts = [part for part in (query, *added) if part]
+    return f"{address}?{'&'.join(parts)}" if parts else address
