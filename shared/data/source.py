@@ -79,12 +79,12 @@ class JoinedSplit(Split):
 
     def image(self, index: int) -> Image.Image:
         """One image, RGB."""
-        part, row = self._places[index].tolist()
+        part, row = (int(place) for place in self._places[index])
         return self._parts[part].image(row)
 
     def digest(self, index: int) -> str:
         """As `Split.digest`."""
-        part, row = self._places[index].tolist()
+        part, row = (int(place) for place in self._places[index])
         return self._parts[part].digest(row)
 
     def select(self, rows: torch.Tensor) -> JoinedSplit:
