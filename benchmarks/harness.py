@@ -140,6 +140,10 @@ class Batch:
         assert self.encoded is not None, "only round 1 looks at frozen features"
         return self.encoded.repeat(self.steps, 1)
 
+    def raw_features(self) -> Tensor:
+        """As `features`: random images have no lengths that a step's time depends on."""
+        return self.features()
+
     def images(self, indices: Tensor) -> Tensor:
         """Images at ``indices``."""
         return self.pixels[indices % len(self.pixels)]

@@ -27,6 +27,7 @@ RESERVED = {"privacy": "'privacy' is reserved for a later release: leave it out"
 Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
 TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
 TOLERATE = 0.2
+VIEWS = 8
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 ClassName = Annotated[str, Field(min_length=1, max_length=200)]
@@ -97,6 +98,22 @@ class TrainingSpec(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 5e-4
     schedule: Literal["constant", "cosine"] = "constant"
+    augmentation: Annotated[
+        Literal["none", "crop_flip"],
+        Field(
+            exclude_if=lambda kind: kind == "none",
+            description="crop_flip: random crops and flips of training images, as in the code of CoOp and MaPLe",
+        ),
+    ] = "none"
+    views: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1024,
+            exclude_if=lambda views: views == VIEWS,
+            description="crop_flip where image features are kept: how many views of each image there are",
+        ),
+    ] = VIEWS
     threads: Annotated[int, Field(ge=1, le=256)] = 1
     deterministic: bool = False
 

@@ -62,6 +62,10 @@ class OneImage:
         """``(1, d_e)``."""
         return self._backbone.encode_images(self._pixels)
 
+    def raw_features(self) -> Tensor:
+        """``(1, d_e)``, not normalised."""
+        return self._backbone.encode_images(self._pixels, normalize=False)
+
     def images(self, indices: Tensor) -> Tensor:
         """``(B, 3, H, W)``."""
         return self._pixels[indices]

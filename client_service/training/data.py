@@ -11,9 +11,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.training.augmentation import Views
 from promptfed.client_service.training.image_cache import IMAGES, HeldImages, ImageCache
 from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip.features import ImageSplit
 from promptfed.shared.data import DataError, Domain, Source, Split, open_source
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.methods.core.training import TaskCancelled
@@ -28,9 +30,16 @@ Cancelled = Callable[[], bool]
 class LocalSplit:
     """One split of a client's data (``promptfed.shared.methods.core.base.Split``)."""
 
-    def __init__(self, labels: Tensor, features: Callable[[], Tensor], images: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        labels: Tensor,
+        features: Callable[[], Tensor],
+        images: Callable[[Tensor], Tensor],
+        raw_features: Callable[[], Tensor],
+    ):
         self.labels = labels
         self._features = features
+        self._raw_features = raw_features
         self._images = images
 
     def __len__(self) -> int:
@@ -39,6 +48,10 @@ class LocalSplit:
     def features(self) -> Tensor:
         """``(N, d_e)`` float32, L2-normalised, on the backbone's device."""
         return self._features()
+
+    def raw_features(self) -> Tensor:
+        """The same, not normalised."""
+        return self._raw_features()
 
     def images(self, indices: Tensor) -> Tensor:
         """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
@@ -78,7 +91,7 @@ class ClientData:
         self._backbone = backbone
         self._cache = cache
         self._cancelled = cancelled
-        self._features: dict[tuple[str, int], Tensor] = {}
+        self._features: dict[tuple[str, int, bool], Tensor] = {}
         self._held = HeldImages(images)
 
     def split(self, which: str, label_space: tuple[str, ...]) -> LocalSplit:
@@ -91,36 +104,70 @@ class ClientData:
         check_classes(names, label_space)
         place = torch.tensor([label_space.index(name) for name in names], dtype=torch.int64)
         labels = place[self._splits[which].labels]
-        return LocalSplit(labels, lambda: self.features(which), lambda rows: self._images(which, rows))
+        return LocalSplit(
+            labels,
+            lambda: self.features(which),
+            lambda rows: self._images(which, rows),
+            lambda: self.features(which, raw=True),
+        )
+
+    def augmented(self, label_space: tuple[str, ...], views: int, purpose: str) -> LocalSplit:
+        """The training images cropped and flipped at random, by draws for this ``purpose`` alone.
+
+        Features are those of one of an image's ``views``, which the cache keeps; images are cropped anew each time.
+
+        Raises:
+            ClientError: BAD_INPUT for classes that the label space lacks.
+        """
+        shown, cache, device = (
+            Views(self._splits[TRAIN], self._backbone, views, purpose),
+            self._cache,
+            self._backbone.device,
+        )
+        return LocalSplit(
+            self.split(TRAIN, label_space).labels,
+            lambda: self._computed(shown, cache.features),
+            lambda rows: shown.images(rows).to(device),
+            lambda: self._computed(shown, cache.raw_features),
+        )
 
     def no_images(self) -> LocalSplit:
         """An empty split, which is what an evaluator has to train on."""
         empty = torch.zeros(0, self._backbone.d_e, device=self._backbone.device)
         none = torch.zeros(0, dtype=torch.int64)
-        return LocalSplit(none, lambda: empty, lambda rows: empty[rows])
+        return LocalSplit(none, lambda: empty, lambda rows: empty[rows], lambda: empty)
 
     def count(self, which: str) -> int:
         """Images in a split."""
         return len(self._splits[which])
 
-    def features(self, which: str, bar: bool = False) -> Tensor:
-        """``(N, d_e)`` of a split; with ``bar`` and a terminal on stderr a progress bar shows how far it is.
+    def features(self, which: str, bar: bool = False, *, raw: bool = False) -> Tensor:
+        """``(N, d_e)`` of a split, normalised unless ``raw``.
+
+        With ``bar`` and a terminal on stderr a progress bar shows how far it is.
 
         Raises:
             DataError: an image cannot be read.
             TaskCancelled: the client was told to stop meanwhile.
         """
-        key = which, torch.get_num_threads()  # whose bits depend on the number of threads
+        key = which, torch.get_num_threads(), raw  # the bits depend on the number of threads
         if key not in self._features:
-            split, parts = self._splits[which], []
-            starts = range(0, len(split), CHUNK)
-            for start in tqdm(starts, f"features of {which} images", leave=False, disable=None if bar else True):
-                if self._cancelled():
-                    raise TaskCancelled
-                rows = range(start, min(start + CHUNK, len(split)))
-                parts.append(self._cache.features(self._backbone, split, indices=rows))
-            self._features[key] = torch.cat(parts).to(self._backbone.device)
+            read = self._cache.raw_features if raw else self._cache.features
+            self._features[key] = self._computed(
+                self._splits[which], read, f"features of {which} images" if bar else ""
+            )
         return self._features[key]
+
+    def _computed(self, split: ImageSplit, read: Callable[..., Tensor], title: str = "") -> Tensor:
+        """What the cache's ``read`` gives, in parts, under a bar with a ``title``."""
+        parts = []
+        starts = range(0, len(split), CHUNK)
+        for start in tqdm(starts, title, leave=False, disable=None if title else True):
+            if self._cancelled():
+                raise TaskCancelled
+            rows = range(start, min(start + CHUNK, len(split)))
+            parts.append(read(self._backbone, split, indices=rows))
+        return torch.cat(parts).to(self._backbone.device)
 
     def _images(self, which: str, rows: Tensor) -> Tensor:
         return torch.stack([self._image(self._splits[which], int(row)) for row in rows]).to(self._backbone.device)

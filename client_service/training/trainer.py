@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import time
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from promptfed.client_service.private_state import PrivateState, Provenance, Serving
 from promptfed.client_service.serving.prediction import Predictor, Served
-from promptfed.client_service.training.data import TRAIN, Cancelled, ClientData
+from promptfed.client_service.training.augmentation import kept_bytes
+from promptfed.client_service.training.data import TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
@@ -23,6 +25,8 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors, canonical_json, decode, encode
+
+log = logging.getLogger("promptfed.client")
 
 ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context, payload, private state
 
@@ -43,6 +47,7 @@ class TaskWork:
 
     def __post_init__(self) -> None:
         self._evaluation = Evaluation(self.data)
+        self._told = False  # what augmentation costs
 
     def train(self, task: Task, payload: bytes, cancelled: Cancelled) -> dict[str, float]:
         """Train from committed state and leave the update in ``state.pending()``; its metrics.
@@ -115,11 +120,29 @@ class TaskWork:
             rounds=config.rounds,
             phase=phase,
             seed=config.seed,
-            train=self.data.split(TRAIN, space) if self.role == "trainer" else self.data.no_images(),
+            train=self._train_split(config, space, f"{config.seed} {round} {phase} {self.name}"),
             cancelled=cancelled,
             label_space=space,
         )
         return method, context
+
+    def _train_split(self, config: TaskConfig, space: tuple[str, ...], purpose: str) -> LocalSplit:
+        training = TrainingSpec.model_validate(config.training)
+        if self.role != "trainer":
+            return self.data.no_images()
+        if training.augmentation == "none":
+            return self.data.split(TRAIN, space)
+        if not self._told:
+            size, count = kept_bytes(self.data.count(TRAIN), training.views, self.backbone.d_e), self.data.count(TRAIN)
+            log.info(
+                "training images are cropped and flipped: where their features are kept, %d views of %d images "
+                "come to take up to %d bytes and as many passes of the image tower",
+                training.views,
+                count,
+                size,
+            )
+            self._told = True
+        return self.data.augmented(space, training.views, purpose)
 
     def _prepared(self, method: Method, context: ClientContext, peers: list[Peer]) -> tuple[Tensors, str]:
         """Committed private tensors, prepared for these peers; made again only when the peers change."""

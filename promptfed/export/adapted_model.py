@@ -134,7 +134,7 @@ class AdaptedModel:
             rounds=self.rounds,
             phase="evaluation",
             seed=self.seed,
-            train=LocalSplit(none, lambda: features, lambda rows: features[rows]),
+            train=LocalSplit(none, lambda: features, lambda rows: features[rows], lambda: features),
         )
 
 

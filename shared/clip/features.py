@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+from torch.nn import functional as F
 
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.fingerprint import config_digest
@@ -55,7 +56,7 @@ class _Folder:
 
 
 class FeatureCache:
-    """Normalised float32 image features under `root`, keyed by backbone, transform and image.
+    """Float32 image features under `root`, normalised with their lengths, keyed by backbone, transform and image.
 
     A file holds one batch, is named by the digest of its bytes and appears by rename, so that several processes can
     share the folder; a file that does not match its name is dropped and its images are computed again. With
@@ -71,7 +72,16 @@ class FeatureCache:
         self.images_computed = 0
 
     def features(self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None) -> Tensor:
-        """`(N, d_e)` on the CPU, of all images of the split or of those at `indices`, in that order."""
+        """`(N, d_e)` normalised, on the CPU, of all images of the split or of those at `indices`, in that order."""
+        return self._rows(backbone, split, indices)[:, :-1].contiguous()
+
+    def raw_features(self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None) -> Tensor:
+        """The same features as the tower gives them, not normalised."""
+        rows = self._rows(backbone, split, indices)
+        return rows[:, :-1] * rows[:, -1:]
+
+    def _rows(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int] | None) -> Tensor:
+        """`(N, d_e + 1)`: normalised features, each with the length that it had before."""
         wanted = range(len(split)) if indices is None else indices
         digests = [split.digest(index) for index in wanted]
         with self._lock:
@@ -90,13 +100,14 @@ class FeatureCache:
             located = [folder.rows[digest] for digest in digests]
             if self._max_bytes is not None:
                 self._shrink(folder, {name for _, name in located})
-        return torch.stack([row for row, _ in located]) if located else torch.zeros(0, backbone.d_e)
+        return torch.stack([row for row, _ in located]) if located else torch.zeros(0, backbone.d_e + 1)
 
     def _folder(self, backbone: Backbone) -> _Folder:
         identity = {
             "fingerprint": backbone.fingerprint,
             "transform": backbone.transform_id,
             "compute": _compute_identity(backbone.device),
+            "row": "normalised, length",
         }
         name = config_digest(identity).removeprefix("sha256:")
         if name not in self._folders:
@@ -143,11 +154,13 @@ def agreeing_slots(backbone: Backbone) -> list[int]:
 
 
 def _encode(backbone: Backbone, images: Tensor, slots: list[int]) -> Tensor:
-    """`(k, d_e)` features of k images at the first k slots of a batch that is zero elsewhere."""
+    """`(k, d_e + 1)` features and lengths of k images at the first k slots of a batch that is zero elsewhere."""
     batch = torch.zeros(BATCH, *images.shape[1:])
     places = slots[: len(images)]
     batch[places] = images
-    return backbone.encode_images(batch)[places].float().cpu()
+    raw = backbone.encode_images(batch, normalize=False)
+    lengths = torch.linalg.vector_norm(raw, dim=-1, keepdim=True)
+    return torch.cat([F.normalize(raw, dim=-1), lengths], dim=1)[places].float().cpu()
 
 
 def _compute_identity(device: torch.device) -> dict[str, Any]:

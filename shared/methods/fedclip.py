@@ -12,10 +12,11 @@ Source: Lu et al., "FedCLIP: Fast Generalization and Personalization for CLIP in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -35,6 +36,9 @@ from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
+Read = Callable[[Split], Tensor]
+"""A split's image features ``(N, d_e)``."""
+
 ADAPTER = (
     TensorSpec("adapter_w1", ("d_e", "d_e")),
     TensorSpec("adapter_b1", ("d_e",)),
@@ -44,11 +48,18 @@ ADAPTER = (
 
 
 class FedCLIPHyper(Hyperparameters):
-    """None of its own: the adapter is as wide as the embeddings."""
+    """What the adapter sees; it is as wide as the embeddings."""
+
+    features: Annotated[
+        Literal["raw", "normalized"],
+        Field(
+            description="image features as the tower gives them, which the released code adapts, or on the unit sphere"
+        ),
+    ] = "raw"
 
 
 def attended(adapter: Tensors, features: Tensor) -> Tensor:
-    """``(B, d_e)`` normalised a(I) ⊙ I of image ``features (B, d_e)``."""
+    """``(B, d_e)`` normalised a(I) ⊙ I of image ``features (B, d_e)`` of any length."""
     w1, b1, w2, b2 = (adapter[spec.name] for spec in ADAPTER)
     attention = F.linear(torch.tanh(F.linear(features, w1, b1)), w2, b2).softmax(dim=-1)
     return F.normalize(attention * features, dim=-1)
@@ -57,15 +68,16 @@ def attended(adapter: Tensors, features: Tensor) -> Tensor:
 class AdapterClassifier:
     """Cosine logits of adapted image features against the template's text features: τ⁻¹·cos(a(I) ⊙ I, T(y))."""
 
-    def __init__(self, context: ClientContext, adapter: Tensors):
+    def __init__(self, context: ClientContext, adapter: Tensors, read: Read):
         backbone = context.backbone
         self._adapter = {name: tensor.to(backbone.device) for name, tensor in adapter.items()}
         self._text = template_features(backbone, context.template, context.class_names)
         self._scale = backbone.logit_scale
+        self._read = read
 
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
-        features = split.features()
+        features = self._read(split)
         adapted = attended(self._adapter, features[indices.to(features.device)])
         return cosine_logits(self._scale, adapted, torch.arange(len(adapted)), self._text)
 
@@ -77,6 +89,7 @@ class FedCLIP(Method):
     summary = "An attention adapter behind the frozen image tower; the adapter is all that is trained and travels."
     paper = "Lu et al., FedCLIP: Fast Generalization and Personalization for CLIP in Federated Learning, 2023"
     Hyper = FedCLIPHyper
+    hyper: FedCLIPHyper
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 300,
         "training": {"epochs": 1, "batch_size": 32, "optimizer": "adam", "learning_rate": 5e-5, "weight_decay": 0.2},
@@ -110,7 +123,7 @@ class FedCLIP(Method):
         """E epochs of the adapter on CE(τ⁻¹·cos(a(I) ⊙ I, T(y)))."""
         device = context.backbone.device
         adapter = {spec.name: payload[spec.name].to(device).clone().requires_grad_() for spec in ADAPTER}
-        features, labels = context.train.features(), context.train.labels.to(device)
+        features, labels = self._read(context.train), context.train.labels.to(device)
         text = template_features(context.backbone, context.template, context.class_names)
 
         def loss(indices: Tensor) -> Tensor:
@@ -123,4 +136,7 @@ class FedCLIP(Method):
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> AdapterClassifier:
         """Classifies with the global adapter."""
-        return AdapterClassifier(context, payload)
+        return AdapterClassifier(context, payload, self._read)
+
+    def _read(self, split: Split) -> Tensor:
+        return split.raw_features() if self.hyper.features == "raw" else split.features()

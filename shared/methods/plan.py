@@ -138,10 +138,14 @@ class Aggregator:
 
 
 class Reference:
-    """log p_global of a client's training images, computed once per image: the fixed end of the KL divergence."""
+    """log p_global of a client's training images: the fixed end of the KL divergence.
 
-    def __init__(self, count: int, classes: int, logits: Callable[[Tensor, Tensor], Tensor]):
+    Computed once per image, or, not ``kept``, each time: of images that are another crop in every batch.
+    """
+
+    def __init__(self, count: int, classes: int, logits: Callable[[Tensor, Tensor], Tensor], *, kept: bool = True):
         """``logits(indices (b,), images (b, 3, H, W))`` gives the global prediction's ``(b, C)``."""
+        self._kept = kept
         self._log_p: Tensor | None = None  # made with the first prediction, whose dtype is the backbone's
         self._shape = count, classes
         self._known = torch.zeros(count, dtype=torch.bool)
@@ -149,6 +153,9 @@ class Reference:
 
     def of(self, indices: Tensor, images: Tensor) -> Tensor:
         """``(B, C)`` at ``indices (B,)``, whose preprocessed ``images`` are at hand."""
+        if not self._kept:
+            with torch.no_grad():
+                return torch.log_softmax(self._logits(indices, images), dim=-1)
         new = ~self._known[indices]
         if bool(new.any()):
             with torch.no_grad():
@@ -336,11 +343,14 @@ class Plan(Method):
         if self.hyper.alpha == 0 or (first and not self.hyper.zero_shot_reference):
             return None
         count, classes = len(context.train), len(context.class_names)
+        kept = context.training.augmentation == "none"
         if first:
             template = TemplateClassifier(context)
-            return Reference(count, classes, lambda indices, images: template.logits(context.train, indices))
+            if kept:
+                return Reference(count, classes, lambda indices, images: template.logits(context.train, indices))
+            return Reference(count, classes, lambda indices, images: template.of_images(images), kept=False)
         scores = self._logits(context, towers, payload)
-        return Reference(count, classes, lambda indices, images: scores(images))
+        return Reference(count, classes, lambda indices, images: scores(images), kept=kept)
 
     def _logits(self, context: ClientContext, towers: Towers, payload: Tensors) -> visual.Logits:
         """Logits of images under the global prompts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core.base import (
@@ -32,12 +33,18 @@ class TemplateClassifier:
     """Cosine logits of image features against the template's text features, τ⁻¹·I(x)·T(template(y))."""
 
     def __init__(self, context: ClientContext):
+        self._backbone = context.backbone
         self._text = template_features(context.backbone, context.template, context.class_names)
         self._scale = context.backbone.logit_scale
 
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return cosine_logits(self._scale, split.features(), indices, self._text)
+
+    def of_images(self, images: Tensor) -> Tensor:
+        """``(B, C)`` logits of preprocessed images ``(B, 3, H, W)``, through the image tower."""
+        features = self._backbone.encode_images(images)
+        return cosine_logits(self._scale, features, torch.arange(len(features)), self._text)
 
     def weights(self) -> Tensors:
         """The template's text features."""

@@ -51,6 +51,9 @@ class ImageSplit:
     def features(self) -> Tensor:
         return self.backbone.encode_images(self.pixels)
 
+    def raw_features(self) -> Tensor:
+        return self.backbone.encode_images(self.pixels, normalize=False)
+
     def images(self, indices: Tensor) -> Tensor:
         self.asked += indices.tolist()
         return self.pixels[indices]

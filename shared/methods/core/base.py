@@ -133,6 +133,9 @@ class Split(Protocol):
     def features(self) -> Tensor:
         """``(N, d_e)`` float32, L2-normalised, from the frozen image tower, on the backbone's device."""
 
+    def raw_features(self) -> Tensor:
+        """The same, as the tower gives them: not normalised."""
+
     def images(self, indices: Tensor) -> Tensor:
         """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
 

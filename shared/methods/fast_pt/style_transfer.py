@@ -110,6 +110,10 @@ class EmbeddedSplit:
         """``(N, d_e)``."""
         return self.values
 
+    def raw_features(self) -> Tensor:
+        """Raises MethodError: transferred embeddings lie on the sphere."""
+        raise MethodError("transferred embeddings have no lengths")
+
     def images(self, indices: Tensor) -> Tensor:
         """Raises MethodError: only embeddings are transferred."""
         raise MethodError("transferred embeddings have no images")

@@ -49,7 +49,7 @@ def loss_by_hand(context: ClientContext, adapter: Tensors, some: Tensor) -> Tens
     texts = [literal_fast_pt.whole_text(context.backbone, context.template, name) for name in NAMES]
     losses = []
     for index in some.tolist():
-        adapted = literally(adapter, context.train.features()[index])
+        adapted = literally(adapter, context.train.raw_features()[index])
         logits = torch.stack([context.backbone.logit_scale * torch.dot(adapted, text) for text in texts])
         losses.append(literal.cross_entropy(logits, int(context.train.labels[index])))
     return torch.stack(losses).mean()
@@ -91,8 +91,22 @@ def test_the_classifier_scores_adapted_features(backbone: Backbone, make_context
     found = make_method({"name": "fedclip"}).classifier(context, adapter, {})
     texts = torch.stack([literal_fast_pt.whole_text(backbone, context.template, name) for name in NAMES])
     rows = torch.tensor([4, 0, 3])
-    wanted = torch.stack([literally(adapter, context.train.features()[row]) for row in rows]) @ texts.T
+    wanted = torch.stack([literally(adapter, context.train.raw_features()[row]) for row in rows]) @ texts.T
     assert_values(found.logits(context.train, rows), backbone.logit_scale * wanted)
+
+
+def test_raw_features_are_adapted_unless_told_otherwise(backbone: Backbone, make_context: Make) -> None:
+    """tanh of W₁I saturates or not by the length of I, so that the two train differently at any rate."""
+    context, adapter = make_context(5, learning_rate=0.05), start(backbone)
+    rows = torch.arange(5)
+    texts = torch.stack([literal_fast_pt.whole_text(backbone, context.template, name) for name in NAMES])
+    normal = make_method({"name": "fedclip", "features": "normalized"})
+    wanted = torch.stack([literally(adapter, feature) for feature in context.train.features()]) @ texts.T
+    assert_values(normal.classifier(context, adapter, {}).logits(context.train, rows), backbone.logit_scale * wanted)
+    updates = [make_method({"name": "fedclip", **more}).train(context, adapter, {}).update["adapter_w1"]
+               for more in ({}, {"features": "raw"}, {"features": "normalized"})]  # fmt: skip
+    assert updates[0].equal(updates[1])
+    assert not updates[0].equal(updates[2])
 
 
 def test_the_adapter_is_all_that_travels_and_is_averaged(backbone: Backbone) -> None:
@@ -113,7 +127,8 @@ def test_it_starts_near_the_template_and_learns(backbone: Backbone, make_context
     context = make_context(20, epochs=30, batch_size=5, optimizer="adam", learning_rate=0.01)
     method, payload = make_method({"name": "fedclip"}), start(backbone)
     features = context.train.features()
-    assert float((attended(payload, features) * features).sum(dim=1).min()) > 0.95
+    near = attended(payload, features)
+    assert float((near * features).sum(dim=1).min()) > 0.95
     first = float(loss_by_hand(context, payload, torch.arange(20)))
     assert method.train(context, payload, {}).metrics["loss"] < 0.5 * first
 

@@ -35,6 +35,9 @@ class Pictures:
     def features(self) -> Tensor:
         raise AssertionError("visual prompts change the features: none may be cached")
 
+    def raw_features(self) -> Tensor:
+        raise AssertionError("visual prompts change the features: none may be cached")
+
     def images(self, indices: Tensor) -> Tensor:
         return self.pixels[indices]
 
