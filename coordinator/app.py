@@ -17,13 +17,25 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api import clients, events, health, insights, methods, page, replays, results, tasks
+from promptfed.coordinator.api import (
+    clients,
+    events,
+    health,
+    insights,
+    methods,
+    operators,
+    page,
+    replays,
+    results,
+    tasks,
+)
 from promptfed.coordinator.api import federations as federations_api
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
+from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.http.uploads import Uploads
 from promptfed.coordinator.operations import bootstrap, federations
 from promptfed.coordinator.reports.insights import Insights
@@ -35,7 +47,7 @@ from promptfed.shared.messages import Problem
 
 log = logging.getLogger("promptfed.coordinator")
 
-ROUTERS = (methods, federations_api, clients, tasks, results, replays, insights, events, health, page)
+ROUTERS = (methods, federations_api, clients, tasks, results, replays, insights, events, operators, health, page)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -92,6 +104,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.registry = registry = Registry(store.database, store.blobs, Metrics())
     app.state.insights = Insights(registry)
     app.state.operator_digest = tokens.digest(tokens.operator_token(settings.data_dir))
+    app.state.issuer = Issuer.of(settings)
     app.state.uploads = Uploads(
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )

@@ -118,8 +118,15 @@ class Unauthorized(Refusal, status=401, kind="unauthorized", title="A valid bear
         super().__init__(detail, headers={"WWW-Authenticate": "Bearer"})
 
 
-class TokenExpired(Unauthorized, kind="token-expired", title="This enrolment token has expired"):
-    """An enrolment token after its time."""
+class TokenExpired(Unauthorized, kind="token-expired", title="This token has expired"):
+    """An enrolment token, or an operator's, after its time."""
+
+
+class IssuerAway(Refusal, status=503, kind="issuer-away", title="The issuer of operators' tokens does not answer"):
+    """An OIDC token whose issuer's keys cannot be had just now."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, headers={"Retry-After": "10"})
 
 
 class TooManyFailures(
@@ -363,6 +370,7 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     WrongRole,
     NotFound,
     StoreAway,
+    IssuerAway,
     MethodAbsent,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -12,6 +13,14 @@ from promptfed.shared.net import is_loopback
 
 DEFAULT_PORT = 8080
 POSTGRES = ("postgresql+psycopg://", "postgresql://", "postgres://")
+
+
+def is_safe(url: str) -> bool:
+    """Whether nobody on the way can change what comes from there: by TLS, or on this machine."""
+    parts = urlsplit(url)
+    return bool(parts.hostname) and (
+        parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or ""))
+    )
 
 
 class Settings(BaseSettings):
@@ -43,6 +52,16 @@ class Settings(BaseSettings):
     )
     tls_cert: Annotated[Path | None, Field(description="PEM certificate chain")] = None
     tls_key: Annotated[Path | None, Field(description="PEM private key")] = None
+    oidc_issuer: Annotated[
+        str | None, Field(description="https://... of an OpenID Connect issuer whose tokens operators may use")
+    ] = None
+    oidc_audience: Annotated[str | None, Field(description="whom such a token must be for (its aud)")] = None
+    oidc_role_claim: Annotated[
+        str, Field(description="where in it the roles are, such as realm_access.roles", pattern=r"^[^.]+(\.[^.]+)*$")
+    ] = "roles"
+    oidc_role_prefix: Annotated[
+        str, Field(description="what stands before viewer, operator or admin in the names of roles")
+    ] = "promptfed-"
     max_uploads: Annotated[int, Field(ge=1, le=1000, description="uploads received at once")] = 8
     upload_wait_seconds: Annotated[
         float, Field(ge=0, description="how long more uploads wait their turn before 503")
@@ -73,6 +92,13 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"{self.host} can be reached from outside: give --tls-cert and --tls-key, or --allow-plain-http where "
                 "the network is trusted"
+            )
+        if (self.oidc_issuer is None) != (self.oidc_audience is None):
+            raise ValueError("OpenID Connect needs both: give --oidc-issuer and --oidc-audience")
+        if self.oidc_issuer is not None and not is_safe(self.oidc_issuer):
+            raise ValueError(
+                f"--oidc-issuer {self.oidc_issuer} must be https://... (http:// is for this machine alone): who can "
+                "change its keys on the way is an admin"
             )
         if self.enrolment_token_file is not None and self.bootstrap is None:
             raise ValueError("--enrolment-token-file needs --bootstrap, which names the federation")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from promptfed.shared.messages import Domain, FederationState, Role, SplitResult, TaskKind
-from promptfed.shared.spec import BackboneShape, ClassName, FederationSpec, Name
+from promptfed.shared.spec import BackboneShape, ClassName, FederationSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,59 +112,6 @@ class SuppliedState(BaseModel):
 
     state_hash: str
     bytes: int
-
-
-class TokenRequest(BaseModel):
-    """Whom an enrolment token shall let in, and how long."""
-
-    model_config = {"extra": "forbid"}
-
-    hours: Annotated[float | None, Field(gt=0, le=24 * 366, description="default: the coordinator's setting")] = None
-    name: Annotated[Name | None, Field(description="by which it is listed; default: its id")] = None
-    role: Annotated[Role | None, Field(description="the only one that those may have who enrol with it")] = None
-    uses: Annotated[int, Field(ge=1, le=100_000, description="how many clients can enrol with it")] = 1
-    client: Annotated[
-        str | None, Field(max_length=100, description="the one client whose reset name it gives back; uses is 1")
-    ] = None
-
-    @model_validator(mode="after")
-    def _one_client_is_one_use(self) -> TokenRequest:
-        if self.client is not None and self.uses != 1:
-            raise ValueError("a token for one client has one use: leave out uses")
-        return self
-
-
-class MintedToken(BaseModel):
-    """An enrolment token; it is shown only here."""
-
-    token: str
-    expires_at: datetime
-    id: str
-    name: str
-    uses: int | None
-    role: Role | None
-
-
-class TokenView(BaseModel):
-    """An enrolment token, without its text."""
-
-    id: str
-    name: str
-    role: Role | None
-    client: str | None = Field(description="the one reset name that it is for")
-    uses: int | None = Field(description="null: minted before tokens had a number of uses")
-    used: int
-    closed: bool = Field(description="a client that came by it was withdrawn: nobody new comes in by it")
-    created_at: datetime
-    expires_at: datetime
-    clients: list[str] = Field(description="who came by it")
-
-
-class TokenPage(BaseModel):
-    """Some enrolment tokens in order of id; ``next`` is the following page's ``after``."""
-
-    tokens: list[TokenView]
-    next: str | None
 
 
 class Nothing(BaseModel):

@@ -8,7 +8,16 @@ from fastapi import APIRouter, Query, Response, status
 from sqlalchemy import select
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api.deps import After, ClientId, EnrollingAt, EnrollingWith, Limit, Operated, RegistryOf
+from promptfed.coordinator.api.deps import (
+    After,
+    ClientId,
+    EnrollingAt,
+    EnrollingWith,
+    Limit,
+    Operated,
+    RegistryOf,
+    Viewed,
+)
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
@@ -64,7 +73,7 @@ def post_client(
 
 
 @router.get("/clients", responses=problems.for_callers())
-def list_clients(registry: RegistryOf, federation: Operated, limit: Limit = 100, after: After = None) -> ClientPage:
+def list_clients(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> ClientPage:
     """Who has enrolled, in order of name, with last-seen and last refusal."""
     registry.last_seen.flush_if_possible()
     query = select(ClientRow).where(ClientRow.federation_id == federation.id).order_by(ClientRow.name).limit(limit + 1)

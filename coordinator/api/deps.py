@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,11 +10,13 @@ from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from promptfed.coordinator.domain.federation import Client, Federation
+from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, authenticate
+from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
 from promptfed.coordinator.problems import MethodAbsent, NotFound, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tokens import digest
+from promptfed.shared.access_schemas import LEVELS, OperatorRole
 
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
@@ -30,8 +33,12 @@ async def _settings(request: Request) -> Settings:
 RegistryOf = Annotated[Registry, Depends(_registry)]
 SettingsOf = Annotated[Settings, Depends(_settings)]
 
+_viewer_scheme = HTTPBearer(scheme_name="viewer", auto_error=False, description="an operator's, with any role")
 _operator_scheme = HTTPBearer(
-    scheme_name="operator", auto_error=False, description="made at the first start, in the data folder"
+    scheme_name="operator", auto_error=False, description="an operator's, with the role operator or admin"
+)
+_admin_scheme = HTTPBearer(
+    scheme_name="admin", auto_error=False, description="an admin's; the first is made at the first start"
 )
 _enrolment_scheme = HTTPBearer(scheme_name="enrolment", auto_error=False, description="minted by the operator")
 _client_scheme = HTTPBearer(scheme_name="client", auto_error=False, description="the secret the client enrolled with")
@@ -40,6 +47,7 @@ NO_NUL = r"^[^\x00]*$"  # PostgreSQL's text holds none, and may not be asked for
 
 FederationId = Annotated[str, Path(description="id or name of the federation", max_length=100)]
 ClientId = Annotated[str, Path(description="id or name of the client", max_length=100)]
+OperatorId = Annotated[str, Path(description="an operator's name, or the id of a token", max_length=100)]
 TokenId = Annotated[str, Path(description="id or name of the enrolment token", max_length=100)]
 TaskId = Annotated[str, Path(max_length=100, pattern=NO_NUL)]
 Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many")]
@@ -50,18 +58,30 @@ def _token(credentials: HTTPAuthorizationCredentials | None) -> str | None:
     return credentials.credentials if credentials is not None else None
 
 
-async def _operator(
-    request: Request,
-    registry: RegistryOf,
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_operator_scheme)],
-) -> OperatorCaller:
-    caller = authenticate(request, registry, _token(credentials))
-    if not isinstance(caller, OperatorCaller):
-        raise WrongRole("this call takes the operator token")
-    return caller
+def _who_may(role: OperatorRole, scheme: HTTPBearer) -> Callable[..., Awaitable[OperatorCaller]]:
+    """What finds out which operator calls, and refuses who has a lower role."""
+
+    async def operator(
+        request: Request, registry: RegistryOf, credentials: HTTPAuthorizationCredentials | None = Depends(scheme)
+    ) -> OperatorCaller:
+        caller = await authenticate(request, registry, _token(credentials))
+        if not isinstance(caller, OperatorCaller):
+            raise WrongRole("this call takes the operator token")
+        if LEVELS[caller.role] < LEVELS[role]:
+            raise WrongRole(f"this call takes the role {role}; {caller.name} has the role {caller.role}")
+        audit.actor.set(audit.Actor(caller.name, caller.role, address_of(request)))
+        return caller
+
+    return operator
 
 
-IsOperator = Annotated[OperatorCaller, Depends(_operator)]
+IsViewer = Annotated[OperatorCaller, Depends(_who_may("viewer", _viewer_scheme))]
+IsOperator = Annotated[OperatorCaller, Depends(_who_may("operator", _operator_scheme))]
+IsAdmin = Annotated[OperatorCaller, Depends(_who_may("admin", _admin_scheme))]
+
+
+async def _viewed(registry: RegistryOf, federation: FederationId, _: IsViewer) -> Federation:
+    return registry.find(federation)
 
 
 async def _operated(registry: RegistryOf, federation: FederationId, _: IsOperator) -> Federation:
@@ -78,10 +98,14 @@ async def _enrolling(
     federation: FederationId,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_enrolment_scheme)],
 ) -> Federation:
-    caller = authenticate(request, registry, _token(credentials))
+    caller = await authenticate(request, registry, _token(credentials))
     if not isinstance(caller, EnrollingCaller):
         raise WrongRole("this call takes an enrolment token")
-    return _own(registry, federation, caller.federation)
+    own = _own(registry, federation, caller.federation)
+    known = own.tokens.get(caller.token)
+    if known is not None:
+        audit.actor.set(audit.Actor(known.name, "enrolment", address_of(request)))
+    return own
 
 
 @dataclass(frozen=True)
@@ -98,7 +122,7 @@ async def _client(
     federation: FederationId,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_client_scheme)],
 ) -> CallingClient:
-    caller = authenticate(request, registry, _token(credentials))
+    caller = await authenticate(request, registry, _token(credentials))
     if not isinstance(caller, ClientCaller):
         raise WrongRole("this call takes the secret that the client enrolled with")
     own = _own(registry, federation, caller.federation)
@@ -119,6 +143,7 @@ def _own(registry: Registry, asked: str, own_id: str) -> Federation:
     return federation
 
 
+Viewed = Annotated[Federation, Depends(_viewed)]
 Operated = Annotated[Federation, Depends(_operated)]
 OperatedAny = Annotated[Federation, Depends(_operated_any)]
 """The operator's federation, also where its method is absent."""

@@ -12,23 +12,23 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.api.deps import (
     After,
     IsOperator,
+    IsViewer,
     Limit,
     Operated,
     OperatedAny,
     RegistryOf,
     SettingsOf,
     TokenId,
+    Viewed,
 )
 from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view
+from promptfed.shared.access_schemas import MintedToken, TokenPage, TokenRequest
 from promptfed.shared.api_schemas import (
     DryRun,
     FederationPage,
     FederationView,
-    MintedToken,
     SuppliedState,
-    TokenPage,
-    TokenRequest,
 )
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
@@ -82,7 +82,7 @@ def create(
 
 
 @router.get("", responses=problems.for_callers())
-def list_federations(registry: RegistryOf, _: IsOperator, limit: Limit = 100, after: After = None) -> FederationPage:
+def list_federations(registry: RegistryOf, _: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
     """All federations, oldest first."""
     known = registry.federations
     ids = list(known)
@@ -94,7 +94,7 @@ def list_federations(registry: RegistryOf, _: IsOperator, limit: Limit = 100, af
 
 
 @router.get("/{federation}", responses=problems.for_callers())
-def get_federation(registry: RegistryOf, federation: Operated) -> FederationView:
+def get_federation(registry: RegistryOf, federation: Viewed) -> FederationView:
     """One federation: resolved spec, state and reason, round and phase, who has answered, who is awaited until when."""
     with registry.database.read() as session:
         return federation_view(session, federation)
@@ -177,7 +177,7 @@ def mint_token(
 
 
 @router.get("/{federation}/enrolment-tokens", responses=problems.for_callers(), tags=["enrolment"])
-def list_tokens(registry: RegistryOf, federation: Operated, limit: Limit = 100, after: After = None) -> TokenPage:
+def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> TokenPage:
     """Enrolment tokens, without their texts: what they allow, and who came by them."""
     with registry.database.read() as session:
         return tokens.page(session, federation, limit, after)

@@ -9,7 +9,7 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Request
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api.deps import Operated, RegistryOf
+from promptfed.coordinator.api.deps import Operated, RegistryOf, Viewed
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import RoundQuery, round_number
 from promptfed.coordinator.domain.federation import Federation
@@ -29,14 +29,14 @@ async def _insights(request: Request) -> Insights:
 
 @router.get("/insights", responses=problems.for_callers(problems.NoState))
 async def get_insights(
-    federation: Operated, insights: Annotated[Insights, Depends(_insights)], round: RoundQuery = "latest"
+    federation: Viewed, insights: Annotated[Insights, Depends(_insights)], round: RoundQuery = "latest"
 ) -> InsightsView:
     """How far the prompts are from their start, whether clients agree, which words are near, clients in the plane."""
     return await insights.of(federation, round_number(round))
 
 
 @router.get("/lexicon", responses=problems.for_callers())
-async def get_lexicon(registry: RegistryOf, federation: Operated) -> LexiconView:
+async def get_lexicon(registry: RegistryOf, federation: Viewed) -> LexiconView:
     """Which constants of the backbone are here, and which class names are wanted."""
     return await asyncio.to_thread(_view, registry, federation)
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Path, Query, Response, status
 from fastapi.responses import FileResponse, JSONResponse
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api.deps import After, Limit, Operated, RegistryOf
+from promptfed.coordinator.api.deps import After, Limit, Operated, RegistryOf, Viewed
 from promptfed.coordinator.reports import generation, rounds
 from promptfed.shared.api_schemas import (
     GenerateRequest,
@@ -32,7 +32,7 @@ TENSOR_TYPES = ("application/octet-stream", "application/vnd.safetensors", "appl
 
 
 @router.get("/rounds", responses=problems.for_callers())
-def list_rounds(registry: RegistryOf, federation: Operated, limit: Limit = 100, after: After = None) -> RoundPage:
+def list_rounds(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> RoundPage:
     """Reports of all rounds so far, from round 0 on."""
     registry.last_seen.flush_if_possible()
     begin = int(after) + 1 if after is not None and after.isdecimal() else 0
@@ -44,9 +44,7 @@ def list_rounds(registry: RegistryOf, federation: Operated, limit: Limit = 100, 
 
 
 @router.get("/rounds/{round}", responses=problems.for_callers())
-def get_round(
-    registry: RegistryOf, federation: Operated, round: Annotated[int, Path(ge=0, le=1_000_000)]
-) -> RoundReport:
+def get_round(registry: RegistryOf, federation: Viewed, round: Annotated[int, Path(ge=0, le=1_000_000)]) -> RoundReport:
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
@@ -68,7 +66,7 @@ def get_round(
 )
 def get_prompts(
     registry: RegistryOf,
-    federation: Operated,
+    federation: Viewed,
     round: RoundQuery = "latest",
     accept: Annotated[str, Header()] = "*/*",
     if_none_match: Annotated[str | None, Header()] = None,
@@ -126,7 +124,7 @@ def generate(
     responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **problems.for_callers()},
 )
 def get_metrics(
-    registry: RegistryOf, federation: Operated, format: Annotated[Literal["json", "csv"], Query()] = "json"
+    registry: RegistryOf, federation: Viewed, format: Annotated[Literal["json", "csv"], Query()] = "json"
 ) -> MetricList | Response:
     """Every metric by round: what clients measured, accuracies, bytes, seconds."""
     registry.last_seen.flush_if_possible()

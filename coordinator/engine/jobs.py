@@ -62,6 +62,7 @@ def _start_with_those_there_are(registry: Registry, id: str) -> None:
                     continue  # Somebody was withdrawn, or another state supplied: it is made anew.
                 _commit_state(change, tensors, content, "initial", None)
                 _send_start(change)
+                change.note("federation-start")
                 point("start-before-commit")
         point("start-committed")
         return

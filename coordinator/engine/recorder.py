@@ -14,6 +14,7 @@ from promptfed.coordinator.domain import clock, events, facts
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import step
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Run
+from promptfed.coordinator.engine import audit
 from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow, PhaseRow, TaskRow
 
 
@@ -55,6 +56,10 @@ class Change:
         """Add an event to the federation's stream."""
         self.session.add(EventRow(federation_id=self.federation.id, kind=kind, data=data, at=clock.now()))
         self.emitted.append((kind, data))
+
+    def note(self, act: str, /, **detail: Any) -> None:
+        """Write the act into the audit log, under whoever asked for it."""
+        audit.note(self.session, act, self.federation, **detail)
 
     def federation_row(self) -> FederationRow:
         """The federation's own row, which this transaction may change."""

@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, TypeVar, cast
+
+from sqlalchemy import select
 
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
@@ -28,12 +31,28 @@ from promptfed.coordinator.problems import MethodAbsent, NotFound
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.tables import OperatorRow
+from promptfed.shared.access_schemas import OperatorRole
 
 log = logging.getLogger("promptfed.coordinator")
 
 EVENTS = "*events"
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator's token: whose it is, what he may, until when."""
+
+    id: str
+    name: str
+    role: OperatorRole
+    expires: datetime
+
+
+def _operator_of(row: OperatorRow) -> Operator:
+    return Operator(row.id, row.name, cast(OperatorRole, row.role), clock.parse(row.expires_at))
 
 
 class Stopped(Exception):
@@ -43,7 +62,8 @@ class Stopped(Exception):
 class Registry:
     """All federations of one data folder.
 
-    ``ready``: they are taken up, and driven. ``retired``: up to which round a federation's tensors are removed.
+    ``operators``: their tokens by digest. ``ready``: federations are taken up, and driven. ``retired``: up to which
+    round a federation's tensors are removed.
     """
 
     def __init__(self, database: Database, blobs: Blobs, metrics: Metrics):
@@ -53,6 +73,7 @@ class Registry:
         self.wakeups = Wakeups()
         self.last_seen = LastSeen(database)
         self.federations: dict[str, Federation] = {}
+        self.operators: dict[str, Operator] = {}
         self.retired: dict[str, int] = {}
         self.configs: dict[str, tuple[object, object, str]] = {}
         self.ready = False
@@ -86,6 +107,7 @@ class Registry:
     def _load(self) -> None:
         with self.database.read() as session:
             self.federations = recovery.load_all(session, clock.monotonic())
+            self.operators = {row.digest: _operator_of(row) for row in session.scalars(select(OperatorRow))}
         for federation in self.federations.values():
             if federation.absent is not None:
                 text = "%s waits for its method: %s"

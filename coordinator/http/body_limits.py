@@ -57,7 +57,7 @@ class _Body:
         if self._whole:  # What comes now is that the caller has gone.
             return await self._receive()
         if self._until is None:
-            if not _is_known(self._scope):
+            if not await _is_known(self._scope):
                 self._whole = True
                 return NOTHING
             self._until = asyncio.get_running_loop().time() + self._seconds
@@ -73,14 +73,14 @@ class _Body:
         return message
 
 
-def _is_known(scope: Scope) -> bool:
+async def _is_known(scope: Scope) -> bool:
     """Whether the request's token is somebody's; the route asks again, and refuses whoever is not."""
     connection = HTTPConnection(scope)
     scheme, token = get_authorization_scheme_param(connection.headers.get("authorization"))
     if scheme.lower() != "bearer" or not token:
         return False
     try:
-        look_up(connection, scope["app"].state.registry, token)
+        await look_up(connection, scope["app"].state.registry, token)
     except Refusal:
         return False
     return True

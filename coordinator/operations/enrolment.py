@@ -62,6 +62,7 @@ def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest: str)
         change.federation = change.federation.with_clients(client).with_named(client.class_names)
         change.send(events.Enrolled(client.name, client.role))
         change.emit("client-enrolled", client=client.name, role=client.role, token=token.name)
+        change.note("client-enrolled", client=client.name, role=client.role)
     point("client-enrolled")
     return client, True
 

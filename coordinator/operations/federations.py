@@ -15,7 +15,7 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.domain.run_state import ENDED
-from promptfed.coordinator.engine import jobs, retention
+from promptfed.coordinator.engine import audit, jobs, retention
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import tokens
 from promptfed.coordinator.operations.client_names import client_name
@@ -70,6 +70,7 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
             session.add(_row(federation, key, request_digest))
             session.flush()
             session.add(EventRow(federation_id=federation.id, kind="federation-created", data={}, at=clock.now()))
+            audit.note(session, "federation-created", federation, spec_sha256=request_digest)
         registry.add(federation)
     point("federation-created")
     return federation
@@ -118,10 +119,11 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
 def delete(registry: Registry, id: str) -> None:
     """Delete a federation with all its data, also one whose method is absent. Raises NotFound."""
     with registry.exclusively():
-        registry.find_any(id)
+        federation = registry.find_any(id)
         with registry.database.write() as session:
             digests = retention.digests_of(session, id)
             session.delete(session.get_one(FederationRow, id))
+            audit.note(session, "federation-deleted", federation)
         registry.forget(id)
     retention.collect(registry, digests)
 
@@ -139,6 +141,7 @@ def steer(registry: Registry, id: str, verb: str) -> None:
     try:
         with registry.change(id) as change:
             change.send(steps[verb])
+            change.note(f"federation-{verb}")
     except WrongMoment as error:
         state = str(error)
         raise problems.WrongState(f"the federation is {state}: it cannot {verb} now", state=state) from None
@@ -165,6 +168,7 @@ def supply_state(registry: Registry, id: str, body: bytes) -> str:
             row.supplied_state = digest_
             change.federation = replace(change.federation, supplied_state=digest_)
             change.emit("initial-state-supplied", state_hash=state_hash(tensors))
+            change.note("initial-state-supplied", state_hash=state_hash(tensors))
     return state_hash(tensors)
 
 
@@ -209,6 +213,7 @@ def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
             change.federation = change.federation.recounted()
             change.wake.add(name)
             change.emit("client-withdrawn", client=name, discard=discard)
+            change.note("client-withdrawn", client=name, discard=discard)
     except WrongMoment as error:
         raise problems.WrongState(
             f"the federation is {error}: nobody can be withdrawn any more", state=str(error)
@@ -232,6 +237,7 @@ def delete_updates(registry: Registry, id: str, client: str) -> None:
             raise problems.WrongState(text, state=run.state)
         digests = retention.remove_updates(change.session, id, name)
         change.emit("updates-deleted", client=name)
+        change.note("updates-deleted", client=name)
     retention.collect(registry, digests)
 
 
@@ -246,6 +252,7 @@ def reset(registry: Registry, id: str, client: str) -> None:
         change.federation = change.federation.with_clients(replace(change.federation.clients[name], secret_digest=None))
         change.wake.add(name)
         change.emit("client-reset", client=name)
+        change.note("client-reset", client=name)
 
 
 def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Refusal, path: str) -> None:

@@ -45,6 +45,7 @@ def supply(registry: Registry, id: str, upload: Upload) -> LexiconMetadata:
             change.federation_row().lexicon = upload.sha256
             change.federation = replace(change.federation, lexicon=upload.sha256)
             change.emit("lexicon-supplied", words=len(about.words), class_names=len(about.class_names))
+            change.note("lexicon-supplied", sha256=upload.sha256)
     if former is not None:
         retention.collect(registry, [former])
     return about

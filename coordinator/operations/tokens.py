@@ -18,7 +18,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.store.tables import ClientRow, TokenRow
 from promptfed.coordinator.store.tokens import digest, new_token
-from promptfed.shared.api_schemas import MintedToken, TokenPage, TokenRequest, TokenView
+from promptfed.shared.access_schemas import MintedToken, TokenPage, TokenRequest, TokenView
 
 
 def mint(registry: Registry, id: str, request: TokenRequest, default_hours: float) -> MintedToken:
@@ -53,6 +53,7 @@ def mint(registry: Registry, id: str, request: TokenRequest, default_hours: floa
         change.session.add(row)
         change.federation = replace(federation, tokens={**federation.tokens, row.digest: token_of(row)})
         change.emit("token-minted", token=name, uses=request.uses)
+        change.note("token-minted", token=name, uses=request.uses, role=request.role, client=client)
     return MintedToken(
         token=token, expires_at=clock.parse(expires), id=token_id, name=name, uses=request.uses, role=request.role
     )
@@ -109,6 +110,7 @@ def revoke(registry: Registry, id: str, token: str) -> None:
         kept = {key: known for key, known in federation.tokens.items() if key != found[0]}
         change.federation = replace(federation, tokens=kept)
         change.emit("token-revoked", token=name)
+        change.note("token-revoked", token=name)
 
 
 def close_for(change: Change, client: str, token_id: str | None) -> None:

@@ -90,6 +90,37 @@ class TokenRow(Base):
     closed: Mapped[bool]
 
 
+class OperatorRow(Base):
+    """An operator's token, as the SHA-256 of its text."""
+
+    __tablename__ = "operator_tokens"
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(unique=True)
+    name: Mapped[str] = mapped_column(index=True)
+    role: Mapped[str]
+    created_at: Mapped[str]
+    expires_at: Mapped[str]
+
+
+class AuditRow(Base):
+    """One act. It names its federation without referring to it: the log outlives what it tells of."""
+
+    __tablename__ = "audit_log"
+
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    at: Mapped[str]
+    actor: Mapped[str]
+    role: Mapped[str]
+    address: Mapped[str]
+    act: Mapped[str]
+    federation: Mapped[str | None] = mapped_column(index=True)
+    federation_name: Mapped[str | None]
+    detail: Mapped[dict[str, Any]]
+    previous: Mapped[str]
+    hash: Mapped[str]
+
+
 class ClientRow(Base):
     """An enrolled client; ``secret_digest`` is null after the operator has reset its name.
 

@@ -9,6 +9,7 @@ import typer
 
 from promptfed.cli.common import TokenFile, Url
 from promptfed.cli.federation import federation_app
+from promptfed.cli.operators import audit_app, operator_app
 from promptfed.cli.prompts import prompts_app
 from promptfed.sdk.client import open_coordinator
 from promptfed.sdk.errors import CommandError, Exit
@@ -21,6 +22,8 @@ app = typer.Typer(
     help="Adapt a frozen CLIP-like model together, without the images ever leaving their owners.",
 )
 app.add_typer(federation_app, name="federation")
+app.add_typer(operator_app, name="operator")
+app.add_typer(audit_app, name="audit-log")
 app.add_typer(prompts_app, name="prompts")
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]

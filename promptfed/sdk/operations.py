@@ -14,12 +14,21 @@ from promptfed.sdk.client import Answer, Operation, Request, View
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.summary import FederationList, FederationSummary
+from promptfed.shared import access_schemas
 from promptfed.shared import api_schemas as schemas
 from promptfed.shared.insight_schemas import LexiconView
 from promptfed.shared.replay_schemas import ReplayReport
 from promptfed.shared.spec import FederationSpec
 
-Page = TypeVar("Page", FederationList, schemas.ClientPage, schemas.RoundPage, schemas.TokenPage)
+Page = TypeVar(
+    "Page",
+    FederationList,
+    schemas.ClientPage,
+    schemas.RoundPage,
+    access_schemas.TokenPage,
+    access_schemas.OperatorPage,
+    access_schemas.AuditPage,
+)
 
 ReplayQuestion = Mapping[str, object]  # aggregation and without, as the coordinator takes them
 Spec = FederationSpec | Mapping[str, Any]  # resolved, or as somebody wrote it
@@ -63,21 +72,43 @@ def steer(federation: str, verb: str) -> Request[FederationSummary]:
     return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", FederationSummary)
 
 
-def mint_token(federation: str, uses: int = 1, **asked: object) -> Request[schemas.MintedToken]:
+def mint_token(federation: str, uses: int = 1, **asked: object) -> Request[access_schemas.MintedToken]:
     """A fresh enrolment token for so many clients; ``asked`` are more fields of `TokenRequest`, None: the default."""
     body = {"uses": uses, **{key: value for key, value in asked.items() if value is not None}}
-    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", schemas.MintedToken, {"json": body})
+    return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", access_schemas.MintedToken, {"json": body})
 
 
-def list_tokens(federation: str) -> Operation[list[Answer[schemas.TokenPage]]]:
+def list_tokens(federation: str) -> Operation[list[Answer[access_schemas.TokenPage]]]:
     """Enrolment tokens, without their texts."""
     path = f"{FEDERATIONS}/{federation}/enrolment-tokens"
-    return _pages(lambda after: Request("GET", path, schemas.TokenPage, _query(after=after)))
+    return _pages(lambda after: Request("GET", path, access_schemas.TokenPage, _query(after=after)))
 
 
 def revoke_token(federation: str, token: str) -> Request[schemas.Nothing]:
     """Take an enrolment token back, by its name or id."""
     return Request("DELETE", f"{FEDERATIONS}/{federation}/enrolment-tokens/{token}", schemas.Nothing)
+
+
+def mint_operator(name: str, role: str, hours: float | None = None) -> Request[access_schemas.MintedOperator]:
+    """A token for an operator."""
+    body = {"name": name, "role": role, **({"hours": hours} if hours is not None else {})}
+    return Request("POST", "/v1/operators", access_schemas.MintedOperator, {"json": body})
+
+
+def list_operators() -> Operation[list[Answer[access_schemas.OperatorPage]]]:
+    """Operators' tokens, without their texts."""
+    return _pages(lambda after: Request("GET", "/v1/operators", access_schemas.OperatorPage, _query(after=after)))
+
+
+def revoke_operator(operator: str) -> Request[schemas.Nothing]:
+    """Take back an operator's token by its id, or all by the operator's name."""
+    return Request("DELETE", f"/v1/operators/{operator}", schemas.Nothing)
+
+
+def audit_log() -> Operation[list[Answer[access_schemas.AuditPage]]]:
+    """What was done, in order."""
+    path, page = "/v1/audit-log", access_schemas.AuditPage
+    return _pages(lambda after: Request("GET", path, page, _query(after=after, limit=1000)))
 
 
 def list_clients(federation: str) -> Operation[list[Answer[schemas.ClientPage]]]:

@@ -17,7 +17,7 @@ from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import bearer, content_digest, enrolment, secret_of, spec, update_body
 
 FEDERATION = "/v1/federations/{federation}"
-ROLES = ("operator", "enrolment", "client")
+ROLES = ("viewer", "operator", "admin")  # each may what the one before may
 #: What every route in its place gets to read, so that it is the token alone for which it is refused.
 BODIES: dict[str, Any] = {
     "POST /v1/federations": spec(name="another"),
@@ -76,6 +76,7 @@ class Door:
             "task_id": self.task["task_id"],
             "round": "0",
             "token_id": "spare",
+            "operator": "nobody",
         }
         url = path.replace("...", FEDERATION).format(**real, name="promptfl", file="app.js")
         headers = bearer(token) if token is not None else {}
@@ -85,6 +86,11 @@ class Door:
                 url, content=body, headers=headers | {"Content-Digest": content_digest(body)}
             )
         return self.coordinator.http.request(verb, url, headers=headers, json=BODIES.get(call))
+
+
+def operator(coordinator: InThread, role: str, **more: Any) -> str:
+    """A token of an operator's with this role."""
+    return str(coordinator.post("/v1/operators", {"name": f"the-{role}", "role": role, **more}, status=201)["token"])
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +105,9 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Any:
         task, _ = coordinator.training([a, b])
         expired = coordinator.post(f"{mine}/enrolment-tokens", {"hours": 1e-9}, status=201)["token"]
         tokens = {
-            "operator": coordinator.operator["Authorization"].split()[1],
+            "admin": coordinator.operator["Authorization"].split()[1],
+            **{role: operator(coordinator, role) for role in ROLES[:2]},
+            "expired operator": operator(coordinator, "admin", hours=1e-9),
             "enrolment": coordinator.token(mine),
             "client": secret_of("b"),
             "withdrawn client": secret_of("gone"),
@@ -115,7 +123,7 @@ def expected(call: str, who: str, token: str) -> tuple[int, str]:
     """Status and kind of the answer to a token that is not good enough."""
     if token == "wrong":
         return 401, "unauthorized"
-    if token == "expired enrolment":
+    if token in ("expired enrolment", "expired operator"):
         return 401, "token-expired"
     if token == f"{who} of another federation":
         return 404, "not-found"
@@ -131,7 +139,7 @@ def test_no_token_but_its_own_opens_a_route(door: Door, call: str) -> None:
     answer = door.knock(call, None)
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     for name, token in door.tokens.items():
-        if name == who:
+        if name == who or (who in ROLES and name in ROLES[ROLES.index(who) :]):
             continue
         answer = door.knock(call, token)
         assert answer.headers["content-type"] == "application/problem+json", (name, answer.text)

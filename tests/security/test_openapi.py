@@ -39,7 +39,13 @@ SCHEMA = schemathesis.openapi.from_dict(create_app(Settings()).openapi())
 OPERATIONS = {f"{one.method.upper()} {one.path}": one for one in (found.ok() for found in SCHEMA.get_all_operations())}
 FEW, MANY = 6, 1000
 OPTIONS = {"upload_timeout_seconds": 5, "auth_failures_per_minute": 1_000_000}  # strangers and members share an address
-RIGHT = {"operator": "operator", "client": "member of toy", "enrolment": "enrolling to toy"}
+RIGHT = {
+    "viewer": "operator",
+    "operator": "operator",
+    "admin": "operator",
+    "client": "member of toy",
+    "enrolment": "enrolling to toy",
+}
 STREAM = "GET /v1/federations/{federation}/events"
 
 
@@ -109,6 +115,7 @@ def aimed(case: schemathesis.Case, place: Place, caller: str, at_victim: bool) -
         "name": "promptfl",
         "file": "app.js",
         "token_id": "spare",
+        "operator": "nobody",
     }
     case.path_parameters = {name: real[name] for name in case.path_parameters or {}}
 

@@ -1,0 +1,64 @@
+"""The audit log: who has done what from where, each entry chained to the one before by its hash.
+
+An entry is written in the transaction of the act that it tells of: there is none without the other. Who acts is known
+where a request's token is, and travels with the request's context into the thread that carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.store.tables import AuditRow
+from promptfed.shared.access_schemas import FIRST_LINK, AuditEntry
+
+
+@dataclass(frozen=True)
+class Actor:
+    """Who acts: an operator by name and role, an enrolment token, or nobody but the coordinator itself."""
+
+    name: str
+    role: str = ""
+    address: str = ""
+
+
+ITSELF = Actor("the coordinator")
+actor: ContextVar[Actor] = ContextVar("actor", default=ITSELF)
+
+
+def note(session: Session, act: str, federation: Federation | None = None, **detail: Any) -> None:
+    """Write down an act, in the transaction that carries it out. Transactions take turns, and so does the chain."""
+    who = actor.get()
+    last = session.execute(
+        select(AuditRow.number, AuditRow.hash).order_by(AuditRow.number.desc()).limit(1)
+    ).one_or_none()
+    number, previous = (last[0], last[1]) if last is not None else (0, FIRST_LINK)
+    entry = AuditEntry(
+        number=number + 1,
+        at=clock.now(),
+        actor=who.name,
+        role=who.role,
+        address=who.address,
+        act=act,
+        federation=federation.id if federation is not None else None,
+        federation_name=federation.name if federation is not None else None,
+        detail=detail,
+        previous=previous,
+        hash="",
+    )
+    session.add(AuditRow(**entry.model_copy(update={"hash": entry.computed_hash()}).model_dump()))
+    session.flush()
+
+
+def entries(session: Session, after: int, limit: int) -> Iterator[AuditEntry]:
+    """At most ``limit`` entries behind the one with the number ``after``."""
+    query = select(AuditRow).where(AuditRow.number > after).order_by(AuditRow.number).limit(limit)
+    for row in session.scalars(query):
+        yield AuditEntry.model_validate({name: getattr(row, name) for name in AuditEntry.model_fields})

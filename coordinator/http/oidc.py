@@ -1,0 +1,152 @@
+"""Operators who come with a token of an OpenID Connect issuer's, as a hospital or university has one.
+
+A token is a JWT that the issuer has signed. It is believed where its signature is by one of the issuer's published
+keys, with an asymmetric algorithm that fits this key, and it says that it is the issuer's, meant for us, in force,
+whose and with which role. Source: OpenID Connect Core 1.0, section 3.1.3.7; RFC 8725 (best practices for JWT).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+import urllib.request
+from typing import Any, NoReturn
+
+import jwt
+
+from promptfed.coordinator.problems import IssuerAway, TokenExpired, Unauthorized, WrongRole
+from promptfed.coordinator.settings import Settings, is_safe
+from promptfed.shared.access_schemas import LEVELS, OperatorRole
+
+log = logging.getLogger("promptfed.coordinator")
+
+# No HMAC: with it, whoever knows a public key could sign; and never `none`.
+ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+REQUIRED = ["exp", "iss", "aud", "sub"]
+LEEWAY_SECONDS = 30
+FETCH_SECONDS = 5.0
+KEYS_SECONDS = 600.0  # for which the issuer's keys are taken to be as they were
+AGAIN_SECONDS = 10.0  # before they are asked for again, whatever keys tokens name
+MOST_BYTES = 1 << 20
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The issuer's own address is trusted, and none that it may be made to point to."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Follow nothing."""
+
+
+class Issuer:
+    """The issuer that the settings name. Its keys are fetched when a token first needs them, and kept a while."""
+
+    def __init__(self, url: str, audience: str, role_claim: str, role_prefix: str):
+        self._url = url
+        self._audience = audience
+        self._claim = role_claim.split(".")
+        self._prefix = role_prefix
+        self._keys: dict[str | None, jwt.PyJWK] = {}
+        self._fetched = self._tried = -math.inf
+        self._turn = threading.Lock()
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Issuer | None:
+        """The settings' issuer, if they name one."""
+        if settings.oidc_issuer is None or settings.oidc_audience is None:
+            return None
+        return cls(settings.oidc_issuer, settings.oidc_audience, settings.oidc_role_claim, settings.oidc_role_prefix)
+
+    @staticmethod
+    def may_have_issued(token: str) -> bool:
+        """Whether it looks like a JWT; tokens of our own are hexadecimal."""
+        return token.count(".") == 2
+
+    async def identify(self, token: str) -> tuple[str, OperatorRole]:
+        """Whose token it is, and which role it gives.
+
+        Raises:
+            Unauthorized, TokenExpired: it is not to be believed, or not any more.
+            WrongRole: it gives no role here.
+            IssuerAway: the issuer's keys cannot be had.
+        """
+        return await asyncio.to_thread(self._identify, token)
+
+    def _identify(self, token: str) -> tuple[str, OperatorRole]:
+        try:
+            key = self._key(jwt.get_unverified_header(token).get("kid"))
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=ALGORITHMS,
+                audience=self._audience,
+                issuer=self._url,
+                leeway=LEEWAY_SECONDS,
+                options={"require": REQUIRED},
+            )
+        except jwt.ExpiredSignatureError:
+            raise TokenExpired("this token has expired: sign in again") from None
+        except jwt.PyJWTError as error:
+            log.info("a token of the issuer's was refused: %s", error)
+            self._refuse()
+        name = f"{claims['sub']}"[:200]
+        role = self._role(claims)
+        if role is None:
+            raise WrongRole(f"{self._url} gives {name} no role here: one of {', '.join(self._named_roles())} is needed")
+        return f"oidc:{name}", role
+
+    def _refuse(self) -> NoReturn:
+        raise Unauthorized(f"this is no token of {self._url} that is good here")
+
+    def _named_roles(self) -> list[str]:
+        return [self._prefix + role for role in LEVELS]
+
+    def _role(self, claims: dict[str, Any]) -> OperatorRole | None:
+        value: Any = claims
+        for part in self._claim:
+            value = value.get(part) if isinstance(value, dict) else None
+        given = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        highest = [role for role in LEVELS if self._prefix + role in given]
+        return highest[-1] if highest else None
+
+    def _key(self, kid: str | None) -> jwt.PyJWK:
+        with self._turn:
+            now = time.monotonic()
+            stale = now - self._fetched > KEYS_SECONDS
+            if (stale or kid not in self._keys) and now - self._tried > AGAIN_SECONDS:
+                self._tried = now
+                self._keys = self._fetch()
+                self._fetched = now
+            elif stale:
+                raise self._away()
+        key = self._keys.get(kid)
+        if key is None:
+            self._refuse()
+        return key
+
+    def _fetch(self) -> dict[str | None, jwt.PyJWK]:
+        try:
+            about = self._get(self._url.rstrip("/") + "/.well-known/openid-configuration")
+            if about.get("issuer") != self._url:
+                raise ValueError(f"it calls itself {about.get('issuer')!r}")
+            keys = jwt.PyJWKSet.from_dict(self._get(str(about["jwks_uri"]))).keys
+        except (OSError, ValueError, KeyError, jwt.PyJWTError) as error:
+            log.error("the keys of %s cannot be had: %s", self._url, error)
+            raise self._away() from None
+        return {key.key_id: key for key in keys if key.key_type != "oct" and key.public_key_use in (None, "sig")}
+
+    def _away(self) -> IssuerAway:
+        return IssuerAway(f"the keys of {self._url} cannot be had just now: try again, or use a token from an admin")
+
+    def _get(self, url: str) -> dict[str, Any]:
+        if not is_safe(url):
+            raise ValueError(f"{url} is not https")
+        with self._opener.open(url, timeout=FETCH_SECONDS) as answer:
+            found = json.loads(answer.read(MOST_BYTES))
+        if not isinstance(found, dict):
+            raise ValueError(f"{url} is no JSON object")
+        return found

@@ -1,0 +1,59 @@
+"""Operators by name: each has a role, and tokens of its own with an end."""
+
+from __future__ import annotations
+
+import secrets
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator import problems
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.engine import audit
+from promptfed.coordinator.engine.registry import Operator, Registry
+from promptfed.coordinator.store.tables import OperatorRow
+from promptfed.coordinator.store.tokens import digest, new_token
+from promptfed.shared.access_schemas import MintedOperator, OperatorPage, OperatorRequest, OperatorView
+
+
+def mint(registry: Registry, request: OperatorRequest) -> MintedOperator:
+    """A token for an operator; only here is its text shown."""
+    token, expires = new_token(), clock.later(request.hours * 3600)
+    row = OperatorRow(
+        digest=digest(token),
+        id="opr-" + secrets.token_hex(8),
+        name=request.name,
+        role=request.role,
+        created_at=clock.now(),
+        expires_at=expires,
+    )
+    with registry.exclusively():
+        with registry.database.write() as session:
+            session.add(row)
+            audit.note(session, "operator-named", operator=row.name, role=row.role, token=row.id)
+        known = Operator(row.id, row.name, request.role, clock.parse(expires))
+        registry.operators = {**registry.operators, row.digest: known}
+    return MintedOperator(token=token, id=row.id, name=row.name, role=request.role, expires_at=clock.parse(expires))
+
+
+def page(session: Session, limit: int, after: str | None) -> OperatorPage:
+    """Operators' tokens in order of id."""
+    query = select(OperatorRow).order_by(OperatorRow.id).limit(limit + 1)
+    rows = list(session.scalars(query.where(OperatorRow.id > after) if after is not None else query))
+    following = rows[limit - 1].id if len(rows) > limit else None
+    fields = OperatorView.model_fields
+    views = [OperatorView.model_validate({name: getattr(row, name) for name in fields}) for row in rows[:limit]]
+    return OperatorPage(operators=views, next=following)
+
+
+def revoke(registry: Registry, operator: str) -> None:
+    """Take back the token of this id, or all tokens of the operator with this name. Raises NotFound."""
+    with registry.exclusively():
+        gone = {key: known for key, known in registry.operators.items() if operator in (known.id, known.name)}
+        if not gone:
+            raise problems.NotFound(f"there is no operator {operator[:100]!r}, and no operator's token of this id")
+        with registry.database.write() as session:
+            for key, known in gone.items():
+                session.delete(session.get_one(OperatorRow, key))
+                audit.note(session, "operator-revoked", operator=known.name, token=known.id)
+        registry.operators = {key: known for key, known in registry.operators.items() if key not in gone}
