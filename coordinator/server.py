@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -125,7 +127,9 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _config(settings: Settings, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        loop=event_loop(),
         http=LimitedConnection,
+        ws="none",
         backlog=ACCEPTED_AT_ONCE,
         lifespan="on",
         log_config=None,
@@ -136,6 +140,14 @@ def _config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
     )
+
+
+def event_loop() -> Literal["uvloop", "asyncio"]:
+    """The faster one where there is one for this platform; the parser of requests is the same with both."""
+    if importlib.util.find_spec("uvloop") is not None:
+        return "uvloop"
+    log.warning("uvloop is not installed: asyncio's own event loop serves, and takes fewer updates a second")
+    return "asyncio"
 
 
 def _check(settings: Settings) -> None:

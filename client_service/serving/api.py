@@ -18,6 +18,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.serving import page
 from promptfed.client_service.serving.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
+from promptfed.shared.http_connection import Connection
 from promptfed.shared.messages import PROBLEM_BASE, Problem
 from promptfed.shared.net import bind, url_of
 
@@ -165,7 +166,13 @@ async def running_api(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
         text = f"the client's API cannot listen on {host} port {port}: {error.strerror}: give another --api-port"
         raise ClientError(Exit.USAGE, text) from None
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS
+        app,
+        http=Connection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=STOP_SECONDS,
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve([listening]))

@@ -1,4 +1,4 @@
-"""Connections: as many as there are open files for, and none that never asks for anything.
+"""Connections: as many as there are open files for; none that never asks for anything (`shared.http_connection`).
 
 Where a process has no open file left, asyncio fills the log with thousands of lines a second and answers nobody, and
 neither the database nor an update can be opened: whoever can reach the port could bring that about.
@@ -10,10 +10,8 @@ import asyncio
 import contextlib
 import resource
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from promptfed.shared.http_connection import Connection
 
-HEAD_SECONDS = 30.0  # that the head of a request may take, from the connection's opening or its own first byte
 ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
 QUEUE = 2048  # connections that the system keeps until they are accepted
 ENOUGH_FILES = 65_536  # where the system names no limit
@@ -37,32 +35,11 @@ def most_connections() -> int:
     return max(files - KEPT_FILES, files // 2)
 
 
-class LimitedConnection(H11Protocol):
-    """Hangs up on whoever is one too many, or does not reach the end of a request's head."""
-
-    _overdue: asyncio.TimerHandle | None = None
+class LimitedConnection(Connection):
+    """Hangs up on whoever is one too many."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection and give its first request time, or end it at once where there are too many."""
+        """Take the connection, or end it at once where there are too many."""
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             transport.abort()
-        else:
-            self._overdue = self.loop.call_later(HEAD_SECONDS, transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        """Read on; part of a head sets the time for the rest of it."""
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_waiting()
-        elif self._overdue is None and not self.transport.is_closing():
-            self._overdue = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def _stop_waiting(self) -> None:
-        if self._overdue is not None:
-            self._overdue.cancel()
-            self._overdue = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import resource
 import socket
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from promptfed.coordinator.http import connection_limits
-from tests.support.coordinators import CoordinatorProcess, InThread
+from promptfed.shared import http_connection
+from tests.support.coordinators import CoordinatorProcess, InThread, in_thread
 from tests.support.fake_clients import drive
 
 
@@ -32,7 +34,7 @@ def hung_up(connection: socket.socket) -> bool:
     "sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n", b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: "]
 )
 def test_half_a_head_is_not_waited_for(coordinator: InThread, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(connection_limits, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.3)
     with connect(coordinator) as connection:
         connection.sendall(sent)
         assert hung_up(connection)
@@ -41,7 +43,7 @@ def test_half_a_head_is_not_waited_for(coordinator: InThread, monkeypatch: pytes
 def test_half_a_second_head_is_not_waited_for_either_however_it_trickles(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_limits, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.5)
     whole = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
     with connect(coordinator) as connection:
         connection.sendall(whole + b"\r\n")
@@ -54,8 +56,54 @@ def test_half_a_second_head_is_not_waited_for_either_however_it_trickles(
         assert time.monotonic() - begin < 5
 
 
+def test_without_uvloop_the_limits_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.3)
+    with in_thread(tmp_path / "data") as coordinator:
+        assert "uvloop is not installed: asyncio's own event loop serves" in caplog.text
+        with connect(coordinator) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
+            assert hung_up(connection)
+        assert coordinator.get("/healthz") == {"status": "ok"}
+
+
+def test_the_rest_of_a_body_that_nobody_reads_is_not_waited_for(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "REST_SECONDS", 0.3)
+    with connect(coordinator) as connection:
+        connection.sendall(b"POST /v1/federations HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+        with pytest.raises(OSError):  # noqa: PT011
+            for _ in range(900):
+                connection.sendall(b" ")
+                time.sleep(0.02)
+
+
+def test_a_head_without_end_is_refused(coordinator: InThread) -> None:
+    with connect(coordinator) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: " + b"x" * http_connection.HEAD_BYTES)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert hung_up(connection)
+
+
+def test_what_is_asked_ahead_of_an_answer_waits_for_it(coordinator: InThread) -> None:
+    [client] = coordinator.enrol(coordinator.create(), "a")
+    lines = [f"GET {client.path}/task?wait=0.3 HTTP/1.1", "Host: x"]
+    lines += [f"{name}: {value}" for name, value in client.headers.items()]
+    with connect(coordinator) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
+        answers = b""
+        while answers.count(b"HTTP/1.1 ") < 501:
+            answers += connection.recv(65536)
+    assert answers.startswith(b"HTTP/1.1 204 ")
+    assert answers.count(b"HTTP/1.1 200 ") == 500
+
+
 def test_a_long_poll_outlasts_the_time_for_a_head(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.2)
     [client] = coordinator.enrol(coordinator.create(), "a")
     assert client.task(wait=0.6).status_code == 204
     assert client.task().status_code == 204, "on the same connection"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 from typing import Any
 
@@ -18,6 +19,7 @@ from promptfed.client_service.serving.api import create_app
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
+from promptfed.shared import http_connection
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
@@ -182,3 +184,38 @@ def test_an_open_address_without_a_token_is_refused(settings: Settings) -> None:
     with pytest.raises(ClientError, match="--api-token-file") as refusal:
         make_settings(**given)
     assert refusal.value.exit is Exit.USAGE
+
+
+def test_what_the_coordinator_s_connections_refuse_this_api_s_refuse_too(
+    idle: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.3)
+    app = create_app(idle.monitor, idle.predictor, None, "127.0.0.1")
+
+    async def said(port: int, sent: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        try:
+            return await asyncio.wait_for(reader.read(), 60)
+        except ConnectionResetError:
+            return b""
+        finally:
+            writer.close()
+
+    async def main() -> list[bytes]:
+        async with api.running_api(app, "127.0.0.1", 0) as address:
+            port = int(address.rsplit(":", 1)[1])
+            for _ in range(3000):
+                with contextlib.suppress(ConnectionRefusedError):
+                    await said(port, b"rubbish\n")
+                    break
+                await asyncio.sleep(0.01)
+            host = f"Host: 127.0.0.1:{port}\r\n".encode()
+            begin = b"GET /healthz HTTP/1.1\r\n" + host
+            ends = (b"Connection: close\r\n\r\n", host + b"\r\n", b"A: b\r\n")
+            return [await said(port, begin + end) for end in ends]
+
+    good, twice, half = asyncio.run(main())
+    assert good.startswith(b"HTTP/1.1 200 ")
+    assert twice.startswith(b"HTTP/1.1 400 ")
+    assert half == b""
