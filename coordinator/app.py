@@ -33,6 +33,7 @@ from promptfed.coordinator.api import federations as federations_api
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
+from promptfed.coordinator.http.answer_headers import AnswerHeaders
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.oidc import Issuer
@@ -63,6 +64,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
+    app.add_middleware(AnswerHeaders)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for module in ROUTERS:
         app.include_router(module.router)

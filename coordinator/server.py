@@ -134,6 +134,8 @@ def _config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         lifespan="on",
         log_config=None,
         access_log=False,
+        proxy_headers=settings.forwarded_allow_ips is not None,
+        forwarded_allow_ips=settings.forwarded_allow_ips or "",
         server_header=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
         timeout_keep_alive=75,

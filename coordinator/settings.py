@@ -62,6 +62,10 @@ class Settings(BaseSettings):
     oidc_role_prefix: Annotated[
         str, Field(description="what stands before viewer, operator or admin in the names of roles")
     ] = "promptfed-"
+    forwarded_allow_ips: Annotated[
+        str | None,
+        Field(description="addresses, by commas, of proxies whose X-Forwarded-For says where a call comes from"),
+    ] = None
     max_uploads: Annotated[int, Field(ge=1, le=1000, description="uploads received at once")] = 8
     upload_wait_seconds: Annotated[
         float, Field(ge=0, description="how long more uploads wait their turn before 503")

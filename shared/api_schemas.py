@@ -63,6 +63,13 @@ class BackboneView(BaseModel):
     confirmed: bool
 
 
+class DrawView(BaseModel):
+    """What the order follows from in which clients are asked: SHA-256(secret | round | name), or of the spec's seed."""
+
+    commitment: str | None = Field(description="SHA-256 of the secret's text; null: the spec's seed is used")
+    secret: str | None = Field(description="once the federation has ended: all draws can be made again with it")
+
+
 class ClientCounts(BaseModel):
     """How many are enrolled; the withdrawn are in neither of the others."""
 
@@ -85,6 +92,7 @@ class FederationView(BaseModel):
     started_at: datetime | None
     ended_at: datetime | None
     backbone: BackboneView
+    draw: DrawView = DrawView(commitment=None, secret=None)
     clients: ClientCounts
     stage: StageView | None
     asked: list[str]

@@ -25,9 +25,12 @@ def generator(seed: int, *purpose: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, *purpose))
 
 
-def sampling_order(seed: int, round: int, names: list[str]) -> list[str]:
-    """Names ordered by SHA-256(seed | round | name): the order in which a round asks eligible clients."""
-    return sorted(names, key=lambda name: hashlib.sha256(f"{seed}|{round}|{name}".encode()).digest())
+def sampling_order(draw: int | str, round: int, names: list[str]) -> list[str]:
+    """Names ordered by SHA-256(draw | round | name): the order in which a round asks eligible clients.
+
+    ``draw`` is the spec's seed, or a secret: who knows the seed can choose a name that is asked first in many rounds.
+    """
+    return sorted(names, key=lambda name: hashlib.sha256(f"{draw}|{round}|{name}".encode()).digest())
 
 
 def initial_draws(seed: int) -> torch.Generator:

@@ -27,6 +27,7 @@ RESERVED = {"privacy": "'privacy' is reserved for a later release: leave it out"
 Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
 TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
 TOLERATE = 0.2
+CAPPED_FROM = 5  # clients: of fewer, one may well have most of the images
 VIEWS = 8
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -126,6 +127,13 @@ class ParticipationSpec(Section):
     quorum: Annotated[float, Field(gt=0, le=1)] = 1.0
     deadline_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 600.0
     on_missed_quorum: Literal["pause", "fail"] = "pause"
+    draw: Annotated[
+        Literal["secret", "public"],
+        Field(
+            exclude_if=lambda kind: kind == "secret",
+            description="who is asked follows from a secret of the coordinator's, told at the end, or from the seed",
+        ),
+    ] = "secret"
 
     @property
     def least_answers(self) -> int:
@@ -134,7 +142,7 @@ class ParticipationSpec(Section):
 
 
 class AggregationSpec(Section):
-    """How updates become one. ``max_weight_share`` caps what one client can weigh (1 = no cap).
+    """How updates become one. ``max_weight_share`` caps what one client can weigh (1: no cap).
 
     Numbers of samples are the clients' own word: rules other than the mean weigh all alike unless told otherwise.
     """
@@ -161,7 +169,9 @@ class AggregationSpec(Section):
             "longer ones are shortened to it before the rule is applied; median: the median of the phase's updates"
         ),
     ] = None
-    max_weight_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_weight_share: Annotated[
+        float | None, Field(gt=0, le=1, description="null: twice its even share where five or more answer; 1: no cap")
+    ] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -186,6 +196,13 @@ class AggregationSpec(Section):
             return handler(value)
         except ValidationError:
             raise ValueError("must be a number above 0, 'median' or null") from None
+
+    def weight_cap(self, count: int) -> float:
+        """What one of ``count`` clients can weigh: numbers of samples are their own word."""
+        share = self.max_weight_share
+        if share is None:
+            share = 2 / count if count >= CAPPED_FROM else 1.0
+        return max(share, 1 / count)
 
     @property
     def is_plain_mean(self) -> bool:

@@ -217,7 +217,7 @@ def multi_krum(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
     total = sum(chosen.values())
     influence = torch.zeros_like(weights)
     shares = {index: weight / total if total > 0 else 1 / len(chosen) for index, weight in chosen.items()}
-    for index, share in capped(shares, max(spec.max_weight_share, 1 / len(chosen))).items():
+    for index, share in capped(shares, spec.weight_cap(len(chosen))).items():
         influence[index] = share
     return rows.sum(influence), influence
 

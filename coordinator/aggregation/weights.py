@@ -26,7 +26,7 @@ def shares(samples: Mapping[str, int], rules: AggregationSpec) -> dict[str, floa
     if rules.weighting == "uniform" or total == 0:
         return dict.fromkeys(names, 1 / len(names))
     weights = {name: samples[name] / total for name in names}
-    return capped(weights, max(rules.max_weight_share, 1 / len(names)))
+    return capped(weights, rules.weight_cap(len(names)))
 
 
 def capped(weights: dict[Key, float], cap: float) -> dict[Key, float]:

@@ -74,7 +74,7 @@ def get_prompts(
     """The global state after a round. The ETag is its state hash."""
     with registry.database.read() as session:
         state = rounds.state_of(session, federation, round_number(round))
-    headers = {"ETag": f'"{state.state_hash}"', "Vary": "Accept", "Cache-Control": "no-cache"}
+    headers = {"ETag": f'"{state.state_hash}"', "Vary": "Accept"}
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
     if state.state_hash in known or "*" in known:
         return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)

@@ -94,6 +94,7 @@ class Federation:
     shape: BackboneShape | None = None
     supplied_state: str | None = None
     lexicon: str | None = None
+    draw_secret: str | None = None
     clients: dict[str, Client] = field(default_factory=dict)
     by_secret: dict[str, Client] = field(default_factory=dict)
     tasks: dict[str, OpenTask] = field(default_factory=dict)
@@ -126,6 +127,11 @@ class Federation:
             seed=self.spec.seed,
             rounds=self.spec.rounds,
         )
+
+    def drawing_with(self, secret: str | None) -> Federation:
+        """This federation with who is asked following from ``secret``; None: from its spec's seed."""
+        draw = self.spec.seed if secret is None else secret
+        return replace(self, draw_secret=secret, rules=replace(self.rules, draw=draw))
 
     def peers(self) -> list[Peer]:
         """The active clients that the state knows, in order of name."""
@@ -172,7 +178,7 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         return tuple(PhasePlan(phase.name, phase.ask) for phase in method.phases(round, spec.rounds))
 
     return Rules(
-        seed=spec.seed,
+        draw=spec.seed,
         rounds=spec.rounds,
         min_clients=part.min_clients,
         fraction=part.fraction,

@@ -185,7 +185,7 @@ class _Machine:
         eligible = run.eligible()
         if run.step == 0:
             size = self.rules.sample_size(len(eligible))
-            names = sampling_order(self.rules.seed, run.round, eligible)[:size]
+            names = sampling_order(self.rules.draw, run.round, eligible)[:size]
         else:
             gone = sum(not run.members[name].active for name in run.answered_first)
             size = max(1, run.sample_size - gone)

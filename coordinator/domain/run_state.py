@@ -26,9 +26,12 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a spec says about rounds; ``phases(round)`` is the method's plan."""
+    """What a spec says about rounds; ``phases(round)`` is the method's plan.
 
-    seed: int
+    ``draw``: what the order follows from in which clients are asked: a secret, or the spec's seed.
+    """
+
+    draw: int | str
     rounds: int
     min_clients: int
     fraction: float

@@ -43,7 +43,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         tokens={token.digest: token_of(token) for token in tokens},
         deadline=stage_row.deadline if stage_row is not None and is_open else None,
     )
-    return loaded.recounted()
+    return loaded.drawing_with(row.draw_secret).recounted()
 
 
 def token_of(row: TokenRow) -> EnrolmentToken:

@@ -66,6 +66,8 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
                 f"there is already a federation {spec.name!r}: choose another name, or delete that one"
             )
         federation = new_federation("fed-" + secrets.token_hex(8), spec)
+        if spec.participation.draw == "secret":
+            federation = federation.drawing_with(secrets.token_hex(32))
         with registry.database.write() as session:
             session.add(_row(federation, key, request_digest))
             session.flush()
@@ -113,6 +115,7 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
         joining=[],
         fingerprint=federation.fingerprint,
         shape=federation.shape.model_dump() if federation.shape else None,
+        draw_secret=federation.draw_secret,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, StateRow
 from promptfed.shared import api_schemas as schemas
 
@@ -34,6 +37,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             "backbone": schemas.BackboneView(
                 fingerprint=federation.fingerprint, shape=federation.shape, confirmed=row.started_at is not None
             ),
+            "draw": _draw(federation),
             "clients": _counts(federation),
             "stage": _stage(federation),
             "asked": sorted(stage.asks) if stage else [],
@@ -45,6 +49,14 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             "state_hash": session.scalar(newest),
         }
     )
+
+
+def _draw(federation: Federation) -> schemas.DrawView:
+    secret = federation.draw_secret
+    if secret is None:
+        return schemas.DrawView(commitment=None, secret=None)
+    told = secret if federation.run.state in ENDED else None
+    return schemas.DrawView(commitment=hashlib.sha256(secret.encode()).hexdigest(), secret=told)
 
 
 def _counts(federation: Federation) -> schemas.ClientCounts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import FederationRow, StoreRow
 from promptfed.shared.files import write_whole
+
+log = logging.getLogger("promptfed.coordinator")
 
 ID_FILE = "store.id"
 SQLITE_FILE = "coordinator.sqlite3"
@@ -46,6 +49,7 @@ def open_store(settings: Settings) -> Store:
     """
     folder = settings.data_dir
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _close_to_others(folder)
     database = Database(backend_of(settings))
     lock = FolderLock(folder)
     lock.acquire()
@@ -60,6 +64,16 @@ def open_store(settings: Settings) -> Store:
         lock.release()
         raise
     return Store(lock, database, blobs)
+
+
+def _close_to_others(folder: Path) -> None:
+    """Mode 0700 also where the folder was there before: the database and the updates lie in it."""
+    if folder.stat().st_mode & 0o077 == 0:
+        return
+    try:
+        folder.chmod(0o700)
+    except PermissionError:
+        log.warning("%s belongs to another user, and others may read what is in it: give it to this one", folder)
 
 
 def backend_of(settings: Settings) -> Backend:

@@ -66,6 +66,7 @@ class FederationRow(Base):
     shape: Mapped[dict[str, Any] | None]
     supplied_state: Mapped[str | None]
     lexicon: Mapped[str | None]
+    draw_secret: Mapped[str | None]
 
 
 class TokenRow(Base):

@@ -54,7 +54,8 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
         "rounds": number,
         "training": demo.training,
         "template": demo.template,
-        "participation": {"min_clients": len(demo.clients)},
+        "participation": {"min_clients": len(demo.clients), "draw": "public"},
+        "aggregation": {"max_weight_share": 1.0},
         "evaluation": {"every": max(1, number // 5)},
         "seed": seed,
     }

@@ -159,12 +159,25 @@ def _in_a_thread(setup: SimulationSetup, started: float) -> FederationResult:
         thread.join(LEAVE_SECONDS)
 
 
+def reproducible(spec: FederationSpec) -> FederationSpec:
+    """The spec with what only guards against strangers switched off, where it leaves that open.
+
+    Who is asked follows from its seed, and clients weigh what their samples say: the numbers of papers are made so.
+    """
+    participation, aggregation = spec.participation, spec.aggregation
+    if "draw" not in participation.model_fields_set:
+        participation = participation.model_copy(update={"draw": "public"})
+    if aggregation.max_weight_share is None:
+        aggregation = aggregation.model_copy(update={"max_weight_share": 1.0})
+    return spec.model_copy(update={"participation": participation, "aggregation": aggregation})
+
+
 async def _run(setup: SimulationSetup, started: float) -> FederationResult:
     settings = _coordinator_settings(setup)
     app = create_app(settings)
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
         api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
-        federation = str((await api.run(operations.create(setup.spec, setup.initial_state))).json["id"])
+        federation = str((await api.run(operations.create(reproducible(setup.spec), setup.initial_state))).json["id"])
         token = (await api.send(operations.mint_token(federation, len(setup.clients)))).view.token
         await _warm(setup)
         async with run_workers(setup, http, federation, token) as clients:

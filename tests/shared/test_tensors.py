@@ -156,3 +156,19 @@ def test_decode_never_breaks_on_mutations(noise: bytes, position: int) -> None:
 def test_specs_resolve_symbols_and_norm_is_over_all() -> None:
     assert TensorSpec("a", ("K", 2, "d_t")).resolve({"K": 3, "d_t": 8}) == (3, 2, 8)
     assert norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}) == pytest.approx(5.0)
+
+
+def test_a_header_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+    """Readers differ in which of the two they take."""
+    one = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    other = b'{"dtype":"F32","shape":[1],"data_offsets":[4,8]}'
+    inner = b'{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    for header in (b'{"a":' + one + b',"a":' + other + b"}", b'{"a":' + inner + b"}"):
+        body = struct.pack("<Q", len(header)) + header + b"\0" * 8
+        path = tmp_path / "body"
+        path.write_bytes(body)
+        for read in (lambda: decode(body), lambda: decode_file(path)):  # noqa: B023 (called at once)
+            with pytest.raises(TensorError) as caught:
+                read()
+            assert caught.value.kind == "not-safetensors"
+            assert "twice" in str(caught.value)

@@ -17,7 +17,7 @@ TWO_ALL = (PhasePlan("prompts"), PhasePlan("aggregators", "all"))
 def rules(phases: tuple[PhasePlan, ...] = ONE, **changes: object) -> Rules:
     """Of two rounds in which everybody is asked and must answer; ``changes`` are laid over them."""
     base = Rules(
-        seed=3,
+        draw=3,
         rounds=2,
         min_clients=1,
         fraction=1.0,

@@ -82,3 +82,13 @@ def test_large_tensors_are_summed_entry_by_entry_as_small_ones() -> None:
     literal = tensors[0].double() * 0.2 + tensors[1].double() * 0.5 + tensors[2].double() * 0.3
     assert torch.equal(found, literal.float())
     assert torch.signbit(found[0, 0])
+
+
+def test_from_five_clients_on_none_weighs_more_than_twice_its_even_share_unless_the_spec_says_so() -> None:
+    liar = {"liar": 10**9, **{f"c{k}": 10 for k in range(4)}}
+    assert shares(liar, AggregationSpec())["liar"] == pytest.approx(2 / 5)
+    assert shares(liar, AggregationSpec(max_weight_share=1.0))["liar"] == pytest.approx(1.0)
+    four = {name: liar[name] for name in list(liar)[:4]}
+    assert shares(four, AggregationSpec())["liar"] == pytest.approx(1.0), "one of few may have most of the images"
+    even = {f"c{k}": 10 + k for k in range(10)}
+    assert shares(even, AggregationSpec()) == shares(even, AggregationSpec(max_weight_share=1.0))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from promptfed.shared.seeds import initial_draws
+from promptfed.shared.seeds import initial_draws, sampling_order
 from promptfed.shared.tensors import decode, encode, state_hash
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import FINGERPRINT, SHAPE, bearer, drive, spec, trained
@@ -349,3 +351,43 @@ def test_an_unknown_client_s_name_is_not_found(coordinator: InThread) -> None:
     coordinator.delete(f"{federation}/clients/nobody", status=404)
     coordinator.post(f"{federation}/clients/nobody/reset", status=404)
     assert coordinator.http.get(f"/v1/federations/{federation}/task", headers=bearer("x")).status_code == 401
+
+
+def draws(coordinator: InThread, **participation: str) -> tuple[list[list[str]], dict[str, Any]]:
+    """Whom six rounds have asked, and what is told of the draw at the end."""
+    names = [f"c{k}" for k in range(6)]
+    federation = coordinator.create(
+        rounds=6, participation={"min_clients": 1, "fraction": 0.5} | participation, evaluation={"every": 6}
+    )
+    clients = coordinator.enrol(federation, *names)
+    coordinator.post(f"{federation}/start")
+    assert coordinator.get(federation)["draw"]["secret"] is None, "while it runs, nobody can tell who is next"
+    drive(clients)
+    view = coordinator.get(federation)
+    asked = [one["phases"][0]["asked"] for one in coordinator.get(f"{federation}/rounds")["rounds"][1:]]
+    coordinator.delete(federation)
+    return asked, view["draw"]
+
+
+def test_who_is_asked_follows_from_a_secret_that_is_told_at_the_end(coordinator: InThread) -> None:
+    names = [f"c{k}" for k in range(6)]
+    by_seed = [sorted(sampling_order(7, round, names)[:3]) for round in range(1, 7)]
+    asked, draw = draws(coordinator)
+    again, other = draws(coordinator)
+    assert asked != by_seed
+    assert again != asked, "each federation has a secret of its own"
+    for found, told in ((asked, draw), (again, other)):
+        assert found == [sorted(sampling_order(told["secret"], round, names)[:3]) for round in range(1, 7)]
+        assert told["commitment"] == hashlib.sha256(told["secret"].encode()).hexdigest()
+    public, nothing = draws(coordinator, draw="public")
+    assert (public, nothing) == (by_seed, {"commitment": None, "secret": None})
+
+
+def test_the_secret_of_the_draw_is_known_after_a_restart(coordinator_with: Callable[..., InThread]) -> None:
+    first = coordinator_with()
+    federation = first.create()
+    before = first.registry.get(federation)
+    assert before.rules.draw == before.draw_secret is not None
+    first.stop()
+    after = coordinator_with().registry.get(federation)
+    assert (after.rules.draw, after.draw_secret) == (before.draw_secret, before.draw_secret)

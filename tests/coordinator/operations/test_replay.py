@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from promptfed.coordinator.aggregation import global_state
-from promptfed.coordinator.store.tables import TaskRow
+from promptfed.coordinator.store.tables import StateRow, TaskRow
 from promptfed.shared.methods import METHODS
 from promptfed.shared.tensors import Tensors, decode, encode, state_hash
 from tests.support import literal_rules as literal
@@ -323,3 +323,21 @@ def asking(coordinator: InThread, path: str) -> Iterator[list[Any]]:
     yield answers
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_state_that_is_not_what_was_recorded_shows_although_what_follows_from_it_is(coordinator: InThread) -> None:
+    federation = coordinator.create(rounds=2)
+    drive(started(coordinator, federation, "a", "b"))
+    assert [one["same"] for one in again(coordinator, federation, 1)["states"]] == [True]
+    with coordinator.registry.database.write() as session:
+        [first] = session.query(StateRow).where(StateRow.federation_id == federation, StateRow.round == 0)
+        first.state_hash = "sha256:" + "0" * 64
+    [found] = again(coordinator, federation, 1)["states"]
+    assert found["replayed_hash"] == found["state_hash"]
+    assert found["same"] is False, "it was computed from another state than the one that is recorded"
+
+
+def started(coordinator: InThread, federation: str, *names: str) -> list[FakeClient]:
+    clients = coordinator.enrol(federation, *names)
+    coordinator.post(f"{federation}/start")
+    return clients

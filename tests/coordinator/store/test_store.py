@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
+from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder_lock import FolderInUse, FolderLock
+from promptfed.coordinator.store.opening import open_store
 from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import Base, StateRow, TokenRow
 
@@ -94,3 +97,15 @@ def test_one_lock_per_folder(tmp_path: Path) -> None:
     first.release()
     second.acquire()
     second.release()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_the_data_folder_is_for_its_owner_alone_also_where_it_was_there_before(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    folder.chmod(mode)
+    open_store(Settings(data_dir=folder)).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    new = tmp_path / "new"
+    open_store(Settings(data_dir=new)).close()
+    assert stat.S_IMODE(new.stat().st_mode) == 0o700

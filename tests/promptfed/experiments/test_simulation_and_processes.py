@@ -50,7 +50,8 @@ def spec(method: str, **changes: Any) -> dict[str, Any]:
         "method": {"name": method} | changes,
         "rounds": 2,
         "training": {"learning_rate": 0.02, "batch_size": 4},
-        "participation": {"min_clients": 2, "fraction": 0.5},
+        "participation": {"min_clients": 2, "fraction": 0.5, "draw": "public"},
+        "aggregation": {"max_weight_share": 1.0},
         "seed": 5,
     }
 
