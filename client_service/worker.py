@@ -25,6 +25,7 @@ from promptfed.client_service.training.executor import Compute
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.leaving import leave
+from promptfed.shared.outcomes import Record
 
 log = logging.getLogger("promptfed.client")
 
@@ -37,8 +38,8 @@ class Worker:
     out is made from the settings. Of workers with common ``turns`` only so many carry out a task at once. An
     ``ephemeral`` one is not started again after a crash and serves no predictions. ``hook(event, facts)`` is told of
     every event: enrolled, trained, accepted, evaluated, discarded, refused, failed, cancelled, ended. A client that has
-    not enrolled yet asks ``consent``, where there is one, before it sends anything. Nothing global is changed but
-    torch's number of threads.
+    not enrolled yet asks ``consent``, where there is one, before it sends anything. ``record`` is told, in this
+    process, what each test image was taken for. Nothing global is changed but torch's number of threads.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Worker:
         ephemeral: bool = False,
         hook: Hook | None = None,
         consent: Consent | None = None,
+        record: Record | None = None,
     ):
         self.settings = settings
         status = Status(settings.name, settings.role, settings.federation, settings.coordinator)
@@ -65,7 +67,7 @@ class Worker:
         self.api_url: str | None = None  # written into the state folder, for other programs to find
         self._http = http
         self._ephemeral = ephemeral
-        self._parts = Parts(backbone, source, features, enrolment_token, tests, consent)
+        self._parts = Parts(backbone, source, features, enrolment_token, tests, consent, record)
         self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> Exit:

@@ -42,6 +42,7 @@ from promptfed.shared.data import DataError, Source
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.base import Method, MethodError
+from promptfed.shared.outcomes import Record
 from promptfed.shared.spec import SpecError
 from promptfed.shared.tensors import TensorError
 
@@ -65,6 +66,7 @@ class Parts:
     enrolment_token: str | None = None
     tests: Mapping[str, Source] | None = None
     consent: Consent | None = None
+    record: Record | None = None
 
 
 @dataclass
@@ -117,7 +119,7 @@ class Joining:
         own = settings.image_cache_mib
         images = IMAGES if own is None else ImageCache(own << 20)
         data = ClientData(source, backbone, cache, self.compute.stopped, tests, images)
-        work = TaskWork(settings.name, settings.role, backbone, data, self.state, self.predictor)
+        work = TaskWork(settings.name, settings.role, backbone, data, self.state, self.predictor, parts.record)
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         request = enrol_request(settings, identity.secret, source, domain, backbone)

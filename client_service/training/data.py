@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -136,6 +137,11 @@ class ClientData:
         empty = torch.zeros(0, self._backbone.d_e, device=self._backbone.device)
         none = torch.zeros(0, dtype=torch.int64)
         return LocalSplit(none, lambda: empty, lambda rows: empty[rows], lambda: empty)
+
+    def images_hash(self, which: str) -> str:
+        """SHA-256 (hex) of a split's images in order."""
+        split = self._splits[which]
+        return hashlib.sha256("".join(split.digest(row) for row in range(len(split))).encode()).hexdigest()
 
     def count(self, which: str) -> int:
         """Images in a split."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from promptfed.client_service.training.data import TEST, Cancelled, ClientData
 from promptfed.shared.messages import SplitResult
@@ -13,6 +14,7 @@ from promptfed.shared.methods.core.base import Classifier, ClientContext, Method
 from promptfed.shared.methods.core.insights import HasVariants
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.tensors import Tensors, canonical_json
 
 EVALUATION_BATCH = 256
@@ -27,6 +29,8 @@ class Evaluation:
     """Measures a client's test sets; what the template gives is the same in every round and measured once."""
 
     data: ClientData
+    client: str = ""
+    record: Record | None = None  # who is told every image's answer, in this process
     _templates: dict[str, TemplateClassifier] = field(default_factory=dict)
     _zero_shot: dict[tuple[str, str], SplitResult] = field(default_factory=dict)
 
@@ -73,7 +77,7 @@ class Evaluation:
                     made[names] = {"": first, **further}
                 for variant, classifier in made[names].items():
                     key = name + VARIANT + variant if variant else name
-                    splits[key] = self._measure(name, context, classifier)
+                    splits[key] = self._measure(name, context, classifier, variant)
                 by_template = self.template(context)
                 if by_template is not None:
                     zero_shot[name] = self._measure_template(name, context, by_template)
@@ -94,27 +98,45 @@ class Evaluation:
             shares_by_name[SHARE + name] = shares_by_name.get(SHARE + name, 0.0) + share
         return shares_by_name
 
-    def _measure(self, name: str, context: ClientContext, classifier: Classifier) -> SplitResult:
+    def _measure(self, name: str, context: ClientContext, classifier: Classifier, variant: str = "") -> SplitResult:
         test = self.data.split(name, context.class_names)
-        return SplitResult(accuracy=accuracy(classifier, test, context.cancelled), num_samples=len(test))
+        predicted, confidence = answers(classifier, test, context.cancelled)
+        if self.record is not None:
+            split = name + VARIANT + variant if variant else name
+            told = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
+            images = self.data.images_hash(name)
+            self.record(Outcomes(context.round, self.client, split, context.class_names, *told, images))
+        right = int((predicted == test.labels).sum())
+        return SplitResult(accuracy=right / len(test), num_samples=len(test))
 
     def _measure_template(self, name: str, context: ClientContext, template: Classifier) -> SplitResult:
         key = name, _template_key(context)
         if key not in self._zero_shot:
-            self._zero_shot[key] = self._measure(name, context, template)
+            self._zero_shot[key] = self._measure(name, context, template, ZERO_SHOT)
         return self._zero_shot[key]
 
 
 def accuracy(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> float:
     """Fraction of the split's images whose highest logit is their label's."""
-    right = 0
+    predicted, _ = answers(classifier, split, cancelled)
+    return int((predicted == split.labels).sum()) / len(split)
+
+
+def answers(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> tuple[Tensor, Tensor]:
+    """What has each image's highest logit ``(N,)``, and its probability ``(N,)``, on the CPU.
+
+    Raises:
+        TaskCancelled: ``cancelled`` became true.
+    """
+    predicted, confidence = [], []
     with torch.no_grad():
         for rows in torch.split(torch.arange(len(split)), EVALUATION_BATCH):
             if cancelled():
                 raise TaskCancelled
-            predicted = classifier.logits(split, rows).argmax(dim=-1).cpu()
-            right += int((predicted == split.labels[rows]).sum())
-    return right / len(split)
+            logits = classifier.logits(split, rows)
+            predicted.append(logits.argmax(dim=-1).cpu())
+            confidence.append(torch.softmax(logits.double(), dim=-1).amax(dim=-1).cpu())
+    return torch.cat(predicted), torch.cat(confidence)
 
 
 def _template_key(context: ClientContext) -> str:

@@ -23,6 +23,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError
+from promptfed.shared.outcomes import Record
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors, canonical_json, decode, encode
 
@@ -44,9 +45,10 @@ class TaskWork:
     data: ClientData
     state: PrivateState
     predictor: Predictor | None
+    record: Record | None = None
 
     def __post_init__(self) -> None:
-        self._evaluation = Evaluation(self.data)
+        self._evaluation = Evaluation(self.data, self.name, self.record)
         self._told = False  # what augmentation costs
 
     def train(self, task: Task, payload: bytes, cancelled: Cancelled) -> dict[str, float]:

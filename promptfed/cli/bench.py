@@ -13,6 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from promptfed.experiments.document import BenchmarkRecord, document, record
 from promptfed.experiments.entries import RawSpec, parse_entries
+from promptfed.experiments.measures import (
+    Matrix,
+    Measures,
+    matrices_of,
+    matrix_table,
+    measures_of,
+    measures_table,
+)
 from promptfed.experiments.plots import draw
 from promptfed.experiments.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
 from promptfed.experiments.protocols import PROTOCOLS
@@ -133,6 +141,8 @@ class Results(BaseModel):
     table: list[TableRow]
     runs: list[Run]
     provenance: Provenance
+    measures: list[Measures] = []
+    matrices: list[Matrix] = []
 
 
 @dataclass(frozen=True)
@@ -175,9 +185,14 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
         table=rows,
         runs=runs,
         provenance=provenance(),
+        measures=measures_of(runs),
+        matrices=matrices_of(runs) if bench.setting.out_of_client else [],
     )
     write_json(runner.out / "results.json", results)
-    write_file(runner.out / "table.md", markdown(bench, rows).encode())
+    lines = [markdown(bench, rows), *measures_table(results.measures)]
+    for matrix in results.matrices:
+        lines += ["", *matrix_table(matrix)]
+    write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())
     plots = draw(bench, rows, runs, runner.out)
     return Finished(bench, results, ("results.json", "table.md", *(path.name for path in plots)))
 

@@ -37,7 +37,7 @@ Protocol = Annotated[
     str,
     typer.Argument(
         help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
-        "paper:TABLE; or embedded, the whole benchmark on what needs no download"
+        "paper:TABLE; embedded, the whole benchmark on what needs no download; or compare, verify"
     ),
 ]
 Entries = Annotated[str, typer.Option(help="entries by commas, each NAME[:KEY=VALUE]..., as plan:residual=false")]
@@ -123,7 +123,12 @@ def _written(context: typer.Context, name: str) -> bool:
 def bench(
     context: typer.Context,
     protocol: Protocol,
-    out: Annotated[Path, typer.Option(help="folder for results; finished federations in it are not run again")],
+    results: Annotated[
+        list[str] | None, typer.Argument(help="compare: two of FOLDER[#ROW]; verify: one FOLDER", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for results; finished federations in it are not run again")
+    ] = None,
     methods: Entries = "",
     data: BenchData = None,
     root: Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")] = "data",
@@ -144,6 +149,9 @@ def bench(
     test_images: Annotated[
         Literal["redrawn", "same"], typer.Option(help="test images that a source draws: others for each seed, or not")
     ] = "redrawn",
+    out_of_client: Annotated[
+        bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
+    ] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None,
     m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None,
     spec: Annotated[
@@ -152,16 +160,30 @@ def bench(
     pool: Pool = 1,
     device: Device = "cpu",
     allow_backbone: AllowBackbone = False,
+    cell: Annotated[
+        str, typer.Option(help="verify: ROW[,SEED[,TRIAL]] of the run; default: the one that took least time")
+    ] = "",
+    tolerance: Annotated[float, typer.Option(min=0, help="verify: points that accuracies may be apart")] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot."""
+    """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot.
+
+    `bench compare A B` tests two rows of finished benches against each other, picture by picture; `bench verify A`
+    computes a run again and says whether it came out as kept.
+    """
     with reporting_errors():
         from promptfed.cli import bench as running
+        from promptfed.cli import bench_results
         from promptfed.experiments.runner import Runner
 
+        given = {name for name in context.params if _written(context, name)}
+        if protocol in bench_results.COMMANDS:
+            bench_results.run(protocol, results or [], cell, tolerance, device, allow_backbone, given, as_json)
+            return
+        out = bench_results.folder_for(protocol, results or [], out, given)
         setting = running.setting_of(context.params)
         runner = Runner(out, pool, device, allow_backbone)
-        running.refuse_unused(protocol, setting, {name for name in context.params if _written(context, name)})
+        running.refuse_unused(protocol, setting, given)
         if protocol == "embedded":
             running.run_embedded(runner, reduced, seeds, as_json)
         elif protocol.startswith("paper:"):

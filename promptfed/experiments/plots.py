@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from promptfed.experiments.measures import Measures, measures_of
 from promptfed.experiments.protocols import FewShot, Personalisation
 from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
@@ -33,6 +34,9 @@ def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[Run], out: Path)
         figures["few-shot"] = _few_shot(bench, rows)
     if isinstance(bench.protocol, Personalisation):
         figures["clients"] = _clients(bench, runs)
+    measured = measures_of(runs)
+    for split in dict.fromkeys(row.split for row in measured):
+        figures[f"reliability-{split}"] = _reliability([row for row in measured if row.split == split])
     for role in ("trainer", "evaluator"):
         curves = _by_round(bench, runs, role)
         if any(len(points) > 2 for points in curves.values()):
@@ -105,6 +109,19 @@ def _rounds(curves: Mapping[str, Mapping[int, Sequence[float]]], role: str) -> F
         axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _reliability(rows: Sequence[Measures]) -> Figure:
+    """Accuracy over confidence, one line for each row; points are bins that hold images."""
+    figure, axes = _axes("confidence", "accuracy")
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
+    for number, row in enumerate(rows):
+        points = [(confidence, right) for _, _, count, confidence, right in row.reliability if count]
+        colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, label=row.label, color=colour, linestyle=style, marker="o", ms=2.5, linewidth=1)
+    axes.legend(frameon=False, fontsize=6)
     return figure
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from promptfed.runtime.run_file import check_trainers
@@ -13,6 +13,7 @@ from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.spec import BackboneSpec, FederationSpec
 
 NO_DEADLINE = 30 * 86400.0  # seconds: the longest that a spec may give
@@ -46,6 +47,11 @@ class SimulationSetup:
     backbone: Backbone
     features: FeatureCache
     progress: ProgressCallback
+    outcomes: dict[tuple[str, str], Outcomes] = field(default_factory=dict)
+
+    def keep(self, outcomes: Outcomes) -> None:
+        """Keep a client's latest answers on a test set."""
+        self.outcomes[outcomes.client, outcomes.split] = outcomes
 
     @property
     def threads(self) -> int:

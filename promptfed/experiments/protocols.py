@@ -20,6 +20,7 @@ from promptfed.shared.data import DataError, open_source
 
 DOMAIN = "{domain}"
 TARGET = "target"
+ELSEWHERE = "of-"  # before a client's name: its test images, shown to another client's classifier
 Pick = Callable[[Accuracy], float | None]
 _TRAINING = frozenset({"shots", "validation", "test_images"})
 
@@ -176,12 +177,16 @@ class Personalisation(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """Domains where the data has them, else a partition."""
-        return _TRAINING | ({"domains"} if any(DOMAIN in data for data in setting.data) else _partition(setting))
+        return (
+            _TRAINING
+            | {"out_of_client"}
+            | ({"domains"} if any(DOMAIN in data for data in setting.data) else _partition(setting))
+        )
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The domains where each has a client, the mean over the clients, their standard deviation, and the worst."""
         domains = setting.domains if DOMAIN in setting.data[0] else ()
-        return (*domains, "mean", "sd of clients", "worst client")
+        return (*domains, "mean", "sd of clients", "worst client", *(("elsewhere",) if setting.out_of_client else ()))
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
         """One federation."""
@@ -200,7 +205,12 @@ class Personalisation(Protocol):
                 for k in range(setting.clients)
             }
         names = _names(data.replace(DOMAIN, setting.domains[0]) if DOMAIN in data else data)
-        return [Trial("all", {"class_names": names}, tuple(Site(_client(name), uri) for name, uri in uris.items()))]
+        tests: dict[str, dict[str, str]] = {name: {} for name in uris}
+        if setting.out_of_client:
+            for name in uris:
+                tests[name] = {ELSEWHERE + _client(other): uri for other, uri in uris.items() if other != name}
+        sites = tuple(Site(_client(name), uri, tests=tests[name]) for name, uri in uris.items())
+        return [Trial("all", {"class_names": names}, sites)]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Over the clients, each counting once."""
@@ -210,6 +220,9 @@ class Personalisation(Protocol):
         if len(by_domain) < len(tested):  # several clients share a domain: it is no column
             by_domain = {}
         spread = {"mean": fmean(values), "sd of clients": pstdev(values), "worst client": min(values)}
+        others = [v for row in by_trial["all"] if row.split.startswith(ELSEWHERE) and (v := pick(row)) is not None]
+        if others:
+            spread["elsewhere"] = fmean(others)
         return {**by_domain, **spread}
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.files import write_whole
+from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.spec import SpecError
 
 JsonObject = dict[str, JsonValue]
@@ -38,6 +39,7 @@ class Run(BaseModel):
     backbone: str = ""
     data: str = ""
     provenance: JsonObject = {}
+    outcomes: list[Outcomes] = []
 
     def last(self) -> list[Accuracy]:
         """What was measured after the last round."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -21,10 +21,11 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import resolve_spec
+from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.spec import merged
 from promptfed.shared.tensors import canonical_json
 
-FORMAT = 2  # of a run's file: another number makes it be run again
+FORMAT = 3  # of a run's file: another number makes it be run again
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,13 @@ class Runner:
             backbone=self._backbone(job.spec).fingerprint,
             data=data_hash(sources),
             provenance=provenance().model_dump(),
+            outcomes=[_rounded(one) for one in simulated.outcomes],
         )
+
+
+def _rounded(outcomes: Outcomes) -> Outcomes:
+    """With confidences to six places: a file holds one for each image."""
+    return replace(outcomes, confidence=tuple(round(one, 6) for one in outcomes.confidence))
 
 
 def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:

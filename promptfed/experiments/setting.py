@@ -15,6 +15,7 @@ class Setting:
 
     ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``test_images``: where
     a source draws them, ``redrawn`` for every seed, so that a spread over seeds holds their sampling, or the ``same``.
+    ``out_of_client``: each client's classifier is shown the other clients' test images too.
     """
 
     data: tuple[str, ...]
@@ -29,6 +30,7 @@ class Setting:
     curve: tuple[int, ...] = (1, 2, 4, 8, 16)
     target_images: str = "test"
     test_images: str = "redrawn"
+    out_of_client: bool = False
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
         """``data`` with its options, the seeded ones and ``options`` (those that are None are left out)."""

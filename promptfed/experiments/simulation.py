@@ -188,7 +188,8 @@ async def _run(setup: SimulationSetup, started: float) -> FederationResult:
             ended = time.monotonic()
             result = await api.run(operations.take(federation, setup.spec.rounds))
             _expect_all_evaluated(result.reports)
-            return replace(result, wall_seconds=ended - begun, setup_seconds=begun - started)
+            outcomes = tuple(one for _, one in sorted(setup.outcomes.items()))
+            return replace(result, wall_seconds=ended - begun, setup_seconds=begun - started, outcomes=outcomes)
 
 
 def _coordinator_settings(setup: SimulationSetup) -> Settings:

@@ -90,6 +90,7 @@ async def run_workers(
             turns=turns,
             ephemeral=True,
             hook=hook,
+            record=setup.keep,
         )
         for client in setup.clients
     ]

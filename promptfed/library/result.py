@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
+from promptfed.experiments.measures import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
 from promptfed.sdk.errors import CommandError, Exit
@@ -113,6 +114,27 @@ class Result:
             by_round.setdefault(accuracy.round, []).append(accuracy)
         return {round: fmean(row.accuracy for row in rows) for round, rows in by_round.items()}
 
+    def metrics(self, split: str = "test") -> dict[str, dict[str, float]]:
+        """Calibration error (15 bins), macro-F1 and the worst class's accuracy of each client's classifier, by client.
+
+        ``split`` is a test set, or ``test@variant``; the template's is ``test@zero-shot``. Of federations that ran in this
+        process: no answer on a single image is ever sent to a coordinator.
+
+        Raises:
+            CommandError: there are no answers on that test set.
+        """
+        told = [one for one in self.taken.outcomes if one.split == split]
+        if not told:
+            known = sorted({one.split for one in self.taken.outcomes})
+            why = (
+                f"there are {', '.join(known)}"
+                if known
+                else "only a federation in this process (promptfed.run) has any"
+            )
+            raise CommandError(f"there are no answers on {split!r}: {why}", Exit.BAD_INPUT)
+        rows = {one.client: figures([one]) for one in told}
+        return {client: {name: row[name] for name in METRICS} for client, row in rows.items()}
+
     def predict(self, image: Image | Path | str | bytes, class_names: Sequence[str] | None = None) -> Prediction:
         """Classify an image (a PIL image, a file, or its bytes) as an evaluator of the federation does.
 
@@ -187,6 +209,7 @@ class Result:
         return f"{spec['name']}: {spec['method']['name']} after round {self.round} of {spec['rounds']}"
 
 
+METRICS = ("accuracy", "ece", "macro_f1", "worst_class")
 HEAD = ["client", "role", "domain", "test set", "zero-shot", "adapted"]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from promptfed.sdk.client import parse
 from promptfed.shared.api_schemas import ClientEvaluation, ClientView, FederationView, RoundReport
+from promptfed.shared.outcomes import Outcomes
 
 if TYPE_CHECKING:
     from promptfed.shared.tensors import Tensors
@@ -36,7 +37,7 @@ class FederationResult:
     does; both are kept as they came, since reports can have megabytes. ``body`` is the global state as safetensors and
     ``state_hash`` its name; they and ``clients`` are empty where only accuracies were asked for. Of a simulation,
     ``wall_seconds`` is the time from the start of the first round to the end, and ``setup_seconds`` what came before it
-    (data, features, enrolment).
+    (data, features, enrolment), and ``outcomes`` are all clients' last answers on their test sets, image by image.
     """
 
     status: dict[str, Any]
@@ -47,6 +48,7 @@ class FederationResult:
     state_hash: str = ""
     wall_seconds: float = 0.0
     setup_seconds: float = 0.0
+    outcomes: tuple[Outcomes, ...] = ()
 
     @property
     def spec(self) -> dict[str, Any]:

@@ -317,6 +317,7 @@ def test_what_a_protocol_looks_at_is_what_changes_its_federations() -> None:
     changed = {
         "domains": ("neon", "chalk"), "targets": ("neon",), "clients": 3, "classes_per_client": 2, "partition": "iid",
         "alpha": 50.0, "shots": 2, "validation": 0.5, "curve": (2,), "target_images": "all", "test_images": "same",
+        "out_of_client": True,
     }  # fmt: skip
     settings = {
         "base-to-novel": Setting((plain,), clients=2),

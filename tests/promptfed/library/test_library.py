@@ -153,3 +153,23 @@ def test_importing_the_library_imports_no_torch() -> None:
 
 def test_torch_is_left_as_it_was(result: promptfed.Result) -> None:
     assert torch.get_num_threads() == 1
+
+
+def test_metrics_are_of_the_clients_own_answers(result: promptfed.Result) -> None:
+    found = result.metrics()
+    assert set(found) == {accuracy.client for accuracy in result.accuracies() if accuracy.split == "test"}
+    for accuracy in result.accuracies():
+        if accuracy.split == "test":
+            row = found[accuracy.client]
+            assert row["accuracy"] == pytest.approx(accuracy.accuracy)
+            assert 0 <= row["ece"] <= 1
+            assert row["worst_class"] <= row["accuracy"]
+    template = result.metrics("test@zero-shot")
+    assert {client: row["accuracy"] for client, row in template.items()} == pytest.approx(
+        {accuracy.client: accuracy.zero_shot for accuracy in result.accuracies() if accuracy.split == "test"}
+    )
+    with pytest.raises(promptfed.CommandError, match="there are no answers on 'novel': there are test, test@zero-shot"):
+        result.metrics("novel")
+    elsewhere = replace(result, taken=replace(result.taken, outcomes=()))
+    with pytest.raises(promptfed.CommandError, match="only a federation in this process"):
+        elsewhere.metrics()

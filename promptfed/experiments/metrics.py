@@ -1,0 +1,73 @@
+"""Figures of a classifier's answers: calibration, macro-F1, accuracy by class. All are functions of plain arrays.
+
+Calibration: Guo et al., "On Calibration of Modern Neural Networks", 2017, Eq. 3 (ECE with equal bins).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+BINS = 15
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Images whose confidence lies in (lower, upper]; means are 0 where there is none."""
+
+    lower: float
+    upper: float
+    count: int
+    confidence: float
+    accuracy: float
+
+
+def reliability(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> list[Bin]:
+    """The reliability diagram of confidences (N,) in [0, 1] and whether each answer was ``right`` (N,).
+
+    Raises:
+        ValueError: the lists are empty or differ in length.
+    """
+    sure, hits = np.asarray(confidence, dtype=float), np.asarray(right, dtype=float)
+    if len(sure) != len(hits) or not len(sure):
+        raise ValueError(f"{len(sure)} confidences for {len(hits)} answers")
+    place = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
+    found = []
+    for k in range(bins):
+        inside = place == k
+        count = int(inside.sum())
+        means = (float(sure[inside].mean()), float(hits[inside].mean())) if count else (0.0, 0.0)
+        found.append(Bin(k / bins, (k + 1) / bins, count, *means))
+    return found
+
+
+def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
+    """ECE = Σ n_b/N·|accuracy_b − confidence_b| over equal bins. Raises ValueError as `reliability`."""
+    found = reliability(confidence, right, bins)
+    total = sum(one.count for one in found)
+    return sum(one.count / total * abs(one.accuracy - one.confidence) for one in found)
+
+
+def class_accuracies(labels: ArrayLike, predicted: ArrayLike) -> dict[int, float]:
+    """The share of each class's images (of those classes that occur in ``labels``) that was told rightly."""
+    truth, answers = _pair(labels, predicted)
+    return {int(k): float((answers[truth == k] == k).mean()) for k in np.unique(truth)}
+
+
+def macro_f1(labels: ArrayLike, predicted: ArrayLike) -> float:
+    """The mean of 2·tp/(2·tp + fp + fn) over the classes that occur among ``labels`` or ``predicted`` (N,)."""
+    truth, answers = _pair(labels, predicted)
+    scores = []
+    for k in np.union1d(truth, answers):
+        hits = int(((truth == k) & (answers == k)).sum())
+        scores.append(2 * hits / (int((truth == k).sum()) + int((answers == k).sum())))
+    return float(np.mean(scores))
+
+
+def _pair(labels: ArrayLike, predicted: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    truth, answers = np.asarray(labels, dtype=np.int64), np.asarray(predicted, dtype=np.int64)
+    if len(truth) != len(answers) or not len(truth):
+        raise ValueError(f"{len(truth)} labels for {len(answers)} answers")
+    return truth, answers
