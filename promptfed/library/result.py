@@ -117,8 +117,8 @@ class Result:
     def metrics(self, split: str = "test") -> dict[str, dict[str, float]]:
         """Calibration error (15 bins), macro-F1 and the worst class's accuracy of each client's classifier, by client.
 
-        ``split`` is a test set, or ``test@variant``; the template's is ``test@zero-shot``. Of federations that ran in this
-        process: no answer on a single image is ever sent to a coordinator.
+        ``split`` is a test set, or ``test@variant``; the template's is ``test@zero-shot``. Of federations that ran in
+        this process: no answer on a single image is ever sent to a coordinator.
 
         Raises:
             CommandError: there are no answers on that test set.
