@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import logging
 import os
@@ -104,6 +105,9 @@ def serve(settings: Settings) -> int:
     app = create_app(settings)
     app.state.store = store
     server = Server(_config(settings, app), app, ready)
+    # A full collection would go through all that importing has brought (half a second in which nothing else runs),
+    # again and again while a long report is made.
+    gc.freeze()
     server.run(sockets=[listening])
     if not server.started:
         return CANNOT_START

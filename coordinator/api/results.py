@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Response, status
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api.deps import After, Limit, Operated, RegistryOf, Viewed
-from promptfed.coordinator.reports import generation, rounds
+from promptfed.coordinator.reports import generation, metrics, rounds
+from promptfed.coordinator.reports.pieces import json_pieces
 from promptfed.shared.api_schemas import (
     GenerateRequest,
-    Metric,
     MetricList,
     PromptsView,
     RoundPage,
@@ -25,26 +24,48 @@ from promptfed.shared.tensors import decode
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 
+WHOLE_BYTES = 64 << 10  # an answer up to here leaves in one piece, and with its length
+
 RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")]
 
 MOST_JSON_NUMBERS = 1_000_000
 TENSOR_TYPES = ("application/octet-stream", "application/vnd.safetensors", "application/*", "*/*")
 
 
-@router.get("/rounds", responses=problems.for_callers())
-def list_rounds(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> RoundPage:
+def streamed(pieces: Iterator[bytes], media_type: str = "application/json") -> Response:
+    """An answer that is sent as it is made. What goes wrong before its first bytes is still answered as a problem."""
+    begun = bytearray()
+    for piece in pieces:
+        begun += piece
+        if len(begun) >= WHOLE_BYTES:
+            return StreamingResponse(_gathered(begun, pieces), media_type=media_type)
+    return Response(bytes(begun), media_type=media_type)
+
+
+def _gathered(begun: bytearray, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Each one costs a way through a thread and back."""
+    for piece in pieces:
+        begun += piece
+        if len(begun) >= WHOLE_BYTES:
+            yield bytes(begun)
+            begun.clear()
+    yield bytes(begun)
+
+
+@router.get("/rounds", response_model=RoundPage, responses=problems.for_callers())
+def list_rounds(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> Response:
     """Reports of all rounds so far, from round 0 on."""
     registry.last_seen.flush_if_possible()
     begin = int(after) + 1 if after is not None and after.isdecimal() else 0
     with registry.database.read() as session:
         numbers = rounds.rounds(session, federation.id)
         page = [number for number in numbers if number >= begin][:limit]
-        following = str(page[-1]) if page and page[-1] != numbers[-1] else None
-        return RoundPage(rounds=[rounds.round_report(session, federation, number) for number in page], next=following)
+    following = str(page[-1]) if page and page[-1] != numbers[-1] else None
+    return streamed(rounds.page(registry.database, federation, page, following))
 
 
-@router.get("/rounds/{round}", responses=problems.for_callers())
-def get_round(registry: RegistryOf, federation: Viewed, round: Annotated[int, Path(ge=0, le=1_000_000)]) -> RoundReport:
+@router.get("/rounds/{round}", response_model=RoundReport, responses=problems.for_callers())
+def get_round(registry: RegistryOf, federation: Viewed, round: Annotated[int, Path(ge=0, le=1_000_000)]) -> Response:
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     registry.last_seen.flush_if_possible()
     with registry.database.read() as session:
@@ -52,7 +73,8 @@ def get_round(registry: RegistryOf, federation: Viewed, round: Annotated[int, Pa
             raise problems.NotFound(
                 f"round {round} has not begun; {federation.name} is in round {federation.run.round}"
             )
-        return rounds.round_report(session, federation, round)
+        report = rounds.round_report(session, federation, round)
+    return streamed(json_pieces(report))
 
 
 @router.get(
@@ -125,15 +147,9 @@ def generate(
 )
 def get_metrics(
     registry: RegistryOf, federation: Viewed, format: Annotated[Literal["json", "csv"], Query()] = "json"
-) -> MetricList | Response:
+) -> Response:
     """Every metric by round: what clients measured, accuracies, bytes, seconds."""
     registry.last_seen.flush_if_possible()
-    with registry.database.read() as session:
-        values = rounds.metrics(session, federation)
-    if format == "json":
-        return MetricList(metrics=values)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(Metric.model_fields), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(metric.model_dump() for metric in values)
-    return Response(text.getvalue(), media_type="text/csv; charset=utf-8")
+    if format == "csv":
+        return streamed(metrics.as_csv(registry.database, federation), "text/csv; charset=utf-8")
+    return streamed(metrics.as_json(registry.database, federation))

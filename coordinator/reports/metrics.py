@@ -1,0 +1,86 @@
+"""Every number of every round, in order, as JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from itertools import chain
+
+from pydantic_core import to_json
+
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.reports.pieces import batches, listed
+from promptfed.coordinator.reports.rounds import round_report, rounds
+from promptfed.coordinator.store.database import Database
+from promptfed.shared import api_schemas as schemas
+
+FIELDS = tuple(schemas.Metric.model_fields)
+
+Number = tuple[int, str, str | None, str | None, str, float]
+"""The fields of a ``Metric``, in its order."""
+
+
+def as_json(database: Database, federation: Federation) -> Iterator[bytes]:
+    """A ``MetricList``, in pieces."""
+    numbers = batches(_numbers(database, federation))
+    some = (to_json([dict(zip(FIELDS, number, strict=True)) for number in batch])[1:-1] for batch in numbers)
+    return chain([b'{"metrics":'], listed(some, b"[", b"]"), [b"}"])
+
+
+def as_csv(database: Database, federation: Federation) -> Iterator[bytes]:
+    """The same as lines, under the names of the fields."""
+    lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation))
+    for some in batches(lines):
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(some)
+        yield text.getvalue().encode()
+
+
+def _numbers(database: Database, federation: Federation) -> Iterator[Number]:
+    """One round is read at a time, in a transaction of its own: a slow reader keeps none open."""
+    with database.read() as session:
+        begun = rounds(session, federation.id)
+    for number in begun:
+        with database.read() as session:
+            report = round_report(session, federation, number)
+        for phase in report.phases:
+            yield from _of_phase(number, phase)
+        if report.evaluation is not None:
+            yield from _of_evaluation(number, report.evaluation)
+
+
+def _of_phase(round: int, phase: schemas.PhaseReport) -> Iterator[Number]:
+    whole = {
+        **phase.metrics,
+        **phase.measured.phase,
+        "asked": len(phase.asked),
+        "answered": len(phase.answered),
+        "counted": len(phase.counted),
+        "bytes_up": phase.bytes_up,
+        "bytes_down": phase.bytes_down,
+        **({"seconds": phase.seconds} if phase.seconds is not None else {}),
+    }
+    for name, value in whole.items():
+        yield round, phase.phase, None, None, name, float(value)
+    for update in phase.updates:
+        values = {**update.metrics, "norm": update.norm, "bytes": update.bytes}
+        judged = {"weight": update.weight, "influence": update.influence, "distance": update.distance}
+        values |= {name: value for name, value in judged.items() if value is not None}
+        for name, value in values.items():
+            yield round, phase.phase, update.client, None, name, float(value)
+    for client, measured in sorted(phase.measured.clients.items()):
+        for name, value in measured.items():
+            yield round, phase.phase, client, None, name, float(value)
+
+
+def _of_evaluation(round: int, report: schemas.EvaluationReport) -> Iterator[Number]:
+    for client, measured in report.clients.items():
+        for name, splits in (("accuracy", measured.splits), ("zero_shot", measured.zero_shot)):
+            for split, evaluated in splits.items():
+                yield round, "evaluation", client, split, name, float(evaluated.accuracy)
+        for name, value in measured.metrics.items():
+            yield round, "evaluation", client, None, name, float(value)
+    for role, means in report.mean.items():
+        for name, value in means.items():
+            yield round, "evaluation", None, None, f"{role}_{name}", float(value)
