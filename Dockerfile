@@ -13,13 +13,20 @@ RUN groupadd --gid 10001 promptfed \
     && install -d --owner promptfed --group promptfed --mode 0700 /data /state /join
 WORKDIR /app
 COPY constraints.txt requirements/services.txt requirements/
+COPY requirements/locked requirements/locked
+# Every file is the one whose hash stands in the lock (`make lock`). Another index has other files under the same
+# versions, such as PyTorch's wheels for CPUs: where one is given, versions alone are fixed.
+RUN printf '%s\n' '#!/bin/sh -e' \
+    'if [ -n "$PIP_EXTRA_INDEX_URL" ]; then shift; exec pip install -c requirements/constraints.txt "$@"; fi' \
+    'exec pip install --require-hashes -r "requirements/locked/$1.txt"' > /usr/local/bin/install-locked \
+    && chmod 755 /usr/local/bin/install-locked
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install -c requirements/constraints.txt -r requirements/services.txt
+    install-locked services -r requirements/services.txt
 
 FROM services AS coordinator
 COPY requirements/coordinator.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install -c requirements/constraints.txt -r requirements/coordinator.txt 'psycopg[binary]'
+    install-locked coordinator -r requirements/coordinator.txt 'psycopg[binary]'
 COPY promptfed/__init__.py promptfed/
 COPY shared promptfed/shared
 COPY coordinator promptfed/coordinator
@@ -33,7 +40,7 @@ ENTRYPOINT ["python", "-m", "promptfed.coordinator"]
 FROM services AS client
 COPY requirements/client.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install -c requirements/constraints.txt -r requirements/client.txt
+    install-locked client -r requirements/client.txt
 COPY promptfed/__init__.py promptfed/
 COPY shared promptfed/shared
 COPY client_service promptfed/client_service

@@ -29,7 +29,7 @@ endef
 # Processes that tests run in; those of one file stay together.
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-faults test-docker lint setup docs bench backbone clean
+.PHONY: demo test test-all test-faults test-docker lint setup docs bench backbone lock sbom clean
 
 setup: $(READY)
 
@@ -79,6 +79,23 @@ bench: $(READY)
 
 backbone: $(READY)
 	$(BIN)/python -m promptfed.shared.clip.tiny.pretrain --out $(or $(OUT),weights.safetensors) $(ARGS)
+
+# The hashes of every file that an image installs, for the versions of constraints.txt.
+lock: $(READY)
+	@$(PIP) install -q -c constraints.txt uv
+	@for image in services coordinator client; do \
+	  extra=; [ $$image != coordinator ] || extra='psycopg[binary]'; own=; [ $$image = services ] || own=requirements/$$image.txt; \
+	  { cat requirements/services.txt $$own; echo "$$extra"; } | $(BIN)/uv pip compile -q - -c constraints.txt --generate-hashes \
+	    --no-header --no-annotate --python-version 3.11 --universal -o requirements/locked/$$image.txt > /dev/null || exit 1; \
+	done
+
+# What is in it, for those who have to look through it: CycloneDX, of this environment and of each image.
+sbom: $(READY)
+	@extras=build; $(install)
+	@mkdir -p build/sbom
+	$(BIN)/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml -o build/sbom/environment.cdx.json $(BIN)/python
+	@for image in coordinator client; do $(BIN)/cyclonedx-py requirements --output-reproducible \
+	  -o build/sbom/$$image.cdx.json requirements/locked/$$image.txt || exit 1; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

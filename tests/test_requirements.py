@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -104,3 +106,42 @@ def test_the_lists_name_nothing_twice() -> None:
         for one in listed(part.stem)
     ]
     assert sorted(names) == sorted(set(names))
+
+
+def locked(image: str) -> dict[str, tuple[str, int]]:
+    """Version and number of hashes of each distribution that an image installs."""
+    text = (ROOT / "requirements" / "locked" / f"{image}.txt").read_text().replace("\\\n", " ")
+    found: dict[str, tuple[str, int]] = {}
+    for line in text.splitlines():
+        one = Requirement(line.partition(" --hash")[0].strip())
+        found[canonicalize_name(one.name)] = (str(one.specifier).removeprefix("=="), line.count("--hash=sha256:"))
+    return found
+
+
+@pytest.mark.parametrize("image", ["services", "coordinator", "client"])
+def test_the_images_install_files_whose_hashes_are_known(image: str) -> None:
+    wanted = listed("services") + (listed(image) if image != "services" else [])
+    if image == "coordinator":
+        wanted.append(Requirement("psycopg[binary]"))
+    found = locked(image)
+    assert needed(wanted) <= set(found), "make lock"
+    assert min(hashes for _, hashes in found.values()) >= 1
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    fixed = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    differing = {name for name, (version, _) in found.items() if fixed.get(name, version) != version}
+    assert differing == set(), "make lock"
+    used = (ROOT / "Dockerfile").read_text()
+    assert f"install-locked {image} " in used
+    assert "pip install --require-hashes" in used
+
+
+def test_the_build_makes_a_bill_of_materials(tmp_path: Path) -> None:
+    pytest.importorskip("cyclonedx_py", reason="the extra `build` is not installed")
+    out = tmp_path / "coordinator.cdx.json"
+    source = ROOT / "requirements" / "locked" / "coordinator.txt"
+    command = [sys.executable, "-m", "cyclonedx_py", "requirements", "-o", str(out), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    made = json.loads(out.read_text())
+    assert made["bomFormat"] == "CycloneDX"
+    named = {canonicalize_name(one["name"]): one["version"] for one in made["components"]}
+    assert named == {name: version for name, (version, _) in locked("coordinator").items()}
