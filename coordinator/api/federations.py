@@ -21,6 +21,7 @@ from promptfed.coordinator.api.deps import (
     TokenId,
     Viewed,
 )
+from promptfed.coordinator.engine import deletion
 from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view
 from promptfed.shared.access_schemas import MintedToken, TokenPage, TokenRequest
@@ -105,7 +106,7 @@ def get_federation(registry: RegistryOf, federation: Viewed) -> FederationView:
 )
 def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
     """Delete it with all its data."""
-    federations.delete(registry, federation.id)
+    deletion.delete_federation(registry, federation.id)
 
 
 def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationView:

@@ -12,14 +12,15 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation, federation_of, kept_method
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, DueJob, Member, Run, Stage
 from promptfed.coordinator.engine.recorder import open_task
-from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
+from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from promptfed.shared.messages import Domain, FederationState, Role
 from promptfed.shared.spec import BackboneShape, FederationSpec
 
 
 def load_all(session: Session, now: float) -> dict[str, Federation]:
     """All federations by id. Deadlines are left at ``now``: ``Restarted`` sets them."""
-    rows = session.scalars(select(FederationRow).order_by(FederationRow.created_at))
+    query = select(FederationRow).where(FederationRow.state != DELETING).order_by(FederationRow.created_at)
+    rows = session.scalars(query)
     return {row.id: load(session, row, now) for row in rows}
 
 

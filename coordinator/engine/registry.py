@@ -63,7 +63,7 @@ class Registry:
     """All federations of one data folder.
 
     ``operators``: their tokens by digest. ``ready``: federations are taken up, and driven. ``retired``: up to which
-    round a federation's tensors are removed.
+    round a federation's tensors are removed. ``leftovers``: deleted federations may have left rows behind.
     """
 
     def __init__(self, database: Database, blobs: Blobs, metrics: Metrics):
@@ -77,6 +77,7 @@ class Registry:
         self.retired: dict[str, int] = {}
         self.configs: dict[str, tuple[object, object, str]] = {}
         self.ready = False
+        self.leftovers = True
         self._closed = False
         self._reloading = False
         self._turn = threading.RLock()
@@ -131,6 +132,7 @@ class Registry:
             # A commit whose answer was lost may have happened: what is in memory is not to be trusted.
             self._load()
             self._reloading = False
+            self.leftovers = True
         log.info("the database is back")
 
     # Tensor work

@@ -17,7 +17,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.engine import jobs, json_logs, retention
+from promptfed.coordinator.engine import deletion, jobs, json_logs, retention
 from promptfed.coordinator.engine.registry import Registry, Stopped
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.problems import NotFound, Refusal
@@ -40,6 +40,7 @@ class Scheduler:
     def __init__(self, registry: Registry):
         self._registry = registry
         self._driver: asyncio.Task[None] | None = None
+        self._deleting: asyncio.Task[None] | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._refused_starts: dict[str, object] = {}
         self._last_warning = ""
@@ -57,6 +58,8 @@ class Scheduler:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
+        if self._deleting is not None:
+            await asyncio.wait({self._deleting}, timeout=STOP_SECONDS)
         if self._jobs:
             _, overdue = await asyncio.wait(self._jobs.values(), timeout=STOP_SECONDS)
             for job in overdue:
@@ -76,6 +79,8 @@ class Scheduler:
                 continue
             for federation in self._registry.federations.values():
                 self._look_at(federation)
+            if self._registry.leftovers and self._deleting is None:
+                self._deleting = asyncio.create_task(self._delete_leftovers(), name="deleting")
             if clock.monotonic() - flushed > FLUSH_SECONDS:
                 await self._flush()
                 flushed = clock.monotonic()
@@ -122,6 +127,17 @@ class Scheduler:
     def _beat(self) -> None:
         self._registry.database.beat()
         self._registry.last_seen.flush()
+
+    async def _delete_leftovers(self) -> None:
+        try:
+            await asyncio.to_thread(deletion.finish, self._registry)
+        except (DatabaseAway, Stopped):
+            pass  # It is tried again when the database is back, and at the next start.
+        except SQLAlchemyError:
+            log.exception("what deleted federations have left cannot be deleted")
+            await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            self._deleting = None
 
     def _look_at(self, federation: Federation) -> None:
         job = self._due(federation)

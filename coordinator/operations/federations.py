@@ -119,18 +119,6 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
     )
 
 
-def delete(registry: Registry, id: str) -> None:
-    """Delete a federation with all its data, also one whose method is absent. Raises NotFound."""
-    with registry.exclusively():
-        federation = registry.find_any(id)
-        with registry.database.write() as session:
-            digests = retention.digests_of(session, id)
-            session.delete(session.get_one(FederationRow, id))
-            audit.note(session, "federation-deleted", federation)
-        registry.forget(id)
-    retention.collect(registry, digests)
-
-
 def steer(registry: Registry, id: str, verb: str) -> None:
     """Start, pause, resume or cancel. Raises WrongState, and what ``jobs.start`` raises."""
     if verb == "start":

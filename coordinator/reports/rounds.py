@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
-from promptfed.coordinator.problems import NoState
+from promptfed.coordinator.problems import NoState, NotFound
 from promptfed.coordinator.reports.pieces import AT_ONCE, json_pieces, separated
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
@@ -80,6 +80,8 @@ def round_report(session: Session, federation: Federation, round: int) -> schema
     """Phases, updates, evaluation, bytes and seconds of one round, which must have begun."""
     mine = (PhaseRow.federation_id == federation.id, PhaseRow.round == round)
     stages = list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.step)))
+    if not stages:
+        raise NotFound(f"{federation.name} has just been deleted")
     phases = [_phase_report(session, federation, stage) for stage in stages if stage.kind == "train"]
     evaluations = [_evaluation_report(session, federation, stage) for stage in stages if stage.kind == "evaluate"]
     state = _state_row(session, federation, round) if _has_state(federation, round) else None

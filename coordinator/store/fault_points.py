@@ -35,6 +35,9 @@ POINTS = (
     "state-committed",
 )
 
+#: Those of a federation's deletion, in their order; the second comes once for each transaction.
+DELETION_POINTS = ("federation-hidden", "federation-rows-deleted")
+
 _armed = os.environ.get(VARIABLE, "")
 _reached: Counter[str] = Counter()
 _lock = threading.Lock()

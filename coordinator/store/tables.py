@@ -43,6 +43,10 @@ class StoreRow(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
 
 
+DELETING = "deleting"
+"""The state of a federation that nobody sees any more, while its rows are being deleted."""
+
+
 class FederationRow(Base):
     """One federation: its resolved spec and where its run stands."""
 

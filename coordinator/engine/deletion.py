@@ -1,0 +1,106 @@
+"""Deleting a federation: one transaction hides it for good, then its rows go some at a time.
+
+Between two of these transactions everybody else's find their place, however much there is to delete. Who asked is
+answered once all is gone. What a kill, a full disk or a database that went away has left over is deleted later: the
+row in ``federations``, which goes last, says that it is to be.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine import audit, retention
+from promptfed.coordinator.engine.registry import Registry, Stopped
+from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.tables import (
+    DELETING,
+    ClientRow,
+    EventRow,
+    FederationRow,
+    PhaseRow,
+    StateRow,
+    TaskRow,
+    UpdateRow,
+)
+
+AT_ONCE = 500  # rows of one transaction, and with a task go its update and its evaluation
+BEHIND_TASKS: tuple[Any, ...] = (StateRow, EventRow, ClientRow, PhaseRow)
+
+
+def delete_federation(registry: Registry, id: str) -> None:
+    """Delete a federation with all its data, also one whose method is absent. Raises NotFound, Stopped."""
+    with registry.exclusively():
+        federation = registry.find_any(id)
+        with registry.database.write() as session:
+            _hide(session, federation)
+            audit.note(session, "federation-deleted", federation)
+        registry.forget(id)
+    point("federation-hidden")
+    try:
+        _delete_rows(registry, id)
+    except BaseException:
+        registry.leftovers = True
+        raise
+
+
+def finish(registry: Registry) -> None:
+    """Delete what is left over of federations whose deletion was cut short. Raises as ``delete_federation`` does."""
+    registry.leftovers = False
+    try:
+        with registry.database.read() as session:
+            ids = list(session.scalars(select(FederationRow.id).where(FederationRow.state == DELETING)))
+        for id in ids:
+            _delete_rows(registry, id)
+    except BaseException:
+        registry.leftovers = True
+        raise
+
+
+def _hide(session: Session, federation: Federation) -> None:
+    """Its name and its key are free from here on; no spec can have the name that its row gets."""
+    row = session.get_one(FederationRow, federation.id)
+    row.state, row.name, row.idempotency_key = DELETING, f"{DELETING} {federation.id}", None
+
+
+def _delete_rows(registry: Registry, id: str) -> None:
+    while True:
+        if registry.wakeups.closed:
+            raise Stopped
+        with registry.database.write() as session:
+            found, digests = _delete_some(session, id)
+            if not found:
+                digests = retention.digests_of(session, id)
+                session.execute(delete(FederationRow).where(FederationRow.id == id))
+        point("federation-rows-deleted")
+        retention.collect(registry, digests)
+        if not found:
+            return
+        _let_others_in()
+
+
+def _let_others_in() -> None:
+    time.sleep(retention.TURN_SECONDS)
+
+
+def _delete_some(session: Session, id: str) -> tuple[bool, set[str]]:
+    """Whether there was something to delete, and the digests that it named."""
+    query = select(TaskRow.id, TaskRow.payload_sha256).where(TaskRow.federation_id == id).limit(AT_ONCE)
+    tasks = {row.id: row.payload_sha256 for row in session.execute(query)}
+    if tasks:
+        sent = session.scalars(select(UpdateRow.sha256).where(UpdateRow.task_id.in_(tasks)))
+        digests = {digest for digest in (*tasks.values(), *sent) if digest}
+        session.execute(delete(TaskRow).where(TaskRow.id.in_(tasks)), execution_options={"synchronize_session": False})
+        return True, digests
+    for table in BEHIND_TASKS:
+        keys = list(session.scalars(select(table.id).where(table.federation_id == id).limit(AT_ONCE)))
+        if keys:
+            mine = table.id.in_(keys)
+            digests = set(session.scalars(select(StateRow.sha256).where(mine))) if table is StateRow else set()
+            session.execute(delete(table).where(mine), execution_options={"synchronize_session": False})
+            return True, digests
+    return False, set()

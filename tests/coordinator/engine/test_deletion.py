@@ -1,0 +1,130 @@
+"""A federation's deletion: some rows at a time, whoever else calls meanwhile, and to the end whatever comes between."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import func, select
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.engine import deletion
+from promptfed.coordinator.store.fault_points import DELETION_POINTS
+from promptfed.coordinator.store.tables import AuditRow, Base, OperatorRow, StoreRow
+from tests.support.coordinators import Api, ForkedCoordinator, InThread, in_thread
+from tests.support.fake_clients import drive
+from tests.support.waiting import PATIENCE, wait_for
+
+KEPT = {table.__tablename__ for table in (AuditRow, OperatorRow, StoreRow)}
+
+
+def rows(coordinator: InThread) -> dict[str, int]:
+    """How many rows there are in each table that is not empty, but for what outlives federations."""
+    with coordinator.registry.database.read() as session:
+        counts = {
+            name: session.scalar(select(func.count()).select_from(table)) or 0
+            for name, table in Base.metadata.tables.items()
+            if name not in KEPT
+        }
+    return {name: count for name, count in counts.items() if count}
+
+
+def finished(coordinator: Api, name: str) -> str:
+    id = coordinator.create(name=name, rounds=2)
+    clients = coordinator.enrol(id, "a", "b")
+    coordinator.post(f"{id}/start")
+    drive(clients)
+    coordinator.until(id, state="finished")
+    return id
+
+
+def wait_until_empty(coordinator: InThread) -> None:
+    wait_for("no row and no blob", lambda: not rows(coordinator) and not coordinator.registry.blobs.all())
+
+
+@pytest.mark.both_databases
+def test_all_rows_and_blobs_of_it_are_gone_and_none_of_another(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion, "AT_ONCE", 3)
+    kept = finished(coordinator, "kept")
+    before, blobs = rows(coordinator), sorted(coordinator.registry.blobs.all())
+    page = coordinator.get(f"{kept}/rounds")
+    coordinator.delete(finished(coordinator, "gone"))
+    assert (rows(coordinator), sorted(coordinator.registry.blobs.all())) == (before, blobs)
+    assert coordinator.get(f"{kept}/rounds") == page
+    coordinator.delete(kept)
+    assert (rows(coordinator), coordinator.registry.blobs.all()) == ({}, [])
+
+
+def test_others_go_on_between_two_of_its_transactions_and_its_name_is_free_at_once(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion, "AT_ONCE", 3)
+    gone = finished(coordinator, "eyes")
+    between, go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        between.set()
+        assert go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(deletion, "_let_others_in", pause)
+    headers = coordinator.operator
+    deleting = threading.Thread(
+        target=lambda: answers.append(
+            httpx.delete(f"{coordinator.url}/v1/federations/{gone}", headers=headers, timeout=PATIENCE)
+        )
+    )
+    answers: list[httpx.Response] = []
+    deleting.start()
+    assert between.wait(PATIENCE)
+    try:
+        for path in ("", "/rounds", "/metrics"):
+            assert coordinator.http.get(f"/v1/federations/{gone}{path}", headers=headers).status_code == 404
+        assert coordinator.http.delete(f"/v1/federations/{gone}", headers=headers).status_code == 404
+        monkeypatch.undo()
+        finished(coordinator, "eyes")
+        assert answers == [], "who asked is answered when all is gone"
+    finally:
+        go_on.set()
+        deleting.join(PATIENCE)
+    assert [answer.status_code for answer in answers] == [204]
+    assert [one["name"] for one in coordinator.get("/v1/federations")["federations"]] == ["eyes"]
+
+
+@pytest.mark.parametrize("fault", [f"{DELETION_POINTS[0]}:1", *(f"{DELETION_POINTS[1]}:{n}" for n in (1, 3, 6))])
+def test_a_killed_deletion_is_taken_up_again(tmp_path: Path, fault: str) -> None:
+    folder = tmp_path / "data"
+    process = ForkedCoordinator(folder, fault=fault)
+    try:
+        id = finished(process, "gone")
+        with pytest.raises(httpx.HTTPError):
+            process.delete(id)
+        assert process.wait() == -9
+    finally:
+        process.kill()
+    with in_thread(folder) as coordinator:
+        assert coordinator.get("/v1/federations")["federations"] == []
+        wait_until_empty(coordinator)
+        [entry] = [one for one in coordinator.get("/v1/audit-log")["entries"] if one["act"] == "federation-deleted"]
+        assert entry["federation"] == id
+
+
+def test_a_deletion_that_failed_is_finished_without_being_asked_again(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id, some, failed = finished(coordinator, "gone"), deletion._delete_some, []
+
+    def fails_once(session: Session, id: str) -> tuple[bool, set[str]]:
+        if not failed:
+            failed.append(id)
+            raise OperationalError("DELETE", {}, Exception("disk I/O error"))
+        return some(session, id)
+
+    monkeypatch.setattr(deletion, "_delete_some", fails_once)
+    assert coordinator.http.delete(f"/v1/federations/{id}", headers=coordinator.operator).status_code >= 500
+    assert coordinator.http.get(f"/v1/federations/{id}", headers=coordinator.operator).status_code == 404
+    wait_until_empty(coordinator)
