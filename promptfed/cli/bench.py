@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from promptfed.experiments.ceilings import CEILINGS, Room, rooms_of, rooms_table
 from promptfed.experiments.document import BenchmarkRecord, document, record
 from promptfed.experiments.entries import RawSpec, parse_entries
 from promptfed.experiments.measures import (
@@ -32,6 +33,8 @@ from promptfed.experiments.tables import TableRow, cells, interleaved, markdown,
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
 from promptfed.sdk.output import console, messages, print_json, table
+
+KNOWN = PROTOCOLS | CEILINGS
 
 # Options of the command that each kind of run looks at, beside those that all do.
 _ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "as_json"})
@@ -68,8 +71,8 @@ def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:
         unused, why = given - _EMBEDDED, "its panels set the rest"
     elif protocol.startswith("paper:"):
         unused, why = given - _PRESET, "the preset sets the rest"
-    elif protocol in PROTOCOLS:
-        idle = {field.name for field in fields(Setting)} - {"data"} - PROTOCOLS[protocol].used(setting)
+    elif protocol in KNOWN:
+        idle = {field.name for field in fields(Setting)} - {"data"} - KNOWN[protocol].used(setting)
         unused, why = given & (idle | {"reduced", "root"}), "it looks at none with this data and these options"
     else:
         return  # `make_bench` says so
@@ -79,22 +82,31 @@ def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:
 
 
 def make_bench(
-    protocol: str, methods: str, setting: Setting, seeds: str, spec: Path | None, rounds: int | None, m: int | None
+    protocol: str,
+    methods: str,
+    setting: Setting,
+    seeds: str,
+    spec: Path | None,
+    rounds: int | None,
+    m: int | None,
+    steps: int | None = None,
 ) -> Bench:
     """The bench that the command line describes.
 
     Raises:
         CommandError: an unknown protocol or method, seeds that are no numbers, a spec file that cannot be read.
     """
-    if protocol not in PROTOCOLS:
+    if protocol not in KNOWN:
         raise CommandError(
-            f"there is no protocol {protocol!r}: use one of {', '.join([*PROTOCOLS, *preset_names()])}", Exit.BAD_INPUT
+            f"there is no protocol {protocol!r}: use one of {', '.join([*KNOWN, *preset_names()])}", Exit.BAD_INPUT
         )
     numbers = whole_numbers(seeds, "--seeds")
     if not setting.data:
         raise CommandError("no data is given: write --data symbols:neon", Exit.BAD_INPUT)
     _check(protocol, setting)
-    return Bench(PROTOCOLS[protocol], parse_entries(methods), setting, numbers, _base(spec, rounds), m)
+    if steps is not None and rounds is not None:
+        raise CommandError("--steps and --rounds both say how long to train: give one of them", Exit.BAD_INPUT)
+    return Bench(KNOWN[protocol], parse_entries(methods), setting, numbers, _base(spec, rounds), m, steps)
 
 
 def _check(protocol: str, setting: Setting) -> None:
@@ -143,6 +155,7 @@ class Results(BaseModel):
     provenance: Provenance
     measures: list[Measures] = []
     matrices: list[Matrix] = []
+    rooms: list[Room] = []
 
 
 @dataclass(frozen=True)
@@ -187,9 +200,12 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
         provenance=provenance(),
         measures=measures_of(runs),
         matrices=matrices_of(runs) if bench.setting.out_of_client else [],
+        rooms=rooms_of(rows) if bench.protocol.name in CEILINGS else [],
     )
     write_json(runner.out / "results.json", results)
     lines = [markdown(bench, rows), *measures_table(results.measures)]
+    if results.rooms:
+        lines += ["", *rooms_table(results.rooms)]
     for matrix in results.matrices:
         lines += ["", *matrix_table(matrix)]
     write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())

@@ -37,6 +37,7 @@ Protocol = Annotated[
     str,
     typer.Argument(
         help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
+        "ceilings:leave-one-domain-out, ceilings:personalisation, "
         "paper:TABLE; embedded, the whole benchmark on what needs no download; or compare, verify"
     ),
 ]
@@ -153,6 +154,9 @@ def bench(
         bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
     ] = False,
     rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="optimizer steps of a client in all, instead of --rounds")
+    ] = None,
     m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None,
     spec: Annotated[
         Path | None, typer.Option(help="YAML laid under every method's spec: backbone, training, ...")
@@ -189,7 +193,7 @@ def bench(
         elif protocol.startswith("paper:"):
             running.run_preset(protocol, root, seeds or "0,1,2", runner, spec, rounds, as_json)
         else:
-            described = running.make_bench(protocol, methods, setting, seeds or "0,1,2", spec, rounds, m)
+            described = running.make_bench(protocol, methods, setting, seeds or "0,1,2", spec, rounds, m, steps)
             running.run_bench(described, runner, as_json)
 
 

@@ -32,6 +32,13 @@ class Entry:
         except SpecError as error:
             raise CommandError(f"{self.label}: {error}", Exit.BAD_INPUT) from None
 
+    @property
+    def least_clients(self) -> int:
+        """The fewest trainers that the method can run with."""
+        given = method_class(self.method["name"]).defaults.get("participation", {})
+        least: int = given.get("min_clients", 1)
+        return least
+
     def spec(self, base: RawSpec, m: int | None = None) -> RawSpec:
         """``base`` with this method, its changes laid over it; ``m`` prompt tokens for methods that have them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
+from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.outcomes import Outcomes
-from promptfed.shared.spec import merged
+from promptfed.shared.spec import TrainingSpec, merged
 from promptfed.shared.tensors import canonical_json
 
 FORMAT = 3  # of a run's file: another number makes it be run again
@@ -60,6 +62,7 @@ class Bench:
     seeds: Sequence[int]
     base: Mapping[str, Any] = field(default_factory=dict)
     m: int | None = None
+    steps: int | None = None  # of a client in its whole training, in the place of a number of rounds
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -72,18 +75,21 @@ class Bench:
         Raises:
             CommandError: a spec that cannot be run, or data that cannot be opened.
         """
-        jobs = []
+        jobs, sources = [], SharedSources()
         for seed in self.seeds:
             for entry in self.entries:
                 for trial in self.protocol.trials(self.setting, seed, entry.personal):
-                    jobs.append(Job(entry, seed, trial, self._spec(entry, seed, trial)))
+                    if sum(site.role == "trainer" for site in trial.sites) >= entry.least_clients:
+                        jobs.append(Job(entry, seed, trial, self._spec(entry, seed, trial, sources)))
         return jobs
 
-    def _spec(self, entry: Entry, seed: int, trial: Trial) -> RawSpec:
+    def _spec(self, entry: Entry, seed: int, trial: Trial, sources: SharedSources) -> RawSpec:
         """Unless it says otherwise: each data set's own template, everybody asked, evaluated at start and end."""
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
         trainers = sum(site.role == "trainer" for site in trial.sites)
+        if self.steps is not None:
+            raw = raw | {"rounds": rounds_of(self.steps, raw, trial, sources)}
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
         return merged({"evaluation": {"every": resolve_spec(raw).rounds}, **everybody}, raw)
 
@@ -132,6 +138,12 @@ class Runner:
             self._backbones[key] = open_backbone(named, allow_backbone=self.allow_backbone, device=self.device)
         return self._backbones[key]
 
+    def _steps_of(self, job: Job, simulated: FederationResult) -> float:
+        """Of a client that is asked in every round, in one phase of each, in the mean over the trainers."""
+        training = resolve_spec(job.spec).training
+        trainers = (self._sources.open(site.data) for site in job.trial.sites if site.role == "trainer")
+        return simulated.round * fmean(_steps(training, len(source.train)) for source in trainers)
+
     def _run_of(self, job: Job, simulated: FederationResult) -> Run:
         sources = {site.name: self._sources.open(site.data) for site in job.trial.sites}
         sources |= {
@@ -147,7 +159,7 @@ class Runner:
             clients=[asdict(site) for site in job.trial.sites],
             accuracies=simulated.accuracies(),
             rounds=simulated.round,
-            costs=costs(simulated.reports),
+            costs=costs(simulated.reports) | {"steps": self._steps_of(job, simulated)},
             measured=measured(simulated.reports),
             wall_seconds=round(simulated.wall_seconds, 3),
             setup_seconds=round(simulated.setup_seconds, 3),
@@ -157,6 +169,25 @@ class Runner:
             provenance=provenance().model_dump(),
             outcomes=[_rounded(one) for one in simulated.outcomes],
         )
+
+
+def rounds_of(steps: int, raw: RawSpec, trial: Trial, sources: SharedSources) -> int:
+    """The rounds in which a client with the trial's mean number of images takes ``steps`` optimizer steps a phase.
+
+    Raises:
+        CommandError: data cannot be opened.
+    """
+    training = resolve_spec(raw).training
+    try:
+        counts = [len(sources.open(site.data).train) for site in trial.sites if site.role == "trainer"]
+    except DataError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    return math.ceil(steps / fmean(_steps(training, count) for count in counts))
+
+
+def _steps(training: TrainingSpec, images: int) -> int:
+    """Of one phase of a round."""
+    return training.epochs * math.ceil(images / training.batch_size)
 
 
 def _rounded(outcomes: Outcomes) -> Outcomes:

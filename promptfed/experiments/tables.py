@@ -108,7 +108,12 @@ def cells(columns: Sequence[str], rows: Sequence[TableRow]) -> tuple[list[str], 
     """Header and lines of the table, as text."""
     by_label = {row.label: row for row in rows}
     lines = [_line(row, columns, by_label.get(row.zero_shot)) for row in rows]
-    return ["method", *columns, "trained", "up", "down", "seconds"], lines
+    steps = any(row.costs is not None and "steps" in row.costs for row in rows)
+    if not steps:  # of a version that did not count them
+        return ["method", *columns, "trained", "up", "down", "seconds"], lines
+    for row, line in zip(rows, lines, strict=True):
+        line.append(f"{row.costs['steps']:,.0f}" if row.costs is not None and "steps" in row.costs else "-")
+    return ["method", *columns, "trained", "up", "down", "seconds", "steps"], lines
 
 
 def table_of(columns: Sequence[str], rows: Sequence[TableRow]) -> list[str]:

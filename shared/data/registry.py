@@ -12,6 +12,8 @@ from promptfed.shared.data.options import Options, apply_common
 from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.data.symbols import open_symbols
 from promptfed.shared.data.torchvision_sets import open_torchvision
+from promptfed.shared.data.union import SCHEME as UNION
+from promptfed.shared.data.union import open_union
 
 SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "symbols": open_symbols,
@@ -20,6 +22,7 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "csv": open_csv,
     "torchvision": open_torchvision,
     "hf": open_hugging_face,
+    UNION: lambda body, options: open_union(body, options, open_source),
 }
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
 

@@ -37,7 +37,14 @@ PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
 class VptHyper(VisualHyper):
     """Hyperparameters of visual prompt tuning; shallow unless told otherwise."""
 
-    m: Annotated[int, Field(ge=1, le=512, description="prompt tokens in each block that has any")] = 10
+    m: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=512,
+            description="prompt tokens in each block that has any; 0: a linear head alone (singleset_vpt)",
+        ),
+    ] = 10
     depth: Annotated[
         int | None, Field(ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
     ] = 1
@@ -71,6 +78,8 @@ class VisualPromptMethod(Method):
         """``projected`` says where a linear head stands: without one it would say nothing."""
         if self.hyper.projected and self.hyper.head == "text":
             raise MethodError("projected is for a linear head: take head: linear with it, or leave it out")
+        if self.hyper.m == 0 and (self.hyper.head == "text" or self.state_tensors()):
+            raise MethodError("m: 0 leaves a linear head alone: take singleset_vpt with head: linear, or prompts")
 
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``m``, ``d_v`` and ``depth_v``. Raises MethodError where the image tower takes no such prompts."""

@@ -313,3 +313,32 @@ def test_a_linear_head_needs_no_text_tower_and_stays_at_home(name: str) -> None:
     assert [len(phase["counted"]) for report in found.reports[1:] for phase in report["phases"]] == [2, 2]
     assert all(one.zero_shot is None for one in found.final())
     assert len(found.final()) == 2
+
+
+def test_a_linear_head_alone_is_a_linear_classifier(backbone: Backbone) -> None:
+    """What prompts add to a head is seen beside the head without them."""
+    method = make_method({"name": "singleset_vpt", "head": "linear", "m": 0})
+    context = context_of(backbone)
+    result = method.train(context, {}, {})
+    features = backbone.encode_images_prompted(
+        context.train.pixels, torch.zeros(1, 0, backbone.d_v), pooled=True, normalize=False
+    )
+    plain = backbone.model.visual.ln_post  # the pooled feature is that of the untouched tower
+    assert plain is not None
+    untouched = backbone.encode_images(context.train.pixels)
+    through = backbone.encode_images_prompted(context.train.pixels, torch.zeros(1, 0, backbone.d_v))
+    assert_values(through, untouched)
+    start = LinearHead.of(context, {}, features.shape[1])
+    weight, bias = (tensor.clone() for tensor in start.parameters)
+
+    def loss(leaves: Tensors) -> Tensor:
+        scores = features @ leaves["weight"].T + leaves["bias"]
+        rows = [cross_entropy(row, int(label)) for row, label in zip(scores, context.train.labels, strict=True)]
+        return torch.stack(rows).mean()
+
+    wanted, _ = descended({"weight": weight, "bias": bias}, loss)
+    assert_values(result.private["head_weight"], wanted["weight"])
+    assert_values(result.private["head_bias"], wanted["bias"])
+    for refused in ({"name": "fedvpt", "head": "linear", "m": 0}, {"name": "singleset_vpt", "m": 0}):
+        with pytest.raises(SpecError, match="m: 0 leaves a linear head alone"):
+            resolve_spec({"name": "x", "method": refused})

@@ -1,0 +1,34 @@
+"""``union:URI,URI``: the images of several sources as one client's, each URI percent-encoded (by `union_uri`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from urllib.parse import quote, unquote
+
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.source import DataError, Source, joined
+
+SCHEME = "union"
+
+
+def union_uri(uris: Iterable[str]) -> str:
+    """The URI of all images of ``uris`` together."""
+    return f"{SCHEME}:" + ",".join(quote(uri, safe="") for uri in uris)
+
+
+def open_union(body: str, options: Options, open_one: Callable[[str], Source]) -> Source:
+    """The sources one after the other: training images with training images, test images with test images.
+
+    Raises:
+        DataError: a part cannot be used, or the parts have other classes.
+    """
+    options.check_names(())
+    parts = [open_one(unquote(uri)) for uri in body.split(",") if uri]
+    if not parts:
+        raise DataError(f"{options.uri}: names no source; write union:URI,URI with each URI percent-encoded.")
+    names = parts[0].class_names
+    for part in parts[1:]:
+        if part.class_names != names:
+            raise DataError(f"{options.uri}: {part.uri} has other classes than {parts[0].uri}.")
+    train, test = joined(*(part.train for part in parts)), joined(*(part.test for part in parts))
+    return Source(options.uri, names, None, parts[0].template, train, test)
