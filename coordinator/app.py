@@ -27,6 +27,7 @@ from promptfed.coordinator.api import (
     page,
     replays,
     results,
+    signing_key,
     tasks,
 )
 from promptfed.coordinator.api import federations as federations_api
@@ -44,11 +45,25 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.opening import Store, open_store
+from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.messages import Problem
 
 log = logging.getLogger("promptfed.coordinator")
 
-ROUTERS = (methods, federations_api, clients, tasks, results, replays, insights, events, operators, health, page)
+ROUTERS = (
+    methods,
+    federations_api,
+    clients,
+    tasks,
+    results,
+    replays,
+    insights,
+    events,
+    operators,
+    signing_key,
+    health,
+    page,
+)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -107,6 +122,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.insights = Insights(registry)
     app.state.operator_digest = tokens.digest(tokens.operator_token(settings.data_dir))
     app.state.issuer = Issuer.of(settings)
+    app.state.signer = Signer(settings.data_dir)
     app.state.uploads = Uploads(
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )

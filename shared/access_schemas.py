@@ -109,6 +109,13 @@ class OperatorPage(BaseModel):
     next: str | None
 
 
+class SigningKey(BaseModel):
+    """A coordinator's public key."""
+
+    algorithm: Literal["ed25519"] = "ed25519"
+    public_key: Annotated[str, Field(description="32 bytes, in hexadecimal")]
+
+
 class AuditEntry(BaseModel):
     """One act. ``hash`` is over all else, ``previous`` is the hash of the entry before: none can be changed alone.
 

@@ -15,6 +15,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
 from promptfed.coordinator.problems import MethodAbsent, NotFound, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store.signing import Signer
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.access_schemas import LEVELS, OperatorRole
 
@@ -30,6 +31,12 @@ async def _settings(request: Request) -> Settings:
     return settings
 
 
+async def _signer(request: Request) -> Signer:
+    signer: Signer = request.app.state.signer
+    return signer
+
+
+SignerOf = Annotated[Signer, Depends(_signer)]
 RegistryOf = Annotated[Registry, Depends(_registry)]
 SettingsOf = Annotated[Settings, Depends(_settings)]
 

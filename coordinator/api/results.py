@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Path, Query, Response, status
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api.deps import After, Limit, Operated, RegistryOf, Viewed
+from promptfed.coordinator.api.deps import After, Limit, Operated, RegistryOf, SignerOf, Viewed
 from promptfed.coordinator.reports import generation, metrics, rounds
 from promptfed.coordinator.reports.pieces import json_pieces
 from promptfed.shared.api_schemas import (
@@ -20,6 +20,7 @@ from promptfed.shared.api_schemas import (
     RoundReport,
     TensorView,
 )
+from promptfed.shared.signatures import SIGNATURE_HEADER, statement
 from promptfed.shared.tensors import decode
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
@@ -88,15 +89,17 @@ def get_round(registry: RegistryOf, federation: Viewed, round: Annotated[int, Pa
 )
 def get_prompts(
     registry: RegistryOf,
+    signer: SignerOf,
     federation: Viewed,
     round: RoundQuery = "latest",
     accept: Annotated[str, Header()] = "*/*",
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """The global state after a round. The ETag is its state hash."""
+    """The global state after a round. The ETag is its state hash, which `Promptfed-Signature` signs."""
     with registry.database.read() as session:
         state = rounds.state_of(session, federation, round_number(round))
-    headers = {"ETag": f'"{state.state_hash}"', "Vary": "Accept"}
+    signature = signer.sign(statement(federation.id, state.round, state.state_hash))
+    headers = {"ETag": f'"{state.state_hash}"', "Vary": "Accept", SIGNATURE_HEADER: signature}
     known = [tag.strip().removeprefix("W/").strip('"') for tag in (if_none_match or "").split(",")]
     if state.state_hash in known or "*" in known:
         return Response(status_code=status.HTTP_304_NOT_MODIFIED, headers=headers)

@@ -198,6 +198,19 @@ def bench(
 
 
 @app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="what `promptfed export` has written")],
+    key: Annotated[str, typer.Option(help="the coordinator's public key, as `GET /v1/signing-key` once told it")],
+) -> None:
+    """Check that an export is whole, and that its state is what the coordinator with this key came to."""
+    with reporting_errors():
+        from promptfed.export.export import verify_export
+
+        card = verify_export(folder, key)
+        typer.echo(f"{folder} is whole: {card.federation['name']} after round {card.round}, signed by {key}")
+
+
+@app.command()
 def export(
     federation: Annotated[str, typer.Argument(help="its name or id")],
     out: Annotated[Path, typer.Option(help="a new folder")],

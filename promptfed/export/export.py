@@ -33,6 +33,7 @@ from promptfed.sdk.output import console, print_json
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.text import size
 from promptfed.shared.clip import Backbone
+from promptfed.shared.signatures import is_signed, statement
 from promptfed.shared.spec import SpecError
 from promptfed.shared.tensors import TensorError, decode, encode, state_hash
 
@@ -152,6 +153,28 @@ def read_export(folder: Path) -> tuple[AdaptedModel, tuple[str, ...] | None]:
         state=state,
     )
     return model, tuple(card.class_names) if card.class_names else None
+
+
+def verify_export(folder: Path, public_key: str) -> Card:
+    """The card of an export whose files are those that it names, and whose state this key has signed.
+
+    Raises:
+        CommandError: they are not, or it has not.
+    """
+    read_export(folder)
+    card = Card.model_validate(json.loads((folder / JSON_FILE).read_text(encoding="utf-8")), extra="ignore")
+    for name, file in card.files.items():
+        path = folder / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != file.sha256:
+            raise CommandError(f"{folder}: {name} is not the one that {JSON_FILE} names", Exit.REFUSED)
+    if card.signature is None:
+        raise CommandError(
+            f"{folder} is not signed: it was exported from a simulation, or before there were keys", Exit.REFUSED
+        )
+    said = statement(card.federation["id"], card.round, str(card.hashes["state"]))
+    if not is_signed(public_key, card.signature, said):
+        raise CommandError(f"{folder}: the state is not signed by the key {public_key[:200]}", Exit.REFUSED)
+    return card
 
 
 def show_export(card: Card, out: Path, as_json: bool) -> None:

@@ -126,6 +126,7 @@ class Card(BaseModel):
     bytes: dict[str, int]
     use: Use
     hashes: dict[str, str | None]
+    signature: str | None = Field(None, exclude_if=lambda signature: signature is None)
     files: dict[str, CardFile]
     made: dict[str, str]
 
@@ -163,6 +164,7 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
             "backbone": model.backbone.fingerprint,
             "spec": "sha256:" + hashlib.sha256(canonical_json(result.spec).encode()).hexdigest(),
         },
+        signature=result.signature or None,
         files={name: _file(body, tensors.get(name)) for name, body in sorted(contents.files.items())},
         made={"at": datetime.now(UTC).isoformat(timespec="seconds"), "promptfed": metadata.version("promptfed")},
     )

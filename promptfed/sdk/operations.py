@@ -18,6 +18,7 @@ from promptfed.shared import access_schemas
 from promptfed.shared import api_schemas as schemas
 from promptfed.shared.insight_schemas import LexiconView
 from promptfed.shared.replay_schemas import ReplayReport
+from promptfed.shared.signatures import SIGNATURE_HEADER
 from promptfed.shared.spec import FederationSpec
 
 Page = TypeVar(
@@ -191,6 +192,7 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
         round=round,
         body=state.body,
         state_hash=state_hash,
+        signature=state.headers.get(SIGNATURE_HEADER, ""),
     )
 
 

@@ -35,9 +35,10 @@ class FederationResult:
 
     ``status`` is what ``GET /v1/federations/{id}`` answers and ``reports`` (by round, from 0) what ``GET .../rounds``
     does; both are kept as they came, since reports can have megabytes. ``body`` is the global state as safetensors and
-    ``state_hash`` its name; they and ``clients`` are empty where only accuracies were asked for. Of a simulation,
-    ``wall_seconds`` is the time from the start of the first round to the end, and ``setup_seconds`` what came before it
-    (data, features, enrolment), and ``outcomes`` are all clients' last answers on their test sets, image by image.
+    ``state_hash`` its name, with the coordinator's ``signature``; they and ``clients`` are empty where only accuracies
+    were asked for. Of a simulation, ``wall_seconds`` is the time from the start of the first round to the end, and
+    ``setup_seconds`` what came before it (data, features, enrolment), and ``outcomes`` are all clients' last answers on
+    their test sets, image by image.
     """
 
     status: dict[str, Any]
@@ -46,6 +47,7 @@ class FederationResult:
     round: int = 0
     body: bytes = b""
     state_hash: str = ""
+    signature: str = ""
     wall_seconds: float = 0.0
     setup_seconds: float = 0.0
     outcomes: tuple[Outcomes, ...] = ()

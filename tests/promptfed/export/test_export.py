@@ -274,6 +274,10 @@ def test_export_and_predict_from_the_command_line(
     shown = command("predict", str(image), "--export", str(tmp_path / "out"), "--top", "2")
     assert expected["class_name"] in shown.stdout
     assert shown.stdout.count("█") > 0
+    key = coordinator.http.get("/v1/signing-key").json()["public_key"]
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--key", key]).exit_code == Exit.OK
+    other = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--key", "00" * 32])
+    assert (other.exit_code, "is not signed by the key" in other.stderr) == (Exit.REFUSED, True)
     again = command("export", "promptfl", "--out", str(tmp_path / "out"))
     assert again.exit_code == Exit.BAD_INPUT
     assert "not an empty folder" in again.stderr

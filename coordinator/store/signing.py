@@ -1,0 +1,42 @@
+"""The coordinator's own key, which signs states. It lies in the data folder, for its owner alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from promptfed.coordinator.store.backend import CannotOpen
+from promptfed.shared.files import write_whole
+
+KEY_FILE = "signing.key"
+
+
+class Signer:
+    """Signs with the key of a data folder, made at its first start.
+
+    Raises:
+        CannotOpen: the file is there and holds no Ed25519 key.
+    """
+
+    def __init__(self, data_dir: Path):
+        path = data_dir / KEY_FILE
+        if not path.exists():
+            made = Ed25519PrivateKey.generate().private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+            write_whole(path, made, mode=0o600)
+        try:
+            key = serialization.load_pem_private_key(path.read_bytes(), None)
+        except (ValueError, TypeError):
+            key = None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise CannotOpen(f"{path} holds no Ed25519 key: put back the one that was there, or delete it for another")
+        self._key = key
+        raw = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+        self.public_key = raw.hex()
+
+    def sign(self, said: bytes) -> str:
+        """The signature, in hexadecimal."""
+        return self._key.sign(said).hex()
