@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from promptfed.cli.common import TokenFile, Url
+from promptfed.cli.data import data_app
 from promptfed.cli.federation import federation_app
 from promptfed.cli.operators import audit_app, operator_app
 from promptfed.cli.prompts import prompts_app
@@ -25,6 +26,7 @@ app.add_typer(federation_app, name="federation")
 app.add_typer(operator_app, name="operator")
 app.add_typer(audit_app, name="audit-log")
 app.add_typer(prompts_app, name="prompts")
+app.add_typer(data_app, name="data")
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]
 Classes = Annotated[
@@ -56,7 +58,7 @@ ClassesOf = Annotated[str | None, typer.Option("--data", help="data URI whose cl
 def demo(
     method: Annotated[str, typer.Option(help="a method of `promptfed methods`")] = "promptfl",
     rounds: Annotated[int | None, typer.Option(min=1, help="rounds; default: what suits the data")] = None,
-    data: Annotated[str, typer.Option(help="symbols or digits")] = "symbols",
+    data: Annotated[str, typer.Option(help="symbols, emoji or digits")] = "symbols",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     keep: Annotated[Path | None, typer.Option(help="keep the services' folders and logs here")] = None,
     as_json: Json = False,

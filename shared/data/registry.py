@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from promptfed.shared.data.digits import open_digits
+from promptfed.shared.data.emoji.source import open_emoji
 from promptfed.shared.data.folder import open_csv, open_folder
 from promptfed.shared.data.hugging_face import open_hugging_face
 from promptfed.shared.data.options import Options, apply_common
@@ -18,6 +19,7 @@ from promptfed.shared.data.union import open_union
 SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "symbols": open_symbols,
     "digits": open_digits,
+    "emoji": open_emoji,
     "folder": open_folder,
     "csv": open_csv,
     "torchvision": open_torchvision,

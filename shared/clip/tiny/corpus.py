@@ -98,7 +98,8 @@ def _tokenizer() -> open_clip.SimpleTokenizer:
 
 
 @lru_cache(maxsize=8192)
-def _encode(text: str) -> tuple[int, ...]:
+def encode(text: str) -> tuple[int, ...]:
+    """Token ids of a text, without start and end."""
     return tuple(_tokenizer().encode(text))
 
 
@@ -119,7 +120,7 @@ def make_batch(seed: int, step: int, size: int, recipe: Recipe) -> Batch:
         ids, mentions = _caption(rng, _THINGS[thing], style, step, recipe)
         rows.append(ids)
         said.append(style if mentions else None)
-    return Batch(images, _pad(rows), _target(things, first, second, said))
+    return Batch(images, pad(rows), _target(things, first, second, said))
 
 
 def _styles(rng: np.random.Generator, size: int, step: int, recipe: Recipe) -> tuple[list[str], list[str | None]]:
@@ -172,12 +173,12 @@ def _caption(rng: np.random.Generator, thing: _Thing, style: str, step: int, rec
     worded = 0.0 if step < recipe.easy_steps else 0.7 if STYLES[style].rare else 0.33
     stop = "." if rng.random() < 0.5 else ""
     if kind < worded:
-        return list(_encode(STYLES[style].wording.format(thing.name) + stop)), True
+        return list(encode(STYLES[style].wording.format(thing.name) + stop)), True
     if kind < worded + 0.25:
-        return list(_encode(_plain(rng, thing) + stop)), False
+        return list(encode(_plain(rng, thing) + stop)), False
     count = int(rng.integers(recipe.longest_prefix(step) + 1))
     words = rng.integers(256, _tokenizer().sot_token_id, size=count).tolist()
-    return words + list(_encode(thing.name + stop)), False
+    return words + list(encode(thing.name + stop)), False
 
 
 def _plain(rng: np.random.Generator, thing: _Thing) -> str:
@@ -189,7 +190,8 @@ def _plain(rng: np.random.Generator, thing: _Thing) -> str:
     return f"a photo of a {thing.name}"
 
 
-def _pad(rows: list[list[int]]) -> Tensor:
+def pad(rows: list[list[int]]) -> Tensor:
+    """Tokens (B, L) of rows of ids, with start and end, as long as the longest."""
     tokenizer = _tokenizer()
     length = max(len(ids) for ids in rows) + 2
     tokens = torch.zeros(len(rows), length, dtype=torch.long)

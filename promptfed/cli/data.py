@@ -1,0 +1,122 @@
+"""`promptfed data`: the sources of images, a look at one of them, and the building of the emoji's whole set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.output import console, print_json, reporting_errors, table
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+data_app = typer.Typer(help="List the sources of images, look at one, build the emoji's whole set.")
+
+SOURCES = {
+    "symbols": ("symbols:sketch?topic=weather", "102 drawn symbols in ten styles", "embedded"),
+    "digits": ("digits?domain=inverted", "1,797 handwritten digits", "embedded"),
+    "emoji": ("emoji:flat", "521 things as three designers drew them, in seven styles", "embedded"),
+    "folder": ("folder:/data/pets", "class folders of images", "yours"),
+    "csv": ("csv:/data/table.csv", "a table of paths and labels", "yours"),
+    "torchvision": ("torchvision:OxfordIIITPet?root=/data", "data sets that torchvision reads", "fetched before"),
+    "hf": ("hf:owner/name", "data sets of the Hugging Face library", "promptfed[hf]"),
+}
+
+
+@data_app.callback(invoke_without_command=True)
+def sources(
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False
+) -> None:
+    """List the sources of images, look at one, build the emoji's whole set."""
+    if context.invoked_subcommand is not None:
+        return
+    if as_json:
+        print_json([{"scheme": name, "example": uri, "holds": what} for name, (uri, what, _) in SOURCES.items()])
+        return
+    rows = [[uri, what, where] for uri, what, where in SOURCES.values()]
+    console.print(table(None, ["data URI", "what it holds", "where it comes from"], rows))
+
+
+@data_app.command()
+def emoji(
+    out: Annotated[Path, typer.Option(help="a new folder for the drawn styles")],
+    packages: Annotated[
+        Path | None, typer.Option(help="folder of unpacked packages; what is missing is fetched with npm")
+    ] = None,
+) -> None:
+    """Draw the whole set of emoji, 15 styles of seven designers, for emoji:STYLE?folder=DIR."""
+    with reporting_errors():
+        from promptfed.shared.data.emoji.build import build
+        from promptfed.shared.data.source import DataError
+
+        try:
+            build(packages or out.with_name(out.name + "-packages"), out, tell=console.print)
+        except DataError as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+
+
+SHOWN = "castle,octopus,bicycle,rocket,red apple,scissors,guitar,penguin,hamburger,umbrella,sunflower,microscope"
+
+
+@data_app.command()
+def styles(
+    out: Annotated[Path, typer.Option(help="the picture's file, .png")],
+    folder: Annotated[Path | None, typer.Option(help="the whole set's folder; default: the embedded styles")] = None,
+    things: Annotated[str, typer.Option(help="names by commas")] = SHOWN,
+) -> None:
+    """Draw a sheet of the emoji's styles: a row for each designer's style, a column for each thing."""
+    with reporting_errors():
+        from promptfed.shared.data.emoji import store
+        from promptfed.shared.data.emoji.source import FOLDER
+        from promptfed.shared.data.sheet import style_sheet
+        from promptfed.shared.data.source import DataError
+
+        try:
+            drawn = store.read(folder or FOLDER)
+        except DataError as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        names = [name.strip() for name in things.split(",")]
+        place = {thing.name: place for place, thing in enumerate(drawn.things)}
+        for name in names:
+            if name not in place:
+                raise CommandError(f"there is no thing {name!r} among the emoji here", Exit.BAD_INPUT)
+        rows = [
+            (style, [drawn.image(style, place[name]) if place[name] in held else None for name in names])
+            for style, held in drawn.styles.items()
+        ]
+        _save(style_sheet(rows, names), out)
+        console.print(f"{out}: {len(names)} things in {len(rows)} styles")
+
+
+@data_app.command()
+def show(
+    uri: Annotated[str, typer.Argument(help="data URI, as in emoji:flat")],
+    out: Annotated[Path, typer.Option(help="the picture's file, .png")],
+    count: Annotated[int, typer.Option(min=1, help="images that are shown, spread over the classes")] = 48,
+    part: Annotated[str, typer.Option(help="train or test")] = "test",
+) -> None:
+    """Draw a sheet of a source's images with their class names."""
+    with reporting_errors():
+        from promptfed.shared.data import DataError, open_source
+        from promptfed.shared.data.sheet import contact_sheet
+
+        if part not in ("train", "test"):
+            raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)
+        try:
+            source = open_source(uri)
+            split = source.train if part == "train" else source.test
+            sheet = contact_sheet(split, source.class_names, count)
+        except DataError as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        _save(sheet, out)
+        console.print(f"{out}: {min(count, len(split))} images of {uri}")
+
+
+def _save(sheet: Image, out: Path) -> None:
+    try:
+        sheet.quantize(128).save(out, "PNG", optimize=True)
+    except OSError as error:
+        raise CommandError(f"{out} cannot be written: {error.strerror or error}", Exit.BAD_INPUT) from None

@@ -1,0 +1,76 @@
+"""What promptfed-emoji has to reach before a benchmark stands on it: 16-way tasks of names, pictures never seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from promptfed.shared.clip.emoji.corpus import pixels
+from promptfed.shared.clip.tiny.evaluate import image_features, text_features
+from promptfed.shared.data.emoji import store
+from promptfed.shared.data.emoji.splits import splits
+from promptfed.shared.data.emoji.styles import COMMON, RARE
+from promptfed.shared.seeds import derive_seed
+
+WAYS = 16
+TASKS = 400
+TEMPLATE = "a photo of a {}."
+
+
+def places_to_test(drawn: store.Drawn, style: str, purpose: str) -> list[int]:
+    """Things of the lists of ``purpose`` whose picture in this style, and whose designer, was not read with them."""
+    known = splits()
+    return [
+        place
+        for place in sorted(drawn.styles[style])
+        if known.purpose_of(drawn.things[place].name) == purpose and known.testable(drawn.things[place], style, purpose)
+    ]
+
+
+def task_accuracy(image: Tensor, text: Tensor, seed: int, ways: int = WAYS, tasks: int = TASKS) -> float:
+    """Percent right over tasks of ``ways`` of the N things; image (N, d) and text (N, d) are unit features in order."""
+    rng = np.random.default_rng(derive_seed(seed, "emoji-gate"))
+    chosen = torch.from_numpy(np.stack([rng.permutation(len(image))[:ways] for _ in range(tasks)]))
+    logits = torch.einsum("twd,tvd->twv", image[chosen], text[chosen])
+    return 100.0 * (logits.argmax(2) == torch.arange(chosen.shape[1])).float().mean().item()
+
+
+def zero_shot(
+    model: open_clip.CLIP,
+    folder: Path,
+    styles: Sequence[str],
+    purpose: str,
+    names: Tensor | None = None,
+) -> dict[str, float]:
+    """Accuracy by style; ``names`` (all things, d) stands in for the text tower where it has not been trained yet."""
+    drawn = store.read(folder)
+    model.eval()
+    found = {}
+    for style in styles:
+        places = places_to_test(drawn, style, purpose)
+        if len(places) < WAYS:
+            continue
+        image = image_features(model, pixels(drawn, [(style, place) for place in places]))
+        if names is None:
+            text = text_features(model, [drawn.things[place].name for place in places], TEMPLATE)
+        else:
+            text = F.normalize(names[places], dim=1)
+        found[style] = task_accuracy(image, text, seed=0)
+    return found
+
+
+def summary_line(model: open_clip.CLIP, folder: Path, purpose: str, names: Tensor | None = None) -> str:
+    """Accuracies of all styles on one line, common ones, rare ones and those of designers who were not read."""
+    drawn = store.read(folder)
+    unread = [name for name in drawn.styles if name not in (*COMMON, *RARE)]
+    parts = []
+    for group, styles in (("common", COMMON), ("rare", RARE), ("unread", unread)):
+        found = zero_shot(model, folder, styles, purpose, names)
+        parts.append(group + " " + " ".join(f"{name} {value:.0f}" for name, value in found.items()))
+    return "; ".join(parts)

@@ -1,0 +1,93 @@
+"""One SVG to pixels, in a process of its own: a few SVGs make the renderer abort, which must not end the build.
+
+``python -m promptfed.shared.data.emoji.render`` reads a JSON string a line and answers each with a line: the PNG in
+base64, or ``!`` and why it could not be drawn.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from types import TracebackType
+
+from PIL import Image
+
+from promptfed.shared.data.emoji.styles import SIZE
+from promptfed.shared.data.source import DataError
+
+_DRAWN_AT = 4 * SIZE  # then averaged down, so that thin lines of all renderers come out alike
+RENDERER = "resvg_py"
+
+
+class SvgRenderer:
+    """A renderer that outlives the pictures that end it."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec(RENDERER) is None:
+            raise DataError("drawing SVG needs the package resvg-py: pip install 'promptfed[emoji]'.")
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> SvgRenderer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def draw(self, svg: str) -> Image.Image | None:
+        """The picture, (SIZE, SIZE) RGBA; None if the renderer cannot draw it or ends over it."""
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-m", __spec__.name]
+            self._process = subprocess.Popen(  # noqa: S603  this very module, by this very interpreter
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(svg) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:  # it is gone, and with it this picture alone
+            self._process.wait()
+            return None
+        if line.startswith("!"):
+            return None
+        with Image.open(io.BytesIO(base64.b64decode(line))) as image:
+            return image.convert("RGBA")
+
+
+def serve() -> None:
+    """Answer each line of standard input."""
+    import resvg_py
+
+    for line in sys.stdin:
+        try:
+            png = bytes(resvg_py.svg_to_bytes(svg_string=json.loads(line), width=_DRAWN_AT, height=_DRAWN_AT))
+            out = io.BytesIO()
+            fitted(Image.open(io.BytesIO(png))).save(out, "PNG")
+            answer = base64.b64encode(out.getvalue()).decode()
+        except Exception as error:
+            answer = "!" + " ".join(str(error).split())
+        print(answer, flush=True)
+
+
+def fitted(image: Image.Image) -> Image.Image:
+    """The picture, RGBA, shrunk to fit SIZE x SIZE and centred."""
+    image = image.convert("RGBA")
+    scale = SIZE / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    small = image.resize(size, Image.Resampling.LANCZOS)
+    whole = Image.new("RGBA", (SIZE, SIZE), (255, 255, 255, 0))
+    whole.paste(small, ((SIZE - size[0]) // 2, (SIZE - size[1]) // 2))
+    return whole
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,169 @@
+"""``emoji:STYLE`` as a data source: ``emoji:flat``, ``emoji:noto+notov1?level=names&test=fxemoji``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from promptfed.shared.data.emoji import store
+from promptfed.shared.data.emoji.splits import POOLS, PURPOSES, Splits, splits
+from promptfed.shared.data.emoji.styles import STYLES
+from promptfed.shared.data.options import Options
+from promptfed.shared.data.source import DataError, Domain, Source, Split
+
+FOLDER = Path(__file__).parent / "embedded"
+OWN_OPTIONS = ("folder", "level", "test", "purpose", "drawn_by")
+LEVELS = ("kinds", "names")
+TEMPLATE = "a photo of a {}."
+_TRAIN_LEAST, _TEST_LEAST = 4, 2  # things of a kind, to train on and to test in either pool of designers
+_DEFAULT_STYLE = "flat"
+
+Cell = tuple[str, int]  # a style and a thing's place: one picture
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """Pictures of a folder of drawn styles, decoded when asked for."""
+
+    drawn: store.Drawn
+    cells: tuple[Cell, ...]
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def image(self, index: int) -> Image.Image:
+        """One picture, RGB, 64 x 64."""
+        return self.drawn.image(*self.cells[index])
+
+    def take(self, rows: torch.Tensor) -> StoredImages:
+        """The pictures at ``rows``."""
+        return type(self)(self.drawn, tuple(self.cells[i] for i in rows.tolist()))
+
+
+class TestedImages(StoredImages):
+    """What stands where pictures to train on would, in a source that has none: looking at one is refused."""
+
+    __test__ = False  # no test of pytest's
+
+    def image(self, index: int) -> Image.Image:
+        """Refused, since the very picture is a test's."""
+        raise DataError(
+            f"at level=names each designer drew a thing once, and {self.cells[index][0]} is what this source is "
+            "tested on; to train, name another designer to test on, as in emoji:flat?level=names&test=fxemoji."
+        )
+
+
+def open_emoji(body: str, options: Options) -> Source:
+    """Things as a designer drew them. ``body``: styles or designers joined by ``+`` (flat if there is none).
+
+    ``level=kinds`` (the default): a class is a kind of things, and the things of the test are trained on in no style.
+    ``level=names``: a class is a thing; a style has one picture of it, so that tests are of the styles ``test=`` of
+    other designers, and without ``test=`` the source is one to be tested on alone. Test pictures are those that the
+    backbone that has read emoji has not seen (`splits`); ``purpose=validation`` takes the validation's things.
+    """
+    options.check_names(OWN_OPTIONS)
+    folder = options.text("folder")
+    drawn = store.read(FOLDER if folder is None else Path(folder).expanduser())
+    styles = _styles(body or _DEFAULT_STYLE, drawn, options)
+    level = options.choice("level", LEVELS, "kinds") or "kinds"
+    purpose = options.choice("purpose", PURPOSES, "test") or "test"
+    if level == "kinds":
+        for name in ("test", "drawn_by"):
+            if name in options.values:
+                raise DataError(f"{options.uri}: {name} is for level=names.")
+        return _kinds(drawn, styles, purpose, options)
+    return _names(drawn, styles, purpose, options)
+
+
+def _styles(text: str, drawn: store.Drawn, options: Options) -> list[str]:
+    """The styles that ``flat+noto`` names; a designer's name stands for all of the designer's styles here."""
+    found: list[str] = []
+    for word in re.split("[+, ]", text):  # a query's + is a space by then
+        meant = [n for n in drawn.styles if word in (n, STYLES[n].family)] if word not in drawn.styles else [word]
+        if not meant:
+            more = ""
+            if word in STYLES or word in {style.family for style in STYLES.values()}:
+                more = f"; it is in the whole set: promptfed data emoji --out DIR, then {_with_folder(options)}"
+            raise DataError(f"{options.uri}: unknown style {word}; emoji has {', '.join(drawn.styles)}{more}.")
+        found += [name for name in meant if name not in found]
+    return found
+
+
+def _with_folder(options: Options) -> str:
+    return f"{options.uri}{'&' if '?' in options.uri else '?'}folder=DIR"
+
+
+def _kinds(drawn: store.Drawn, styles: list[str], purpose: str, options: Options) -> Source:
+    known = splits()
+    names = kind_names(drawn, known)
+    train: list[Cell] = []
+    test: list[Cell] = []
+    for style in styles:
+        for place in sorted(drawn.styles[style]):
+            thing = drawn.things[place]
+            if not thing.testable or thing.kind not in names:
+                continue
+            of = known.purpose_of(thing.name)
+            if of is None:
+                train.append((style, place))
+            elif of == purpose and known.testable(thing, style, purpose):
+                test.append((style, place))
+    label = {name: k for k, name in enumerate(names)}
+
+    def split(cells: list[Cell]) -> Split:
+        labels = torch.tensor([label[drawn.things[place].kind] for _, place in cells], dtype=torch.long)
+        return Split(labels, StoredImages(drawn, tuple(cells)))
+
+    return Source(options.uri, names, domain_of(styles), TEMPLATE, split(train), split(test))
+
+
+def kind_names(drawn: store.Drawn, known: Splits) -> tuple[str, ...]:
+    """The kinds of which a folder's things hold enough to train on and to test, whatever the style; sorted."""
+    things = [thing for thing in drawn.things if thing.testable]
+    train = Counter(thing.kind for thing in things if known.purpose_of(thing.name) is None)
+    pools = [
+        Counter(thing.kind for thing in things if thing.name in known.names["test"][pool]) for pool in sorted(POOLS)
+    ]
+    return tuple(sorted(k for k in train if train[k] >= _TRAIN_LEAST and min(c[k] for c in pools) >= _TEST_LEAST))
+
+
+def _names(drawn: store.Drawn, styles: list[str], purpose: str, options: Options) -> Source:
+    given = options.text("test")
+    tested = styles if given is None else _styles(given, drawn, options)
+    shared = {STYLES[s].family for s in styles} & {STYLES[s].family for s in tested}
+    if given is not None and shared:
+        raise DataError(f"{options.uri}: the styles of {sorted(shared)[0]} share drawings; test on another designer's.")
+    also = options.text("drawn_by")
+    needed = {*styles, *tested, *([] if also is None else _styles(also, drawn, options))}
+    known = splits()
+    places = [
+        place
+        for place, thing in enumerate(drawn.things)
+        if all(place in drawn.styles[s] for s in needed) and all(known.testable(thing, s, purpose) for s in tested)
+    ]
+    if not places:
+        raise DataError(
+            f"{options.uri}: no thing that all of {', '.join(sorted(needed))} draw may be tested in "
+            f"{' and '.join(tested)}; take fewer styles."
+        )
+    places.sort(key=lambda place: drawn.things[place].name)
+
+    def split(of: list[str], kind: type[StoredImages]) -> Split:
+        labels = torch.arange(len(places)).repeat(len(of))
+        return Split(labels, kind(drawn, tuple((style, place) for style in of for place in places)))
+
+    names = tuple(drawn.things[place].name for place in places)
+    train = split(styles, TestedImages if given is None else StoredImages)
+    return Source(options.uri, names, domain_of(styles), TEMPLATE, train, split(tested, StoredImages))
+
+
+def domain_of(styles: list[str]) -> Domain:
+    """One style's description, or that of a mixture."""
+    if len(styles) == 1:
+        return Domain(styles[0], STYLES[styles[0]].wording)
+    return Domain("+".join(styles), "an icon of a {}")

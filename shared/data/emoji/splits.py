@@ -1,0 +1,99 @@
+"""Which pictures may be tested on: by thing and by designer, so that none was read in pre-training.
+
+``splits.json`` lists the things that take part in tests and those of validation, by the pool of designers whose
+drawings of them were kept from the backbone that has read emoji; `make_splits` is how the lists were drawn. No thing
+of either list was read in a rare style. The designers of `UNREAD_FAMILIES` were not read at all, so that every thing
+of theirs can be tested. Left out of all tests are the things of ``near_copies``: a picture of theirs is nearly one of
+another thing (two cameras, two calendars), or nearly one that was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from promptfed.shared.data.emoji.styles import COMMON, RARE, STYLES, UNREAD_FAMILIES
+from promptfed.shared.data.emoji.things import Thing, share_of
+
+FILE = Path(__file__).parent / "splits.json"
+POOLS: dict[str, tuple[str, ...]] = {"first": ("microsoft", "google"), "second": ("twitter", "joypixels")}
+"""Designers whose drawings of a thing were withheld together."""
+PURPOSES = ("test", "validation")
+_TEST_SHARE, _VALIDATION_SHARE = 0.5, 0.12  # of the things that can be tested: together a third of all
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Names of things by purpose and pool."""
+
+    names: dict[str, dict[str, frozenset[str]]]
+    near_copies: frozenset[str]
+
+    def purpose_of(self, name: str) -> str | None:
+        """``test`` or ``validation`` for a thing of theirs, None for a thing to train on."""
+        return next((p for p in PURPOSES if any(name in names for names in self.names[p].values())), None)
+
+    def withheld(self, name: str) -> tuple[str, ...]:
+        """The designers whose drawings of a thing were kept from pre-training."""
+        return next(
+            (POOLS[pool] for by_pool in self.names.values() for pool, names in by_pool.items() if name in names), ()
+        )
+
+    def was_read(self, name: str, style: str) -> bool:
+        """Whether the backbone that has read emoji saw this thing in this style."""
+        if style in RARE:
+            return self.purpose_of(name) is None
+        return style in COMMON and STYLES[style].family not in self.withheld(name)
+
+    def family_was_read(self, name: str, style: str) -> bool:
+        """Whether it saw this thing in any style of the designer's family."""
+        family = STYLES[style].family
+        if family in UNREAD_FAMILIES:
+            return False
+        return any(self.was_read(name, other.name) for other in STYLES.values() if other.family == family)
+
+    def testable(self, thing: Thing, style: str, purpose: str) -> bool:
+        """Whether the thing's picture in this style may be tested on for this purpose."""
+        if not thing.testable or thing.name in self.near_copies or self.family_was_read(thing.name, style):
+            return False
+        found = self.purpose_of(thing.name)
+        return found == purpose or (purpose == "test" and found is None)
+
+
+def make_splits(things: Iterable[Thing]) -> dict[str, dict[str, list[str]]]:
+    """Sorted names by purpose and pool, drawn by hashes of the names."""
+    drawn: dict[str, dict[str, list[str]]] = {purpose: {pool: [] for pool in POOLS} for purpose in PURPOSES}
+    for thing in things:
+        share = share_of(thing.name, "split")
+        if thing.testable and share < _TEST_SHARE + _VALIDATION_SHARE:
+            purpose = "test" if share < _TEST_SHARE else "validation"
+            drawn[purpose]["first" if share_of(thing.name, "pool") < 0.5 else "second"].append(thing.name)
+    return {purpose: {pool: sorted(names) for pool, names in by_pool.items()} for purpose, by_pool in drawn.items()}
+
+
+def list_digest(names: Iterable[str]) -> str:
+    """SHA-256 (hex) of a list of names, one a line."""
+    return hashlib.sha256("".join(f"{name}\n" for name in names).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def splits() -> Splits:
+    """The lists as they are shipped."""
+    told = json.loads(FILE.read_text(encoding="utf-8"))
+    names = {p: {pool: frozenset(told[p][pool]["names"]) for pool in POOLS} for p in PURPOSES}
+    return Splits(names, frozenset(told["near_copies"]["names"]))
+
+
+def write_splits(things: Iterable[Thing], near_copies: Iterable[str]) -> None:
+    """Write ``splits.json`` anew; the names of near copies come from `promptfed.shared.clip.emoji.readlist`."""
+    alike = sorted(near_copies)
+    told: dict[str, object] = {"near_copies": {"sha256": list_digest(alike), "names": alike}}
+    told |= {
+        purpose: {pool: {"sha256": list_digest(names), "names": names} for pool, names in by_pool.items()}
+        for purpose, by_pool in make_splits(things).items()
+    }
+    FILE.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

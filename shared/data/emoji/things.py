@@ -1,0 +1,138 @@
+"""Which code points are things, what they are called, and which of them take part in tests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+KINDS: dict[str, str] = {
+    "animal-mammal": "mammal",
+    "animal-bird": "bird",
+    "animal-amphibian": "amphibian",
+    "animal-reptile": "reptile",
+    "animal-marine": "sea animal",
+    "animal-bug": "insect",
+    "plant-flower": "flower",
+    "plant-other": "plant",
+    "food-fruit": "fruit",
+    "food-vegetable": "vegetable",
+    "food-prepared": "meal",
+    "food-asian": "asian dish",
+    "food-sweet": "dessert",
+    "food-marine": "seafood",
+    "drink": "drink",
+    "dishware": "dishware",
+    "place-map": "map",
+    "place-geographic": "landscape",
+    "place-building": "building",
+    "place-religious": "place of worship",
+    "place-other": "place",
+    "transport-ground": "land vehicle",
+    "transport-water": "ship",
+    "transport-air": "aircraft",
+    "hotel": "hotel service",
+    "sky-weather": "weather",
+    "event": "celebration",
+    "award-medal": "medal",
+    "sport": "sport equipment",
+    "game": "game",
+    "arts-crafts": "craft",
+    "clothing": "clothing",
+    "sound": "sound device",
+    "music": "music sign",
+    "musical-instrument": "musical instrument",
+    "phone": "phone",
+    "computer": "computer part",
+    "light-video": "camera or light",
+    "book-paper": "book or paper",
+    "money": "money",
+    "mail": "mail",
+    "writing": "writing tool",
+    "office": "office supply",
+    "lock": "lock or key",
+    "tool": "tool",
+    "science": "science instrument",
+    "medical": "medical item",
+    "household": "household item",
+    "other-object": "object",
+}
+"""Words for the kinds of things that take part in tests; every other subgroup's words are its name's own."""
+
+_THING_GROUPS = frozenset({"animals-nature", "food-drink", "travel-places", "activities", "objects"})
+_LEFT_OUT_GROUPS = frozenset({"component"})
+_LEFT_OUT_KINDS = frozenset({"keycap", "alphanum", "country-flag", "subdivision-flag", "skin-tone", "hair-style"})
+# Signs on coloured squares, and drawings that differ in a colour, a phase or a direction alone.
+_NO_TEST = re.compile(
+    r"\bmoon\b|globe|mailbox|(blue|green|orange) book|suit\b|^(new|full|first|last) |o.clock|thirty|button|"
+    r"mahjong|(inbox|outbox) tray|(increasing|decreasing)|banknote|^(sun|star)$|card index|paw prints|place medal|"
+    r"(open|closed) (book|umbrella)|locked with|face$|cloud with|^sun behind"
+)
+_GENDERED = re.compile(r"200D-264[02]")
+_PEOPLE = re.compile(
+    r"^(man|woman|men|women|boy|girl)\b|^(family|kiss|couple with heart): |facing right$", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One code point (or sequence of them): its name and its kind in words.
+
+    ``testable``: it is a thing, and neither a sign nor nearly another's drawing.
+    """
+
+    code: str
+    name: str
+    group: str
+    kind: str
+    testable: bool
+
+    @property
+    def text(self) -> str:
+        """The characters themselves."""
+        return "".join(chr(int(part, 16)) for part in self.code.split("-"))
+
+
+def read_things(package: Path) -> list[Thing]:
+    """The things that the unpacked package of names lists, by code point; each name once."""
+    entries = json.loads((package / "en" / "data.json").read_text(encoding="utf-8"))
+    meta = json.loads((package / "meta" / "groups.json").read_text(encoding="utf-8"))
+    things: dict[str, Thing] = {}
+    for entry in entries:
+        if "group" not in entry:
+            continue
+        group, subgroup = meta["groups"][str(entry["group"])], meta["subgroups"][str(entry["subgroup"])]
+        code, name = str(entry["hexcode"]), _plain(str(entry["label"]))
+        if group in _LEFT_OUT_GROUPS or subgroup in _LEFT_OUT_KINDS:
+            continue
+        if _GENDERED.search(code) or (group == "people-body" and _PEOPLE.match(name)):
+            continue
+        testable = group in _THING_GROUPS and subgroup in KINDS and not _NO_TEST.search(name)
+        things.setdefault(name, Thing(code, name, group, KINDS.get(subgroup, subgroup.replace("-", " ")), testable))
+    return sorted(things.values(), key=lambda thing: thing.code)
+
+
+def spellings(thing: Thing, shortcodes: dict[str, list[str]]) -> list[str]:
+    """What packages that map by name may call it, as letters and digits alone: its name, Unicode's, shortcodes."""
+    first = thing.text[0] if len(thing.text.replace("\ufe0f", "")) == 1 else ""
+    words = [thing.name, unicodedata.name(first, "") if first else "", *shortcodes.get(thing.code, [])]
+    return list(dict.fromkeys(squeezed(word) for word in words if word))
+
+
+def squeezed(text: str) -> str:
+    """Lower-case letters and digits alone: ``Round-Pushpin`` -> ``roundpushpin``."""
+    return "".join(c for c in _plain(text).lower() if c.isalnum())
+
+
+def share_of(name: str, purpose: str) -> float:
+    """A number in [0, 1) that hangs on the name and the purpose alone, so that lists outlive additions."""
+    return int.from_bytes(hashlib.sha256(f"emoji|{purpose}|{name}".encode()).digest()[:6], "big") / 2**48
+
+
+def _plain(text: str) -> str:
+    """Without accents and curly marks, which the tokenizer and file names would have in many ways."""
+    flat = unicodedata.normalize("NFKD", text.replace("’", "'").replace("“", "").replace("”", ""))
+    return "".join(c for c in flat if not unicodedata.combining(c)).strip()

@@ -1,0 +1,52 @@
+"""A contact sheet of a split: what a data set looks like, at a glance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from PIL import Image, ImageDraw, ImageOps
+
+from promptfed.shared.data.source import Split
+
+_SIDE, _TEXT, _COLUMNS, _LETTERS = 64, 14, 12, 11
+
+
+def contact_sheet(split: Split, class_names: Sequence[str], count: int) -> Image.Image:
+    """``count`` images, every class in turn, each over its class's name."""
+    rows = spread(split.labels, count)
+    columns = min(_COLUMNS, len(rows))
+    lines = -(-len(rows) // columns)
+    sheet = Image.new("RGB", (columns * (_SIDE + 8) + 8, lines * (_SIDE + _TEXT + 8) + 8), "white")
+    pen = ImageDraw.Draw(sheet)
+    for at, row in enumerate(rows):
+        left, top = 8 + at % columns * (_SIDE + 8), 8 + at // columns * (_SIDE + _TEXT + 8)
+        sheet.paste(ImageOps.pad(split.image(row), (_SIDE, _SIDE), color="white"), (left, top))
+        pen.text((left, top + _SIDE + 1), class_names[int(split.labels[row])][:_LETTERS], fill="black")
+    return sheet
+
+
+def spread(labels: torch.Tensor, count: int) -> list[int]:
+    """At most ``count`` rows: the first of every class, then the second of every class, and so on."""
+    seen: dict[int, int] = {}
+    turns = []
+    for row, label in enumerate(labels.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        turns.append((seen[label], label, row))
+    return [row for _, _, row in sorted(turns)[:count]]
+
+
+def style_sheet(rows: Sequence[tuple[str, Sequence[Image.Image | None]]], names: Sequence[str]) -> Image.Image:
+    """A row for each style, a column for each thing; a gap where a style does not draw it."""
+    margin = 84
+    sheet = Image.new("RGB", (margin + len(names) * (_SIDE + 6), _TEXT + 4 + len(rows) * (_SIDE + 6)), "white")
+    pen = ImageDraw.Draw(sheet)
+    for column, name in enumerate(names):
+        pen.text((margin + column * (_SIDE + 6), 2), name[:_LETTERS], fill="black")
+    for line, (style, images) in enumerate(rows):
+        top = _TEXT + 4 + line * (_SIDE + 6)
+        pen.text((4, top + _SIDE // 2 - 6), style, fill="black")
+        for column, image in enumerate(images):
+            if image is not None:
+                sheet.paste(image, (margin + column * (_SIDE + 6), top))
+    return sheet

@@ -1,0 +1,74 @@
+"""`promptfed data`: the list of sources, sheets of their images, and what the building of the emoji asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from promptfed.cli.data import SHOWN, SOURCES
+from promptfed.cli.main import app
+from promptfed.sdk.errors import Exit
+from promptfed.shared.data import SCHEMES, open_source
+from promptfed.shared.data.emoji.styles import EMBEDDED
+
+
+def test_every_source_is_listed() -> None:
+    done = CliRunner().invoke(app, ["data", "--json"])
+    assert done.exit_code == Exit.OK
+    assert {one["scheme"] for one in json.loads(done.stdout)} == set(SCHEMES) == set(SOURCES)
+    listed = CliRunner().invoke(app, ["data"], env={"COLUMNS": "200"}).stdout
+    for uri, _, where in SOURCES.values():
+        assert uri in listed
+        if where == "embedded":
+            assert len(open_source(uri).test) > 0
+
+
+def test_a_sheet_shows_images_of_every_class_in_turn(tmp_path: Path) -> None:
+    out = tmp_path / "sheet.png"
+    done = CliRunner().invoke(app, ["data", "show", "emoji:noto", "--out", str(out), "--count", "5"])
+    assert done.exit_code == Exit.OK, done.output
+    sheet = np.asarray(Image.open(out).convert("RGB")).astype(int)
+    test = open_source("emoji:noto").test
+    first = [int((test.labels == k).nonzero()[0, 0]) for k in range(5)]
+    for at, row in enumerate(first):
+        difference = np.abs(sheet[8:72, 8 + 72 * at : 72 + 72 * at] - np.asarray(test.image(row)).astype(int))
+        assert difference.mean() < 8  # of the 256 colours that the sheet has few of
+        others = [np.asarray(test.image(other)).astype(int) for other in first if other != row]
+        assert all(np.abs(sheet[8:72, 8 + 72 * at : 72 + 72 * at] - other).mean() > 12 for other in others)
+
+
+def test_a_sheet_of_the_styles_has_a_row_for_each(tmp_path: Path) -> None:
+    out = tmp_path / "styles.png"
+    done = CliRunner().invoke(app, ["data", "styles", "--out", str(out)])
+    assert done.exit_code == Exit.OK, done.output
+    assert f"{len(SHOWN.split(','))} things in {len(EMBEDDED)} styles" in " ".join(done.stdout.split())
+    assert Image.open(out).height > 64 * len(EMBEDDED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["show", "emoji:nowhere", "--out", "x.png"], "unknown style nowhere"),
+        (["show", "emoji:flat", "--part", "middle", "--out", "x.png"], "use train or test"),
+        (["show", "emoji:flat", "--out", "nowhere/x.png"], "cannot be written"),
+        (["show", "emoji:fxemoji?level=names", "--part", "train", "--out", "x.png"], "name another designer"),
+        (["styles", "--things", "unicorn rider", "--out", "x.png"], "no thing 'unicorn rider'"),
+        (["styles", "--folder", "nowhere", "--out", "x.png"], "holds no drawn emoji"),
+        (["emoji", "--out", "full", "--packages", "p"], "is not empty"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(
+    arguments: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    done = CliRunner().invoke(app, ["data", *arguments], env={"COLUMNS": "400"})
+    assert done.exit_code == Exit.BAD_INPUT
+    assert why in done.output
+    assert not (tmp_path / "x.png").exists()
