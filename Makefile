@@ -29,7 +29,7 @@ endef
 # Processes that tests run in; those of one file stay together.
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-faults test-docker lint setup docs bench backbone lock sbom clean
+.PHONY: demo test test-all test-faults test-docker lint setup docs bench backbone backbone-emoji lock sbom clean
 
 setup: $(READY)
 
@@ -79,6 +79,10 @@ bench: $(READY)
 
 backbone: $(READY)
 	$(BIN)/python -m promptfed.shared.clip.tiny.pretrain --out $(or $(OUT),weights.safetensors) $(ARGS)
+
+# The backbone that reads emoji: make backbone-emoji DATA=emoji OUT=pretraining; it goes on where it was stopped.
+backbone-emoji: $(READY)
+	$(BIN)/python -m promptfed.shared.clip.emoji.pretrain --data $(or $(DATA),emoji) --out $(or $(OUT),pretraining) $(ARGS)
 
 # The hashes of every file that an image installs, for the versions of constraints.txt.
 lock: $(READY)

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from promptfed.shared.clip import tiny
+from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.building import check_runs, seeded
 from promptfed.shared.clip.errors import BackboneError, near, one_line
@@ -27,9 +29,10 @@ def load_backbone(
 ) -> Backbone:
     """The frozen backbone `model` of open_clip, or of timm, with the weights `pretrained`.
 
-    model: a name of open_clip's registry or `promptfed-tiny`; with `allow_unregistered` also `hf-hub:owner/name` or
-    `local-dir:path`, which bring their own weights, and `timm:name`, a plain vision transformer without text.
-    pretrained: a tag of that model, `embedded` for the tiny one, None or "random" for random weights (the same ones
+    model: a name of open_clip's registry, `promptfed-tiny` or `promptfed-emoji`; with `allow_unregistered` also
+    `hf-hub:owner/name` or `local-dir:path`, which bring their own weights, and `timm:name`, a plain vision transformer
+    without text.
+    pretrained: a tag of that model, `embedded` for promptfed's own, None or "random" for random weights (the same ones
     every time); with `allow_unregistered` also a checkpoint file.
     precision: fp32, fp16 or bf16. Checkpoints are read as safetensors or with `weights_only`. BackboneError says what
     is wrong.
@@ -45,12 +48,17 @@ def load_backbone(
     if model == tiny.MODEL:
         weights = _tiny_weights(pretrained, random)
         options: dict[str, Any] = {}
+    elif model == emoji.MODEL:
+        _check_emoji_weights(pretrained, random)
+        weights, options = None, {}
     else:
         model = model if ":" in model else model.replace("/", "-")
         weights, options = _resolve(model, pretrained, random, allow_unregistered)
     config = _config(model)
     try:
         built = _create(open_clip, model, weights, random, precision, device, options)
+        if model == emoji.MODEL and not random:
+            built.load_state_dict(emoji_weights())
     except Exception as error:
         name = model if pretrained is None else f"{model} ({pretrained})"
         hint = "" if precision == "fp32" else f" (in {precision}; try precision fp32)"
@@ -81,6 +89,26 @@ def _tiny_weights(pretrained: str | None, random: bool) -> str | None:
     return str(tiny.weights_path())
 
 
+def _check_emoji_weights(pretrained: str | None, random: bool) -> None:
+    emoji.register()
+    if random:
+        return
+    if pretrained != emoji.PRETRAINED:
+        raise BackboneError(f"Unknown weights {pretrained!r} of {emoji.MODEL}: use {emoji.PRETRAINED!r}.")
+    if not emoji.weights_path().is_file():
+        raise BackboneError(
+            f"{emoji.MODEL} has no weights in this version of promptfed: use {tiny.MODEL}, or pre-train it with "
+            "python -m promptfed.shared.clip.emoji.pretrain."
+        )
+
+
+def emoji_weights() -> dict[str, torch.Tensor]:
+    """All weights of promptfed-emoji: those of its file, and those that are promptfed-tiny's."""
+    own = load_file(emoji.weights_path())
+    with safe_open(tiny.weights_path(), framework="pt") as kept:
+        return own | {name: kept.get_tensor(name) for name in emoji.FROM_TINY}
+
+
 def _resolve(
     model: str, pretrained: str | None, random: bool, allow_unregistered: bool
 ) -> tuple[str | None, dict[str, Any]]:
@@ -93,7 +121,7 @@ def _resolve(
             raise BackboneError(f"The backbone {model!r} brings its own weights: leave `pretrained` out.")
         return None, {"require_pretrained": True}
     if model not in list_models():
-        hint = near(model, [*list_models(), tiny.MODEL])
+        hint = near(model, [*list_models(), tiny.MODEL, emoji.MODEL])
         raise BackboneError(f"open_clip has no model {model!r}{hint}.")
     if random:
         return None, {}

@@ -29,6 +29,17 @@ DEMOS: dict[str, Demo] = {
         rounds=8,
         training={"epochs": 1, "batch_size": 64, "learning_rate": 0.05, "schedule": "cosine"},
     ),
+    "emoji": Demo(
+        clients=(
+            ("studio", "emoji:three"),
+            ("cartoonist", "emoji:noto"),
+            ("stencilmaker", "emoji:contrast"),
+        ),
+        unseen=("muralist", "emoji:fxemoji"),
+        template="a photo of a {}.",
+        rounds=8,
+        training={"epochs": 1, "batch_size": 16, "learning_rate": 0.05, "schedule": "cosine"},
+    ),
     "digits": Demo(
         clients=(
             ("first", "digits?partition=iid&clients=3&client=0"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from promptfed.shared.clip import tiny
+
 MODEL = "promptfed-emoji"
 """The model's name in open_clip, once registered."""
 
@@ -21,9 +23,10 @@ _FOLDER = Path(__file__).parent
 
 
 def register() -> None:
-    """Make ``MODEL`` known to open_clip. Doing it again changes nothing."""
+    """Make ``MODEL`` and the tiny one, whose tokens it has, known to open_clip. Doing it again changes nothing."""
     import open_clip
 
+    tiny.register()
     if MODEL not in open_clip.list_models():
         open_clip.add_model_config(_FOLDER)
 

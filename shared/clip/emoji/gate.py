@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from promptfed.shared.seeds import derive_seed
 WAYS = 16
 TASKS = 400
 TEMPLATE = "a photo of a {}."
+MAP_RATE, MAP_DECAY, MAP_SCALE = 1e-3, 1.0, 30.0
 
 
 def places_to_test(drawn: store.Drawn, style: str, purpose: str) -> list[int]:
@@ -28,7 +30,7 @@ def places_to_test(drawn: store.Drawn, style: str, purpose: str) -> list[int]:
     known = splits()
     return [
         place
-        for place in sorted(drawn.styles[style])
+        for place in sorted(drawn.styles.get(style, ()))
         if known.purpose_of(drawn.things[place].name) == purpose and known.testable(drawn.things[place], style, purpose)
     ]
 
@@ -39,6 +41,62 @@ def task_accuracy(image: Tensor, text: Tensor, seed: int, ways: int = WAYS, task
     chosen = torch.from_numpy(np.stack([rng.permutation(len(image))[:ways] for _ in range(tasks)]))
     logits = torch.einsum("twd,tvd->twv", image[chosen], text[chosen])
     return 100.0 * (logits.argmax(2) == torch.arange(chosen.shape[1])).float().mean().item()
+
+
+@dataclass(frozen=True)
+class MapTest:
+    """Accuracies of validation's things by style, as they are and through a linear map learned on other things."""
+
+    before: dict[str, float]
+    after: dict[str, float]
+
+    @property
+    def gain(self) -> float:
+        """The mean gain in points."""
+        return sum(self.after[s] - self.before[s] for s in self.before) / len(self.before)
+
+
+def linear_map_test(model: open_clip.CLIP, folder: Path, styles: Sequence[str], steps: int = 300) -> MapTest:
+    """What an image-side map that is shared by styles learns on base things' names for novel ones (`MAP_RATE`).
+
+    Base: the things of neither list, in these styles. Novel: validation's things, whose designers were not read with
+    them. The map x + Wx starts as none and is trained by cross entropy over the base things' names.
+    """
+    drawn, known = store.read(folder), splits()
+    model.eval()
+    novel = {style: places_to_test(drawn, style, "validation") for style in styles}
+    novel = {style: places for style, places in novel.items() if len(places) >= WAYS}
+    base = [
+        (style, place)
+        for style in novel
+        for place in sorted(drawn.styles[style])
+        if drawn.things[place].testable and known.purpose_of(drawn.things[place].name) is None
+    ]
+    names = sorted({place for _, place in base})
+    text = text_features(model, [drawn.things[place].name for place in names], TEMPLATE)
+    image = image_features(model, pixels(drawn, base))
+    learned = _learned_map(image, text, torch.tensor([names.index(place) for _, place in base]), steps)
+    before, after = {}, {}
+    for style, places in novel.items():
+        features = image_features(model, pixels(drawn, [(style, place) for place in places]))
+        words = text_features(model, [drawn.things[place].name for place in places], TEMPLATE)
+        before[style] = task_accuracy(features, words, seed=0)
+        after[style] = task_accuracy(F.normalize(features + features @ learned, dim=1), words, seed=0)
+    return MapTest(before, after)
+
+
+def _learned_map(image: Tensor, text: Tensor, labels: Tensor, steps: int) -> Tensor:
+    weight = torch.zeros(image.shape[1], image.shape[1], requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=MAP_RATE, weight_decay=MAP_DECAY)
+    rng = np.random.default_rng(derive_seed(0, "emoji-map"))
+    for _ in range(steps):
+        rows = torch.from_numpy(rng.integers(len(image), size=256))
+        mapped = F.normalize(image[rows] + image[rows] @ weight, dim=1)
+        loss = F.cross_entropy(mapped @ text.T * MAP_SCALE, labels[rows])
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return weight.detach()
 
 
 def zero_shot(

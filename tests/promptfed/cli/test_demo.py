@@ -89,6 +89,17 @@ def test_symbols_survive_kills_on_the_way(tmp_path: Path) -> None:
     assert not any(process.is_running() for process in found.values())
 
 
+@pytest.mark.slow
+def test_emoji_of_three_designers_come_to_a_result(tmp_path: Path) -> None:
+    demo = start("--data", "emoji", "--rounds", "2", "--json", "--keep", str(tmp_path / "demo"))
+    try:
+        out, errors = demo.communicate(timeout=PATIENCE)
+    finally:
+        demo.kill()
+    assert demo.returncode == Exit.OK, errors
+    check_result(json.loads(out.splitlines()[-1]), "emoji", "promptfl", 2)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_stops_everything(sent: int, tmp_path: Path) -> None:
     folder = tmp_path / "demo"

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 
-from promptfed.shared.clip.emoji import FROM_TINY
+from promptfed.shared.clip import BackboneError, load_backbone
+from promptfed.shared.clip.emoji import FROM_TINY, MODEL, PRETRAINED
 from promptfed.shared.clip.emoji.corpus import Corpus, Recipe, augmented, captions, corpus, draw, read_cells
 from promptfed.shared.clip.emoji.gate import places_to_test, task_accuracy
-from promptfed.shared.clip.emoji.pretrain import Training, run, started, stretched
+from promptfed.shared.clip.emoji.pretrain import Training, run, save_weights, started, stretched
 from promptfed.shared.clip.emoji.readlist import NEAR_BITS, perceptual, read_list, write_read_list
 from promptfed.shared.clip.tiny import weights_path
 from promptfed.shared.data.emoji import store
@@ -134,11 +135,43 @@ def test_each_stage_trains_its_own_towers(folder: Path) -> None:
     assert seen == [(0, ["image"])] * 2 + [(1, ["text"])] * 2 + [(2, ["image", "text"])] * 2
 
 
+def test_it_is_loaded_from_its_file_and_the_tiny_backbone_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("promptfed.shared.clip.emoji.weights_path", lambda: tmp_path / "weights.safetensors")
+    with pytest.raises(BackboneError, match="no weights in this version of promptfed: use promptfed-tiny"):
+        load_backbone(MODEL, PRETRAINED)
+    model = started(3)
+    save_weights(model, tmp_path / "weights.safetensors")
+    loaded = load_backbone(MODEL, PRETRAINED)
+    assert loaded.image_size == (64, 64)
+    assert torch.equal(loaded.model.token_embedding.weight, model.token_embedding.weight)
+    half = model.visual.proj.detach().half().float()
+    assert torch.equal(loaded.model.visual.proj, half)
+    assert load_backbone(MODEL, "random").fingerprint != loaded.fingerprint
+
+
 def test_the_gate_counts_tasks_of_sixteen() -> None:
     unit = F.normalize(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), dim=1)
     assert task_accuracy(unit, unit, seed=0) == 100
     other = F.normalize(torch.randn(40, 64, generator=torch.Generator().manual_seed(1)), dim=1)
     assert task_accuracy(unit, other, seed=0) == pytest.approx(100 / 16, abs=5)
+
+
+def test_no_test_picture_nor_a_near_copy_of_one_is_in_what_is_read() -> None:
+    """By content: what is listed as read in pre-training against each embedded picture that may be tested on."""
+    listed, drawn, known = read_list(), store.read(FOLDER), splits()
+    assert len(listed.cells) > 9000
+    assert {style for style, _ in listed.cells} == {*COMMON, *RARE}
+    read = set(listed.digests)
+    assert {drawn.digest(*cell)[:16] for cell in read_cells(drawn, known)} <= read  # it lists what it should
+    tested = [
+        (style, place)
+        for style, by_place in drawn.styles.items()
+        for place in by_place
+        if any(known.testable(drawn.things[place], style, purpose) for purpose in ("test", "validation"))
+    ]
+    assert len(tested) > 1000
+    leaked = [cell for cell in tested if drawn.digest(*cell)[:16] in read or listed.near(drawn.image(*cell))]
+    assert [(style, drawn.things[place].name) for style, place in leaked] == []
 
 
 def test_a_near_copy_is_found_and_another_picture_is_not(folder: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.shared.clip.conftest import CLASS_NAMES, CONFIGS, noise
         ("ViT-B-16x", None, "open_clip has no model 'ViT-B-16x'; near: ViT-B-16,"),
         ("promptfed-tinny", "embedded", "near: promptfed-tiny"),
         ("promptfed-tiny", "openai", "use .embedded."),
+        ("promptfed-emoji", "openai", "use .embedded."),
         ("ViT-B-16", "openia", "has no weights 'openia'; near: openai"),
         ("ViT-B-16-SigLIP", "nothing-like-it", "it has: webli"),
         ("hf-hub:owner/name", None, "--allow-backbone"),
