@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource
@@ -16,6 +16,7 @@ from promptfed.client_service.exits import Exit
 from promptfed.client_service.log_messages import sentence
 from promptfed.client_service.settings import Settings, one_line
 from promptfed.shared.leaving import leave
+from promptfed.shared.plain_text import plain
 
 
 class JsonFormatter(logging.Formatter):
@@ -40,8 +41,13 @@ class TextFormatter(logging.Formatter):
         """The record, in words."""
         words = sentence(record.event, record.facts) if hasattr(record, "event") and hasattr(record, "facts") else None
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        own = logging.makeLogRecord(record.__dict__ | {"msg": level + (words or record.getMessage()), "args": None})
+        text = plain(level + (words or record.getMessage()))
+        own = logging.makeLogRecord(record.__dict__ | {"msg": text, "args": None})
         return super().format(own)
+
+    def formatException(self, ei: Any) -> str:
+        """A traceback: its lines stay lines."""
+        return plain(super().formatException(ei), keep="\n")
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
@@ -59,6 +65,8 @@ def start(settings: Settings) -> int:
     set_up_logging(settings.log_format)
     if settings.check:
         return check(settings)
+    if settings.withdraw:
+        return call_back(settings)
     from promptfed.client_service.worker import run
 
     return run(settings)
@@ -76,6 +84,18 @@ def check(settings: Settings) -> int:
     if examination.disclosure is not None:
         terminal.show(examination.disclosure)
     return Exit.OK if examination.healthy else Exit.BAD_INPUT
+
+
+def call_back(settings: Settings) -> int:
+    """Call consent back; the exit code."""
+    from promptfed.client_service.exits import ClientError
+    from promptfed.client_service.joining.withdrawal import withdraw
+
+    try:
+        return withdraw(settings)
+    except ClientError as error:
+        logging.getLogger("promptfed.client").error("%s", error)
+        return error.exit
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -157,6 +157,10 @@ class CoordinatorClient:
         body = failure.model_dump_json().encode()
         await self._call("POST", self._task_path(task_id, "failure"), token=self.token, body=body)
 
+    async def withdraw(self) -> None:
+        """Take part no longer. Refused 403 where that is so already, 409 where the federation has ended."""
+        await self._call("POST", self._path("withdrawal"), token=self.token)
+
     def _path(self, *parts: str) -> str:
         return "/".join(["/v1/federations", *(quote(part, safe="") for part in (self.federation, *parts))])
 

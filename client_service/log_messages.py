@@ -13,6 +13,8 @@ def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
         "trained": _trained,
         "accepted": _accepted,
         "evaluated": _evaluated,
+        "again": _again,
+        "other_payload": _other_payload,
         "ended": _ended,
     }.get(event)
     return made(facts) if made is not None else None
@@ -24,7 +26,8 @@ def _enrolled(facts: Mapping[str, Any]) -> str:
 
 def _trained(facts: Mapping[str, Any]) -> str:
     loss = f"loss {facts['loss']:.4g}, " if "loss" in facts else ""
-    return f"{_round(facts)} {facts['phase']}: {loss}{facts['train_seconds']:.1f} s"
+    payload = f", from {facts['payload'][:19]}..." if "payload" in facts else ""
+    return f"{_round(facts)} {facts['phase']}: {loss}{facts['train_seconds']:.1f} s{payload}"
 
 
 def _accepted(facts: Mapping[str, Any]) -> str:
@@ -37,6 +40,17 @@ def _evaluated(facts: Mapping[str, Any]) -> str:
         return f"{_round(facts)} evaluated"
     beside = f" (zero-shot {template:.1%})" if template is not None else ""
     return f"{_round(facts)} accuracy {accuracy:.1%}{beside}"
+
+
+def _other_payload(facts: Mapping[str, Any]) -> str:
+    common = f"others got {facts['common']}" if facts["common"] else "it does not say that all got the same"
+    return f"{_round(facts)} {facts['phase']}: the coordinator gave this client {facts['payload']}; {common}"
+
+
+def _again(facts: Mapping[str, Any]) -> str:
+    return (
+        f"the coordinator asks for {_round(facts)} {facts['phase']} again, as one does that was restored from a backup"
+    )
 
 
 def _ended(facts: Mapping[str, Any]) -> str:

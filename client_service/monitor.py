@@ -88,7 +88,7 @@ class Monitor:
             status.last_error = str(facts.get("detail"))
         self._events.labels(event).inc()
         text = " ".join(f"{key}={_short(value)}" for key, value in facts.items() if value is not None)
-        level = logging.WARNING if event in ("refused", "failed") else logging.INFO
+        level = logging.WARNING if event in ("refused", "failed", "other_payload", "again") else logging.INFO
         log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
         if self._hook is not None:
             self._hook(event, facts)

@@ -9,6 +9,7 @@ Layout of the state folder (mode 0700):
     pending/                 an update and the private tensors that belong to it, written before the first sending
     serving.json             the last evaluation's task, and serving-*.safetensors, the payload that came with it
     last-refusal.json        the last refusal, for people
+    consent.json             what the owner agreed to, answers.json what was sent since; withdrawn: it was called back
 
 Every file appears by rename after fsync. Accepting an update is one rename (pending's private tensors over the
 committed ones), so that a kill at any instant leaves either the state before or the state after.
@@ -29,6 +30,8 @@ from typing import Any
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
 from promptfed.shared.tensors import TensorError, Tensors, decode, encode
+
+PENDING = "pending"
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class PrivateState:
         try:
             identity = Identity(**raw)
         except TypeError:
-            raise self._damaged("identity.json") from None
+            raise self.damaged("identity.json") from None
         if (identity.name, identity.role) != (name, role):
             text = f"the state folder {self.folder} belongs to the {identity.role} {identity.name!r}"
             raise ClientError(Exit.STATE, f"{text}, not to the {role} {name!r}: give another --state-dir")
@@ -155,7 +158,7 @@ class PrivateState:
         try:
             return None if raw is None else EnrolmentInfo.model_validate(raw)
         except ValueError:
-            raise self._damaged("enrolment.json") from None
+            raise self.damaged("enrolment.json") from None
 
     # Private tensors
 
@@ -168,7 +171,7 @@ class PrivateState:
             tensors, metadata = decode(path.read_bytes())
             return tensors, Provenance(**metadata)  # type: ignore[arg-type]  # TypeError where it is no mapping
         except (TensorError, TypeError):
-            raise self._damaged(path.name) from None
+            raise self.damaged(path.name) from None
 
     def commit_prepared(self, private: Tensors, provenance: Provenance) -> None:
         """Commit private tensors that were made before training, which belong to no task."""
@@ -200,10 +203,10 @@ class PrivateState:
             about = json.loads((self._pending / "about.json").read_bytes())
             update = (self._pending / "update.safetensors").read_bytes()
             if hashlib.sha256(update).hexdigest() != about["sha256"]:
-                raise self._damaged("pending/update.safetensors")
+                raise self.damaged("pending/update.safetensors")
             return Pending(about["task_id"], about["round"], about["phase"], update)
         except (OSError, ValueError, KeyError, TypeError):
-            raise self._damaged("pending") from None
+            raise self.damaged("pending") from None
 
     def commit(self) -> None:
         """The coordinator has the pending update: its private tensors become the committed ones."""
@@ -221,7 +224,7 @@ class PrivateState:
 
     @property
     def _pending(self) -> Path:
-        return self.folder / "pending"
+        return self.folder / PENDING
 
     def _recover(self) -> None:
         """Finish what a kill interrupted."""
@@ -251,15 +254,42 @@ class PrivateState:
             config = TaskConfig.model_validate(raw["config"])
             return Serving(raw["round"], raw["phase"], config, (self.folder / raw["payload"]).read_bytes())
         except (OSError, ValueError, KeyError, TypeError):
-            raise self._damaged("serving.json") from None
+            raise self.damaged("serving.json") from None
 
     def record_refusal(self, refusal: dict[str, Any]) -> None:
         """Keep the last refusal."""
         self._write("last-refusal.json", json.dumps(refusal).encode())
 
     def write_note(self, name: str, text: str) -> None:
-        """A file for other programs, such as the address of the client's API."""
+        """A file of text, such as the address of the client's API for other programs."""
         self._write(name, text.encode())
+
+    def read_note(self, name: str) -> str | None:
+        """A file that `write_note` wrote.
+
+        Raises:
+            ClientError: STATE where it cannot be read.
+        """
+        try:
+            return (self.folder / name).read_text()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError):
+            raise self.damaged(name) from None
+
+    def remove_note(self, name: str) -> None:
+        """Take away what `write_note` wrote, if it is there."""
+        (self.folder / name).unlink(missing_ok=True)
+        self._disk.sync_folder(self.folder)
+
+    def delete_private(self) -> None:
+        """Delete private tensors, the update that waits, prompts to predict with and features: all but who this is."""
+        for name in (PENDING, "pending.tmp", "discarded", "features"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for pattern in ("committed.safetensors*", "serving*", "last-refusal.json*"):
+            for path in self.folder.glob(pattern):
+                path.unlink(missing_ok=True)
+        self._disk.sync_folder(self.folder)
 
     # Files
 
@@ -275,9 +305,10 @@ class PrivateState:
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
-            raise self._damaged(name) from None
+            raise self.damaged(name) from None
 
-    def _damaged(self, name: str) -> ClientError:
+    def damaged(self, name: str) -> ClientError:
+        """What ends a client whose file ``name`` says nothing that can be."""
         text = f"{self.folder / name} is damaged: restore it, or enrol anew with another --state-dir and --name"
         return ClientError(Exit.STATE, text)
 

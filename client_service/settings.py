@@ -88,6 +88,20 @@ class Settings(BaseSettings):
         Path | None, Field(description="file with the API's bearer token; needed where the address is not loopback")
     ] = None
     yes: Annotated[bool, Field(description="join without asking; without a terminal nobody is asked anyway")] = False
+    agree: Annotated[
+        str | None,
+        Field(
+            description="join without asking where the offer is just the one with this digest, which the text that "
+            "tells what will leave this machine ends with; also where it has changed"
+        ),
+    ] = None
+    withdraw: Annotated[
+        bool, Field(description="call consent back: this client ends, and takes part in nothing until you agree anew")
+    ] = False
+    delete_private: Annotated[
+        bool,
+        Field(description="with --withdraw: delete private tensors, features and prompts from the state folder"),
+    ] = False
     check: Annotated[
         bool, Field(description="only check everything, show what would leave this machine, and end without joining")
     ] = False
@@ -103,7 +117,8 @@ class Settings(BaseSettings):
         name = given.get("name") or _own_name(given.get("state_dir"))
         coordinator, federation = str(given.get("coordinator")), str(given.get("federation"))
         folder = given.get("state_dir") or _own_folder(coordinator, federation, str(name))
-        return {**given, "name": name, "state_dir": folder}
+        unread = {"data": "none"} if given.get("withdraw") and not given.get("data") else {}
+        return {**given, "name": name, "state_dir": folder, **unread}
 
     @field_validator("test")
     @classmethod
@@ -138,6 +153,8 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"{self.coordinator} would carry the client's secret unencrypted: use https:// or --allow-plain-http"
             )
+        if self.delete_private and not self.withdraw:
+            raise ValueError("--delete-private goes with --withdraw")
         if not is_loopback(self.api_host) and self.api_token_file is None:
             raise ValueError(f"an API on {self.api_host} needs --api-token-file: only loopback is open to all")
         return self

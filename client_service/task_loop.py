@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from promptfed.client_service.agreement import Agreement, NotAgreed
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.monitor import Monitor
@@ -23,6 +24,7 @@ from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import BackboneError
 from promptfed.shared.data import DataError
 from promptfed.shared.messages import FailureRequest, Task
+from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.spec import SpecError
@@ -35,7 +37,7 @@ SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task f
 WATCH_SECONDS = 10.0  # between two looks at whether the task that is being carried out is still ours
 
 # What may be said of a failure outside: these texts name settings, tensors and classes, never a path or an image.
-TELLABLE = (MethodError, BackboneError, TensorError, SpecError, BadAnswer)
+TELLABLE = (NotAgreed, MethodError, BackboneError, TensorError, SpecError, BadAnswer)
 
 Result = TypeVar("Result")
 
@@ -49,7 +51,9 @@ class TaskLoop:
     work: TaskWork
     compute: Compute
     monitor: Monitor
+    agreement: Agreement
     _settled: set[str] = field(default_factory=set)  # tasks that are answered, or can no longer be
+    _epoch: str = ""
 
     async def take_part(self) -> None:
         """Carry out tasks, first of all sending what an earlier run left unsent.
@@ -62,6 +66,10 @@ class TaskLoop:
             self.monitor.stage("waiting")
             asked = time.monotonic()
             task = await self.coordinator.task(POLL_SECONDS)
+            if task is not None and task.epoch != self._epoch:
+                # Another process of the coordinator, perhaps on a backup: it knows which tasks are open.
+                self._settled.clear()
+                self._epoch = task.epoch
             if task is not None and task.task_id not in self._settled:
                 async with self.compute.turn():
                     await self._carry_out(task)
@@ -71,7 +79,9 @@ class TaskLoop:
     async def _carry_out(self, task: Task) -> None:
         self.monitor.task(task.round, task.phase, "training" if task.kind == "train" else "evaluating")
         try:
+            self.agreement.expect(task)
             payload = await self.coordinator.payload(task)
+            self._compare(task)
             await (self._train if task.kind == "train" else self._evaluate)(task, payload)
         except Refused as refused:
             self._note(refused, task)
@@ -92,13 +102,17 @@ class TaskLoop:
 
     async def _train(self, task: Task, payload: bytes) -> None:
         metrics = await self._watched(task, lambda cancelled: self.work.train(task, payload, cancelled))
-        self.monitor.tell("trained", round=task.round, rounds=task.config.rounds, phase=task.phase, **metrics)
+        self._note_sending(task)
+        facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
+        self.monitor.tell("trained", **facts, payload=task.payload.sha256, **metrics)
         await self._send_pending()
 
     async def _evaluate(self, task: Task, payload: bytes) -> None:
         result = await self._watched(task, lambda cancelled: self.work.evaluate(task, payload, cancelled))
+        self._note_sending(task)
         await self.coordinator.send_evaluation(task.task_id, result)
         self._settled.add(task.task_id)
+        self.agreement.note_settled("evaluate", task.round, task.phase)
         learned, template = (
             splits[TEST].accuracy if TEST in splits else None for splits in (result.splits, result.zero_shot)
         )
@@ -119,15 +133,35 @@ class TaskLoop:
                 raise
             self.state.discard()
             self._settled.add(pending.task_id)
+            if refused.kind in ("phase-closed", "already-answered"):
+                self.agreement.note_settled("train", pending.round, pending.phase)
             self._record(refused, pending.task_id, pending.round)
             if refused.status == 410:
                 raise
             if refused.kind not in ("phase-closed", "already-answered"):
                 await self._report(pending.task_id, "update-refused", f"{refused.kind}: {refused.detail}")
             return
+        self.agreement.note_settled("train", pending.round, pending.phase)
         self.state.commit()
         self._settled.add(pending.task_id)
         self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=len(pending.update))
+
+    def _compare(self, task: Task) -> None:
+        """Tell the owner where this client was given other tensors than the others, though the method has one payload.
+
+        What the coordinator says of the others is its word; owners who trust it less compare the digests in their logs
+        and in the round's report.
+        """
+        own, common = task.payload.sha256, task.common_payload
+        if own != common and make_method(task.config.method).one_payload:
+            facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
+            self.monitor.tell("other_payload", **facts, payload=own, common=common)
+
+    def _note_sending(self, task: Task) -> None:
+        """Count the answer before it leaves; tell the owner where a round is answered again."""
+        if self.agreement.goes_back(task):
+            self.monitor.tell("again", round=task.round, rounds=task.config.rounds, phase=task.phase)
+        self.agreement.note_sending(task)
 
     async def _give_up(self, task: Task, kind: str, detail: str) -> None:
         self.monitor.tell("failed", round=task.round, phase=task.phase, type=kind, detail=detail)

@@ -111,7 +111,7 @@ class Worker:
         try:
             joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, predictor)
             work = await joining.join()
-            await TaskLoop(coordinator, state, work, self.compute, self.monitor).take_part()
+            await TaskLoop(coordinator, state, work, self.compute, self.monitor, work.agreement).take_part()
         except FederationEnded:
             self.monitor.tell("ended", federation=settings.federation)
         except Refused as refused:
@@ -157,7 +157,8 @@ def run(settings: Settings) -> int:
 
     Where a stop could not wait for a computation, the process ends here: what is on disk stands a kill at any instant.
     """
-    worker = Worker(settings, consent=Terminal(settings.log_format, not settings.yes).consent)
+    terminal = Terminal(settings.log_format, not settings.yes, settings.agree)
+    worker = Worker(settings, consent=terminal.consent)
     try:
         code = asyncio.run(serve(worker))
     except ClientError as error:

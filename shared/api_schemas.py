@@ -26,6 +26,10 @@ class MethodView(BaseModel):
     defaults: dict[str, Any] = Field(description="what a spec takes from this method where it says nothing")
     needs: dict[str, bool]
     cached_features: bool = Field(description="whether image features may be computed once")
+    metrics: list[str] = Field(description="patterns of the numbers about training that clients send beside tensors")
+    disclosures: list[dict[str, str]] = Field(
+        description="`what` the `operator` or other `sites` can learn of a client, beyond the names of tensors"
+    )
     generates_prompts: bool = Field(description="whether `POST .../prompts/generate` makes prompts for any classes")
 
 
@@ -221,6 +225,9 @@ class StageReport(BaseModel):
     closed_at: datetime | None
     completed_at: datetime | None
     seconds: float | None
+    payload_sha256: str | None = Field(
+        None, description="of what all clients were given; null: not all the same, or none"
+    )
     asked: list[str]
     answered: list[str]
     failed: list[FailureReport]

@@ -25,6 +25,8 @@ MethodPackage = Annotated[
         description="the Python package, as name==version, that brings the method; left out for promptfed's own",
     ),
 ]
+Id = Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
+Template = Annotated[str, Field(max_length=500)]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
@@ -79,21 +81,24 @@ class EnrolResponse(Message):
 class EnrolmentInfo(Message):
     """``GET /v1/federations/{id}/enrolment`` (enrolment token): what a client must know before it can enrol."""
 
-    federation_id: str
-    name: str
+    federation_id: Id
+    name: Name
     method: dict[str, Any]
     method_package: MethodPackage = None
     backbone: BackboneSpec
-    class_names: list[str] | None
-    template: str | None  # none: the template of the client's own data source
+    class_names: Annotated[list[ClassName], Field(max_length=100_000)] | None
+    template: Template | None  # none: the template of the client's own data source
     state: FederationState
+    rounds: Annotated[int, Field(ge=0, le=100_000)] | None = None  # these three: none in an older client's folder
+    training: dict[str, Any] | None = None
+    evaluate_every: Annotated[int, Field(ge=1, le=100_000)] | None = None
     protocol_version: int = PROTOCOL_VERSION
 
 
 class Peer(Message):
     """What every client is told of every other: name, role and domain, nothing about its data."""
 
-    name: str
+    name: Name
     role: Role
     domain: Domain | None = None
 
@@ -106,7 +111,7 @@ class TaskConfig(Message):
     backbone: BackboneSpec
     class_names: list[str] | None
     template: str | None  # none: the template of the client's own data source
-    rounds: int
+    rounds: Annotated[int, Field(ge=0, le=100_000)]
     seed: int
     peers: list[Peer]
 
@@ -122,14 +127,16 @@ class PayloadRef(Message):
 class Task(Message):
     """``GET /v1/federations/{id}/task``: one client's part of a phase."""
 
-    task_id: str
+    task_id: Id
     kind: TaskKind
-    round: int
-    phase: str
+    round: Annotated[int, Field(ge=0, le=100_000)]
+    phase: Annotated[str, Field(max_length=100)]
     deadline: datetime
     seconds_left: float
     payload: PayloadRef
     config: TaskConfig
+    epoch: Annotated[str, Field(max_length=100)] = ""  # of the coordinator's process: another one after a restart
+    common_payload: Digest | None = None  # of all payloads of this phase, where they are the same; none: not told
 
 
 class UpdateMetadata(Message):

@@ -10,6 +10,7 @@ from typing import Literal
 
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.disclosure import Disclosure
+from promptfed.shared.plain_text import plain
 
 log = logging.getLogger("promptfed.client")
 
@@ -19,16 +20,23 @@ QUESTION = "Join? [y/N] "
 class Terminal:
     """Tells on stderr; asks only where a person sits at both ends and has not said ``--yes``."""
 
-    def __init__(self, log_format: Literal["text", "json"], ask: bool):
+    def __init__(self, log_format: Literal["text", "json"], ask: bool, agree: str | None = None):
         self._json = log_format == "json"
+        self._agree = agree
         self._ask = ask and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
     async def consent(self, checks: Sequence[Check], disclosure: Disclosure) -> bool:
-        """Whether to join; without anybody to ask it is what the command line says: yes."""
+        """Whether to join.
+
+        Without anybody to ask it is what the command line says: yes to a first offer, but to one that has changed only
+        where ``--agree`` names it. Where that is given it decides alone.
+        """
         self.tell(checks)
         self.show(disclosure)
+        if self._agree is not None:
+            return self._agree == disclosure.terms.digest
         if not self._ask:
-            return True
+            return not disclosure.changes
         sys.stderr.write(QUESTION)
         sys.stderr.flush()
         return (await _line()).strip().lower() in ("y", "yes")
@@ -51,7 +59,7 @@ class Terminal:
 
     @staticmethod
     def _say(*lines: str) -> None:
-        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.write("\n".join(map(plain, lines)) + "\n")
         sys.stderr.flush()
 
 

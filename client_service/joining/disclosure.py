@@ -1,4 +1,4 @@
-"""What will leave this machine, told before anything is sent; it is made of the very request that enrols."""
+"""What taking part means and what will leave this machine, told before anything is sent, downloaded or computed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,41 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from promptfed.shared.messages import Domain, EnrolmentInfo, EnrolRequest
-from promptfed.shared.methods.core.base import ClientInfo, Method, MethodError, ServerContext
-from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.client_service.agreement import Terms
+from promptfed.client_service.training.payloads import ROUNDS, known_sizes
+from promptfed.shared.messages import Domain, EnrolmentInfo, Role
+from promptfed.shared.methods.core.base import Disclosed, Method
+from promptfed.shared.plain_text import plain
+from promptfed.shared.spec import BackboneShape
 from promptfed.shared.tensors import DTYPES, TensorSpec
 
 EACH, SOME = "in each round in which it is asked", "in round"
-ROUNDS = 3  # that stand for all: the first, those in between, the last
 NAMES = 6  # class names that are shown
+LONG = 300  # characters of what a coordinator may say in one line
 
 NEVER = (
-    "images, file names and folders, the labels of single images, image features, and what the method keeps private "
-    "(`promptfed methods NAME` lists what it sends; everything else is)"
+    "images, file names and folders, the labels of single images, image features as such, and what the method keeps "
+    "private (`promptfed methods NAME` lists what it sends; everything else is)"
 )
+UPDATES = "what can be computed from each update: gradients of images have been turned back into images"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What is said of this client once, when it enrols. ``fingerprint``: of the weights, once they are here."""
+
+    name: str
+    role: Role
+    num_samples: int
+    class_names: tuple[str, ...]
+    domain: Domain | None
+    device: str
+    fingerprint: str | None
 
 
 @dataclass(frozen=True)
 class SentTensor:
-    """One tensor of an update; a size that depends on who else takes part stands as its symbol, ``bytes`` then None."""
+    """One tensor of an update; a size that is not known yet stands as its symbol, ``bytes`` then None."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -43,76 +60,149 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Disclosure:
-    """All that the coordinator will learn of this client, and to whom it goes."""
+    """All that the coordinator and other sites will learn of this client, and what it will do for them.
 
-    coordinator: str
-    federation: str
-    method: str
-    declared: EnrolRequest
+    ``changes``: in what the offer is not the one that was agreed to before; empty where none was.
+    """
+
+    terms: Terms
+    declared: Declared
     exchanges: tuple[Exchange, ...]
-    test_sets: tuple[str, ...]
+    disclosed: tuple[Disclosed, ...]
+    changes: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """For programs; the secret, which only the coordinator is told, is left out."""
-        declared = self.declared.model_dump(exclude={"secret"})
-        return asdict(self) | {"declared": declared, "never": NEVER}
+        """For programs."""
+        domain = self.declared.domain.model_dump() if self.declared.domain else None
+        return {
+            "coordinator": self.terms.coordinator,
+            "federation": self.terms.federation,
+            "method": self.terms.method["name"],
+            "terms": self.terms.model_dump(mode="json"),
+            "agree": self.terms.digest,
+            "changes": list(self.changes),
+            "declared": asdict(self.declared) | {"domain": domain, "class_names": list(self.declared.class_names)},
+            "exchanges": [asdict(exchange) for exchange in self.exchanges],
+            "learned": [asdict(one) for one in self.disclosed],
+            "test_sets": list(self._tests),
+            "never": NEVER,
+        }
+
+    @property
+    def _tests(self) -> tuple[str, ...]:
+        return ("its test images", *self.terms.accuracies[1:])
 
     def lines(self) -> list[str]:
-        """For people."""
-        return [
-            f'To join the federation "{self.federation}" (method {self.method}) at {self.coordinator}:',
+        """For people; what others chose stands in it as plain text, cut off where it is long."""
+        terms = self.terms
+        return [_line(line) for line in (
+            *self._changed(),
+            f'To join the federation "{terms.federation}" (method {terms.method["name"]}) at {terms.coordinator}:',
             "",
+            "What this machine will do, and nothing else (a task that differs is refused):",
+            *(f"  {name:<9} {value}" for name, value in self._work()),
             "Leaves this machine once, when it enrols:",
-            *(f"  {name:<9} {value}" for name, value in self._declared()),
-            *(line for exchange in self.exchanges for line in _exchange_lines(exchange)),
+            *(f"  {name:<9} {value}" for name, value in self._once()),
+            *(line for exchange in self.exchanges for line in self._exchange(exchange)),
             "Leaves it after an evaluation:",
-            f"  accuracy  on {', '.join(self.test_sets)}, with the number of images, and the template's beside it",
+            f"  accuracy  on {', '.join(self._tests)}, with the number of images, and the template's beside it",
             "            seconds of computing; where the method mixes domains, their mean shares over the test images",
+            "Who learns what of it:",
+            *self._learned(),
             f"Never leaves it: {NEVER}.",
-        ]
+            f"Agreeing to just this without being asked: --agree {terms.digest}",
+        )]  # fmt: skip
 
-    def _declared(self) -> list[tuple[str, str]]:
+    def _changed(self) -> list[str]:
+        if not self.changes:
+            return []
+        return ["THIS IS NOT WHAT YOU AGREED TO BEFORE:", *(f"  {change}" for change in self.changes), ""]
+
+    def _work(self) -> list[tuple[str, str]]:
+        terms = self.terms
+        classes = f"{len(terms.class_names)} of the federation's" if terms.class_names else "this client's own"
+        weights = terms.backbone["pretrained"] or "random"
+        work = [("backbone", f"{terms.backbone['model']} with weights {weights}, {terms.backbone['precision']}")]
+        if terms.role == "trainer":
+            work += [
+                ("rounds", f"up to {terms.rounds}"),
+                ("method", _settings(terms.method) or "no settings"),
+                ("training", _settings(terms.training)),
+            ]
+        template = f"{terms.template!r}" if terms.template else "the data's own"
+        work += [("classes", f"told apart among {classes}; template {template}")]
+        return [*work, ("evaluate", f"every {terms.evaluate_every} rounds, before the first and after the last")]
+
+    def _once(self) -> list[tuple[str, str]]:
         declared = self.declared
         names = ", ".join(declared.class_names[:NAMES])
         more = f" and {len(declared.class_names) - NAMES} more" if len(declared.class_names) > NAMES else ""
         domain = f"{declared.domain.name}: {declared.domain.description!r}" if declared.domain else "none declared"
         kind = "training" if declared.role == "trainer" else "test"
+        weights = "the fingerprint of its weights" + (" once they are here" if declared.fingerprint is None else "")
+        mark = f"{declared.fingerprint[:19]}..., " if declared.fingerprint is not None else ""
         return [
             ("name", declared.name),
             ("role", declared.role),
             ("images", f"{declared.num_samples}, the number of {kind} images"),
             ("classes", f"{len(declared.class_names)}: {names}{more}"),
             ("domain", domain),
-            (
-                "backbone",
-                f"{declared.backbone_fingerprint[:19]}..., the fingerprint of its weights, and its towers' sizes",
-            ),
+            ("backbone", f"{mark}{weights}, and its towers' sizes"),
             ("device", declared.device),
             ("secret", "random, made here: by it the coordinator knows this client again"),
         ]
 
+    def _exchange(self, exchange: Exchange) -> list[str]:
+        lines = [f"Leaves it {exchange.when} (phase {exchange.phase}):"]
+        for tensor in exchange.tensors:
+            size = f"{tensor.bytes:,} bytes" if tensor.bytes is not None else "bytes by the sizes not known yet"
+            lines.append(f"  tensor    {tensor.name} ({', '.join(map(str, tensor.shape))}) {tensor.dtype}, {size}")
+        known = [tensor.bytes for tensor in exchange.tensors if tensor.bytes is not None]
+        if len(known) == len(exchange.tensors) > 1:
+            lines.append(f"            {sum(known):,} bytes in all")
+        return [*lines, f"  metrics   {', '.join(self.terms.metrics)}"]
 
-def _exchange_lines(exchange: Exchange) -> list[str]:
-    lines = [f"Leaves it {exchange.when} (phase {exchange.phase}):"]
-    for tensor in exchange.tensors:
-        size = f"{tensor.bytes:,} bytes" if tensor.bytes is not None else "bytes by who takes part"
-        lines.append(f"  tensor    {tensor.name} ({', '.join(map(str, tensor.shape))}) {tensor.dtype}, {size}")
-    known = [tensor.bytes for tensor in exchange.tensors if tensor.bytes is not None]
-    if len(known) == len(exchange.tensors) > 1:
-        lines.append(f"            {sum(known):,} bytes in all")
-    return [*lines, "  metrics   numbers about its training: loss, seconds of computing, what the method measures"]
+    def _learned(self) -> list[str]:
+        operator = [one.what for one in self.disclosed if one.to == "operator"]
+        sites = [one.what for one in self.disclosed if one.to == "sites"]
+        everything = "the operator: all of the above"
+        if self.exchanges:
+            everything += f", and {UPDATES}"
+        lines = [everything, *(f"the operator: {what}" for what in operator)]
+        lines += [f"every other site: {what}" for what in sites] or ["other sites: nothing"]
+        return [f"  {line}" for line in lines]
+
+
+def _line(text: str) -> str:
+    shown = plain(text)
+    return shown if len(shown) <= LONG + len(NEVER) else shown[: LONG + len(NEVER)] + "..."
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {str(value)[:LONG]}" for key, value in settings.items() if key != "name")
 
 
 def disclose(
-    coordinator: str, info: EnrolmentInfo, method: Method, declared: EnrolRequest, tests: Sequence[str]
+    terms: Terms,
+    info: EnrolmentInfo,
+    method: Method,
+    declared: Declared,
+    shape: BackboneShape | None,
+    changes: Sequence[str] = (),
 ) -> Disclosure:
-    """What ``declared`` and the method's phases send; an evaluator sends accuracies alone."""
-    exchanges = _exchanges(method, declared, info) if declared.role == "trainer" else ()
-    return Disclosure(coordinator, info.name, method.name, declared, exchanges, ("its test images", *tests))
+    """What ``declared`` and the method's phases send; an evaluator sends accuracies alone.
+
+    ``shape``: the backbone's where it is known, else the tensors' sizes stand as symbols.
+    """
+    trains = declared.role == "trainer"
+    exchanges = _exchanges(method, info, shape) if trains else ()
+    disclosed = tuple(one for one in method.disclosures if trains or one.to == "sites") if exchanges else ()
+    return Disclosure(terms, declared, exchanges, disclosed, tuple(changes))
 
 
-def _exchanges(method: Method, declared: EnrolRequest, info: EnrolmentInfo) -> tuple[Exchange, ...]:
-    sizes = _sizes(method, declared, info)
+def _exchanges(method: Method, info: EnrolmentInfo, shape: BackboneShape | None) -> tuple[Exchange, ...]:
+    names = tuple(info.class_names) if info.class_names else None
+    sizes = known_sizes(method, shape, names) if shape is not None else {}
     found: dict[str, tuple[list[int], tuple[TensorSpec, ...]]] = {}
     for round in range(1, ROUNDS + 1):
         for phase in method.phases(round, ROUNDS):
@@ -126,22 +216,6 @@ def _when(rounds: list[int]) -> str:
     if len(rounds) == ROUNDS:
         return EACH
     return "after the last round" if rounds == [ROUNDS] else f"{SOME} {rounds[0]} and later"
-
-
-def _sizes(method: Method, declared: EnrolRequest, info: EnrolmentInfo) -> dict[str, int]:
-    """Numbers for the symbols in shapes, but for those that change with who takes part."""
-    somebody = ClientInfo("somebody", "trainer", 1, tuple(declared.class_names), Domain(name="d", description="{}"))
-    alone = _dims(method, declared.backbone_shape, info, (somebody,))
-    nobody = _dims(method, declared.backbone_shape, info, ())
-    return {symbol: size for symbol, size in alone.items() if nobody.get(symbol) == size}
-
-
-def _dims(method: Method, shape: BackboneShape, info: EnrolmentInfo, clients: tuple[ClientInfo, ...]) -> dict[str, int]:
-    names = tuple(info.class_names) if info.class_names else None
-    try:
-        return method.dims(ServerContext(TrainingSpec(), shape, names, clients, seed=0, rounds=ROUNDS))
-    except MethodError:
-        return {}
 
 
 def _sent(spec: TensorSpec, sizes: dict[str, int]) -> SentTensor:

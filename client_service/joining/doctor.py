@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
+from promptfed.client_service.agreement import terms_of
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.joining.checks import (
@@ -31,6 +32,7 @@ from promptfed.client_service.joining.enrolment import (
     check_backbone,
     check_declaration,
     check_protocol,
+    declaration,
     enrol_request,
     explain,
     federation_method,
@@ -199,5 +201,7 @@ class Examination:
         space = label_space(method, info, source.class_names)
         method.check_classes(space)
         method.check_texts(backbone, space, info.template or source.template)
-        request = enrol_request(settings, NOBODY, source, domain_of(source), backbone)
-        return disclose(settings.coordinator, info, method, request, list(settings.tests))
+        declared = declaration(settings, source, domain_of(source), backbone)
+        enrol_request(declared, NOBODY, backbone)
+        terms = terms_of(info, method, settings.coordinator, settings.role, list(settings.tests))
+        return disclose(terms, info, method, declared, shape_of(backbone))

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from promptfed.client_service.coordinator_client import Refused
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.joining.disclosure import Declared
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.training.data import check_classes, check_domain
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
@@ -125,26 +126,38 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
     check_domain(method, role, source)
 
 
-def enrol_request(
-    settings: Settings, secret: str, source: Source, domain: Domain | None, backbone: Backbone
-) -> EnrolRequest:
-    """All that the coordinator learns of this client.
+def declaration(settings: Settings, source: Source, domain: Domain | None, backbone: Backbone | None) -> Declared:
+    """All that the coordinator learns of this client when it enrols, as far as it is known without a backbone."""
+    samples = source.train if settings.role == "trainer" else source.test
+    device = backbone.device if backbone is not None else torch.device(choose_device(settings.device))
+    return Declared(
+        name=settings.name,
+        role=settings.role,
+        num_samples=len(samples),
+        class_names=source.class_names,
+        domain=domain,
+        device=describe_device(device),
+        fingerprint=backbone.fingerprint if backbone is not None else None,
+    )
+
+
+def enrol_request(declared: Declared, secret: str, backbone: Backbone) -> EnrolRequest:
+    """What was declared, with the secret and the weights that were loaded.
 
     Raises:
         ClientError: BAD_INPUT where the class names cannot be declared.
     """
-    samples = source.train if settings.role == "trainer" else source.test
     try:
         return EnrolRequest(
-            name=settings.name,
+            name=declared.name,
             secret=secret,
-            role=settings.role,
-            num_samples=len(samples),
-            class_names=list(source.class_names),
-            domain=domain,
+            role=declared.role,
+            num_samples=declared.num_samples,
+            class_names=list(declared.class_names),
+            domain=declared.domain,
             backbone_fingerprint=backbone.fingerprint,
             backbone_shape=shape_of(backbone),
-            device=describe_device(backbone.device),
+            device=declared.device,
         )
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from promptfed.client_service.agreement import Agreement, terms_of
 from promptfed.client_service.coordinator_client import CoordinatorClient, Refused
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device
-from promptfed.client_service.joining.disclosure import Disclosure, disclose
+from promptfed.client_service.joining.disclosure import Declared, Disclosure, disclose
 from promptfed.client_service.joining.enrolment import (
     ENDED,
     check_backbone,
     check_declaration,
     check_protocol,
+    declaration,
+    describe_device,
     enrol_request,
     federation_method,
     label_space,
@@ -38,12 +41,13 @@ from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.image_cache import IMAGES, ImageCache
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, shape_of
+from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.data import DataError, Source
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.outcomes import Record
-from promptfed.shared.spec import SpecError
+from promptfed.shared.spec import BackboneShape, SpecError
 from promptfed.shared.tensors import TensorError
 
 log = logging.getLogger("promptfed.client")
@@ -97,7 +101,7 @@ class Joining:
         tests = parts.tests
         if tests is None:
             tests = await self.compute.run(lambda: {name: open_data(uri) for name, uri in settings.tests.items()})
-        domain = domain_of(source)
+        domain_of(source)  # refuses one that cannot be declared, before anybody is asked anything
 
         self.monitor.stage("enrolling")
         token = self._enrolment_token(identity)
@@ -113,19 +117,20 @@ class Joining:
             raise FederationEnded
         method = federation_method(info)
         check_declaration(method, info, settings.role, source)
+        agreement, declared = await self._agreement(info, method, source, list(tests))
 
         backbone = await self._backbone(info, method)
+        agreement.pin(backbone.fingerprint)
         cache = parts.features or FeatureCache(settings.features_dir)
         own = settings.image_cache_mib
         images = IMAGES if own is None else ImageCache(own << 20)
         data = ClientData(source, backbone, cache, self.compute.stopped, tests, images)
-        work = TaskWork(settings.name, settings.role, backbone, data, self.state, self.predictor, parts.record)
+        work = TaskWork(
+            settings.name, settings.role, backbone, data, self.state, self.predictor, agreement, parts.record
+        )
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
-        request = enrol_request(settings, identity.secret, source, domain, backbone)
-        if parts.consent is not None and identity.client_id is None:
-            disclosure = disclose(settings.coordinator, info, method, request, list(tests))
-            await self._ask(parts.consent, disclosure, source, backbone)
+        request = enrol_request(replace(declared, device=describe_device(backbone.device)), identity.secret, backbone)
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
@@ -173,7 +178,7 @@ class Joining:
             else:
                 self.state.save_enrolment(info)
                 return info, token
-        if known is None:
+        if known is None or known.rounds is None:
             text = f"the state folder {self.state.folder} does not know the federation: give --enrolment-token-file"
             raise ClientError(Exit.NOT_ALLOWED, text)
         return known, None
@@ -204,18 +209,46 @@ class Joining:
         except DataError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
-    async def _ask(self, consent: Consent, disclosure: Disclosure, source: Source, backbone: Backbone) -> None:
-        """Tell what was found and what will be sent; go on only if that is wanted."""
-        checks = await self.compute.run(lambda: self._checks(source, backbone))
-        if not await consent(checks, disclosure):
-            raise ClientError(Exit.DECLINED, "not joined, as you decided: nothing of the above was sent")
+    async def _agreement(
+        self, info: EnrolmentInfo, method: Method, source: Source, tests: list[str]
+    ) -> tuple[Agreement, Declared]:
+        """What the owner agreed to, asked now where it was not before, and what is declared with it.
 
-    def _checks(self, source: Source, backbone: Backbone) -> list[Check]:
+        No backbone is loaded for it, and no feature computed: until then nothing is done for the federation.
+        """
+        settings, consent = self.settings, self.parts.consent
+        terms = terms_of(info, method, settings.coordinator, settings.role, tests)
+        declared = declaration(settings, source, domain_of(source), self.parts.backbone)
+        known = Agreement.kept(self.state)
+        changes = known.changes(terms) if known is not None else []
+        if known is not None and not changes:
+            return known, declared
+        if consent is not None:
+            disclosure = disclose(terms, info, method, declared, await self._shape(info), changes)
+            await self._ask(consent, disclosure, source)
+        return Agreement.made(self.state, terms), declared
+
+    async def _shape(self, info: EnrolmentInfo) -> BackboneShape | None:
+        """The backbone's sizes, as far as they can be told without its weights."""
+        if self.parts.backbone is not None:
+            return shape_of(self.parts.backbone)
+        return info.backbone.shape or await self.compute.run(lambda: shape_by_name(info.backbone.model))
+
+    async def _ask(self, consent: Consent, disclosure: Disclosure, source: Source) -> None:
+        """Tell what was found and what will be sent; go on only if that is wanted."""
+        checks = await self.compute.run(lambda: self._checks(source))
+        if await consent(checks, disclosure):
+            return
+        if not disclosure.changes:
+            raise ClientError(Exit.DECLINED, "not joined, as you decided: nothing of the above was sent")
+        changed = "; ".join(disclosure.changes)
+        remedy = f"start the client at a terminal to be asked, or with --agree {disclosure.terms.digest}"
+        raise ClientError(Exit.DECLINED, f"the federation is not what you agreed to ({changed}): {remedy}")
+
+    def _checks(self, source: Source) -> list[Check]:
         """What joining did not fail at is told all the same."""
-        fingerprint = f"{backbone.model_name}, {backbone.fingerprint[:19]}..., is the federation's"
         return [
             *check_data(source, self.settings.role),
-            Check("backbone", "pass", fingerprint),
             check_device(self.settings.device),
             check_clock(self.coordinator.traffic.clock),
         ]

@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from promptfed.client_service.agreement import Agreement
 from promptfed.client_service.private_state import PrivateState, Provenance, Serving
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
-from promptfed.shared.clip import Backbone
+from promptfed.client_service.training.payloads import check_payload, known_sizes, phase_of
+from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError
+from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError, Phase
 from promptfed.shared.outcomes import Record
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors, canonical_json, decode, encode
@@ -45,11 +47,13 @@ class TaskWork:
     data: ClientData
     state: PrivateState
     predictor: Predictor | None
+    agreement: Agreement
     record: Record | None = None
 
     def __post_init__(self) -> None:
         self._evaluation = Evaluation(self.data, self.name, self.record)
         self._told = False  # what augmentation costs
+        self._kept_back: set[str] = set()
 
     def train(self, task: Task, payload: bytes, cancelled: Cancelled) -> dict[str, float]:
         """Train from committed state and leave the update in ``state.pending()``; its metrics.
@@ -61,18 +65,32 @@ class TaskWork:
         started = time.monotonic()
         method, context = self._context(task.config, task.round, task.phase, cancelled)
         tensors, _ = decode(payload)
+        self._check(tensors, method, phase_of(method, task.round, task.config.rounds, task.phase), task.config)
         trained: list[int] = []
         with torch_settings(context.training, self.backbone):
             private, peers = self._prepared(method, context, task.config.peers)
             result = method.train(replace(context, count_trained=trained.append), tensors, private)
         update = {name: _as_sent(name, tensor) for name, tensor in result.update.items()}
         seconds = round(time.monotonic() - started, 3)
-        metrics = result.metrics | {"train_seconds": seconds, "trained_parameters": sum(trained)}
+        measured = result.metrics | {"train_seconds": seconds, "trained_parameters": sum(trained)}
+        metrics = self._agreed_metrics(measured)
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         about = UpdateMetadata(task_id=task.task_id, payload_sha256=task.payload.sha256, metrics=finite)
         provenance = Provenance(task.task_id, task.round, task.phase, peers)
         self.state.write_pending(encode(update, about.model_dump()), result.private, provenance)
         return finite
+
+    def _check(self, tensors: Tensors, method: Method, phase: Phase | None, config: TaskConfig) -> None:
+        names = tuple(config.class_names) if config.class_names else None
+        check_payload(tensors, method, phase, known_sizes(method, shape_of(self.backbone), names))
+
+    def _agreed_metrics(self, measured: dict[str, float]) -> dict[str, float]:
+        """What the method declares, and its owner was told, leaves; other numbers stay here."""
+        agreed = self.agreement.metrics(measured)
+        for name in measured.keys() - agreed.keys() - self._kept_back:
+            self._kept_back.add(name)
+            log.warning("the number %r is not sent: the method does not declare it among its metrics", name)
+        return agreed
 
     def evaluate(self, task: Task, payload: bytes, cancelled: Cancelled) -> EvaluationRequest:
         """Accuracy on every test set, and the template's; the classifier serves predictions from now on."""
@@ -96,6 +114,7 @@ class TaskWork:
     def _serve(self, serving: Serving, cancelled: Cancelled) -> tuple[Served, ServedParts]:
         method, context = self._context(serving.config, serving.round, serving.phase, cancelled)
         payload, _ = decode(serving.payload)
+        self._check(payload, method, None, serving.config)
         with torch_settings(context.training, self.backbone), torch.no_grad():
             private, _ = self._prepared(method, context, serving.config.peers)
             classifier = method.classifier(context, payload, private)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response, status
+from fastapi import APIRouter, Query, Request, Response, status
 from sqlalchemy import select
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api.deps import (
     After,
+    Calling,
     ClientId,
     EnrollingAt,
     EnrollingWith,
@@ -18,6 +19,8 @@ from promptfed.coordinator.api.deps import (
     RegistryOf,
     Viewed,
 )
+from promptfed.coordinator.engine import audit
+from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
@@ -96,6 +99,17 @@ def withdraw_client(
 ) -> None:
     """Take a client out: its open task is cancelled, it is not asked again, and it is refused from now on."""
     federations.withdraw(registry, federation.id, client_id, discard)
+
+
+@router.post(
+    "/withdrawal",
+    status_code=status.HTTP_204_NO_CONTENT,
+    responses=problems.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
+)
+def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> None:
+    """Leave for good: as the operator's withdrawal, by the client; an update of the open phase does not count."""
+    audit.actor.set(audit.Actor(caller.client.name, "client", address_of(request)))
+    federations.withdraw(registry, caller.federation.id, caller.client.id, discard=True)
 
 
 @router.delete(

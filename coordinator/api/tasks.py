@@ -85,6 +85,8 @@ def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
             "bytes": task.payload_bytes,
             "sha256": task.payload_sha256,
         },
+        "epoch": registry.epoch,
+        "common_payload": federation.common_payload,
     }
     return f'{json.dumps(own)[:-1]}, "config": {_config(registry, federation)}}}'
 

@@ -81,6 +81,7 @@ class Federation:
     """One federation at one moment. Replaced as a whole after each commit, so that readers see one whole step.
 
     ``starting``: its initial state is being made for the clients that there are; others come in once it is there.
+    ``common_payload``: the digest of the open stage's payloads, where they are all the same.
     ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
     """
 
@@ -100,6 +101,7 @@ class Federation:
     tasks: dict[str, OpenTask] = field(default_factory=dict)
     tokens: dict[str, EnrolmentToken] = field(default_factory=dict)  # by digest
     deadline: str | None = None
+    common_payload: str | None = None
     starting: bool = False
     named: frozenset[str] = frozenset()
     named_bytes: int = 0

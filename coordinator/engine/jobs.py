@@ -7,7 +7,7 @@ the same bytes, because it depends on nothing but what is committed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -208,6 +208,7 @@ def _are_the_same(first: Tensors, second: Tensors) -> bool:
 def _serve(change: Change, made: dict[str, OpenTask]) -> None:
     tasks = {name: made.get(task.id, task) for name, task in change.federation.tasks.items()}
     change.federation = replace(change.federation, tasks=tasks)
+    stages: set[int] = set()
     unserved = (TaskRow.federation_id == change.federation.id, TaskRow.payload_sha256.is_(None))
     for row in change.session.scalars(select(TaskRow).where(*unserved)):
         if row.id not in made:
@@ -215,6 +216,16 @@ def _serve(change: Change, made: dict[str, OpenTask]) -> None:
         row.payload_sha256, row.payload_bytes = made[row.id].payload_sha256, made[row.id].payload_bytes
         row.payload_stored = True
         change.wake.add(row.client)
+        stages.add(row.phase_id)
+    change.session.flush()
+    change.federation = replace(change.federation, common_payload=common_payload(change.session, stages))
+
+
+def common_payload(session: Session, stages: Iterable[int]) -> str | None:
+    """The digest of all payloads of the stages' tasks, where they are the same: what a client may compare with."""
+    made = (TaskRow.phase_id.in_(list(stages)), TaskRow.payload_sha256.is_not(None))
+    digests = session.scalars(select(TaskRow.payload_sha256).where(*made).distinct().limit(2)).all()
+    return digests[0] if len(digests) == 1 else None
 
 
 def current_state(registry: Registry, session: Session, id: str) -> Tensors:

@@ -43,6 +43,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         tasks={t.client: open_task(t, stage_row) for t in tasks.values() if t.status == "open"} if stage_row else {},
         tokens={token.digest: token_of(token) for token in tokens},
         deadline=stage_row.deadline if stage_row is not None and is_open else None,
+        common_payload=_common_payload(tasks),
     )
     return loaded.drawing_with(row.draw_secret).recounted()
 
@@ -84,6 +85,12 @@ def _stage_row(session: Session, row: FederationRow) -> PhaseRow | None:
 def _latest_tasks(session: Session, stage: PhaseRow) -> dict[str, TaskRow]:
     rows = session.scalars(select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number))
     return {task.client: task for task in rows}
+
+
+def _common_payload(tasks: dict[str, TaskRow]) -> str | None:
+    """As ``jobs.common_payload`` tells it when payloads are made."""
+    digests = {task.payload_sha256 for task in tasks.values()} - {None}
+    return digests.pop() if len(digests) == 1 else None
 
 
 def _stage(row: PhaseRow | None, tasks: dict[str, TaskRow], now: float) -> Stage | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,6 +77,7 @@ class Registry:
         self.operators: dict[str, Operator] = {}
         self.retired: dict[str, int] = {}
         self.configs: dict[str, tuple[object, object, str]] = {}
+        self.epoch = ""  # another one each time the store is taken up: clients may have seen more than it holds
         self.ready = False
         self.leftovers = True
         self._closed = False
@@ -106,6 +108,7 @@ class Registry:
             self._closed = True
 
     def _load(self) -> None:
+        self.epoch = secrets.token_hex(8)
         with self.database.read() as session:
             self.federations = recovery.load_all(session, clock.monotonic())
             self.operators = {row.digest: _operator_of(row) for row in session.scalars(select(OperatorRow))}

@@ -38,6 +38,9 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         class_names=federation.spec.class_names,
         template=federation.spec.template,
         state=federation.run.state,
+        rounds=federation.spec.rounds,
+        training=federation.spec.training.model_dump(),
+        evaluate_every=federation.spec.evaluation.every,
     )
 
 

@@ -14,6 +14,7 @@ from promptfed.coordinator.reports.pieces import batches, listed
 from promptfed.coordinator.reports.rounds import round_report, rounds
 from promptfed.coordinator.store.database import Database
 from promptfed.shared import api_schemas as schemas
+from promptfed.shared.plain_text import csv_cell
 
 FIELDS = tuple(schemas.Metric.model_fields)
 
@@ -33,8 +34,13 @@ def as_csv(database: Database, federation: Federation) -> Iterator[bytes]:
     lines: Iterator[tuple[object, ...]] = chain([FIELDS], _numbers(database, federation))
     for some in batches(lines):
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(some)
+        csv.writer(text, lineterminator="\n").writerows([_cell(value) for value in row] for row in some)
         yield text.getvalue().encode()
+
+
+def _cell(value: object) -> object:
+    """Names that clients chose are never formulas to who opens the file; numbers stay numbers."""
+    return csv_cell(value) if isinstance(value, str) else value
 
 
 def _numbers(database: Database, federation: Federation) -> Iterator[Number]:

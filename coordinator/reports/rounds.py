@@ -107,12 +107,14 @@ def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:
     def those(*statuses: str) -> list[str]:
         return sorted({task.client for task in tasks if task.status in statuses})
 
+    payloads = {task.payload_sha256 for task in tasks} - {None}
     return {
         "opened_at": stage.opened_at,
         "deadline": stage.deadline,
         "closed_at": stage.closed_at,
         "completed_at": stage.completed_at,
         "seconds": clock.seconds_between(stage.opened_at, stage.completed_at),
+        "payload_sha256": payloads.pop() if len(payloads) == 1 else None,
         "asked": sorted({task.client for task in tasks}),
         "answered": those("answered", "discarded"),
         "failed": [
@@ -134,6 +136,7 @@ TASK = (
     TaskRow.bytes_down,
     TaskRow.counted,
     TaskRow.weight,
+    TaskRow.payload_sha256,
 )
 UPDATE = (
     *(UpdateRow.task_id, UpdateRow.sha256, UpdateRow.bytes, UpdateRow.norm),

@@ -21,6 +21,7 @@ from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.summary import FederationSummary
 from promptfed.sdk.text import size
+from promptfed.shared.plain_text import plain
 
 federation_app = typer.Typer(no_args_is_help=True, help="Create, watch and steer federations at a coordinator.")
 federation_app.command()(token)
@@ -197,7 +198,7 @@ def _show_status(federation: FederationSummary) -> None:
     awaited = [client.model_dump(mode="json") for client in federation.awaited]
     lines += [f"waiting for {client['name']} until {client['until']}" for client in awaited]
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def _show_result(result: FederationResult) -> None:

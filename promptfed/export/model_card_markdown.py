@@ -18,6 +18,7 @@ from promptfed.export.model_card import (
 from promptfed.sdk.text import percent, size
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.insights import GeneratesPrompts
+from promptfed.shared.plain_text import markdown as plain_markdown
 
 MOST_CLASSES = 12  # named one by one
 WHAT = {
@@ -141,5 +142,4 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def _plain(text: str) -> str:
     """What somebody else named, as text: nothing of it is read as Markdown or HTML."""
-    one_line = " ".join(text.split())
-    return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#!&" else letter for letter in one_line)
+    return plain_markdown(text)

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.plain_text import plain
 
 console = Console()
 messages = Console(stderr=True)
@@ -31,7 +32,7 @@ def table(title: str | None, columns: list[str], rows: list[list[str]]) -> Table
     for index, column in enumerate(columns):
         shown.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*(escape(cell) for cell in row))
+        shown.add_row(*(escape(plain(cell, keep="\n")) for cell in row))
     return shown
 
 
@@ -41,7 +42,8 @@ def reporting_errors() -> Iterator[None]:
     try:
         yield
     except CommandError as error:
-        messages.print(f"promptfed: {escape(str(error))}", soft_wrap=True, highlight=False)
+        text = escape(plain(error, keep="\n"))
+        messages.print(f"promptfed: {text}", soft_wrap=True, highlight=False)
         raise typer.Exit(error.exit) from None
     except KeyboardInterrupt:
         messages.print("promptfed: interrupted")

@@ -13,6 +13,7 @@ from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.output import messages, table
 from promptfed.sdk.result import Accuracy
 from promptfed.sdk.text import percent
+from promptfed.shared.plain_text import plain
 
 
 class Watcher:
@@ -43,15 +44,15 @@ class Watcher:
 
     def say(self, text: str) -> None:
         """Show one line instead of the last one; where no terminal is watching, as a line of its own."""
-        self._progress.update(self._task, description=escape(text))
+        self._progress.update(self._task, description=escape(plain(text)))
         if self._plain and text != self._said:
-            messages.print(escape(text), highlight=False, soft_wrap=True)
+            messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
         self._said = text
 
     def note(self, text: str) -> None:
         """Show one line that stays."""
         if not self._quiet:
-            messages.print(escape(text), highlight=False, soft_wrap=True)
+            messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
 
     def show(self, snapshot: Snapshot) -> None:
         """Show where the federation stands."""

@@ -21,9 +21,11 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core.base import (
+    AGGREGATE,
     ClientContext,
     ClientUpdate,
     Combine,
+    Disclosed,
     Hyperparameters,
     Method,
     Phase,
@@ -94,6 +96,18 @@ class FedCLIP(Method):
         "rounds": 300,
         "training": {"epochs": 1, "batch_size": 32, "optimizer": "adam", "learning_rate": 5e-5, "weight_decay": 0.2},
     }
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """What an adapter of image features carries back of them."""
+        return (
+            AGGREGATE,
+            Disclosed(
+                "operator",
+                "features of single images: the adapter's gradients are multiples of them, and a coordinator that "
+                "chooses the adapter can read them out of an update nearly exactly",
+            ),
+        )
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The adapter."""

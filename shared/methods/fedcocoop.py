@@ -15,7 +15,15 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.methods.core.base import ClientContext, Phase, ServerContext, Split, TrainResult
+from promptfed.shared.methods.core.base import (
+    AGGREGATE,
+    ClientContext,
+    Disclosed,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
 from promptfed.shared.methods.core.context import CONTEXT, ContextHyper, SharedContextMethod, class_prompts
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -49,6 +57,18 @@ class FedCoCoOp(SharedContextMethod):
     paper = "Zhou et al., Conditional Prompt Learning for Vision-Language Models (CoCoOp), 2022; averaged by FedAvg"
     Hyper = FedCoCoOpHyper
     hyper: FedCoCoOpHyper
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """What a meta-net on image features carries back of them."""
+        return (
+            AGGREGATE,
+            Disclosed(
+                "operator",
+                "mixtures of image features, perhaps those of single images: the meta-net's gradients are made of "
+                "the features that it reads",
+            ),
+        )
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The context and the meta-net."""

@@ -25,6 +25,7 @@ from promptfed.shared.methods.core.base import (
     ClientInfo,
     ClientUpdate,
     Combine,
+    Disclosed,
     Method,
     MethodError,
     Phase,
@@ -172,11 +173,21 @@ class PFedPG(Method):
     Hyper = PFedPGHyper
     hyper: PFedPGHyper
     personal = True
+    one_payload = False
+    metrics = ("loss", "delta_norm")
     needs = replace(visual.NEEDS, text_tower=False)
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 100,
         "training": {"epochs": 5, "batch_size": 64, "learning_rate": 0.25, "weight_decay": 1e-3},
     }
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """Each client has a place of its own at the coordinator; nobody is given another's prompts."""
+        return (
+            Disclosed("operator", "a descriptor of this client, by which those with like images stand near each other"),
+            Disclosed("sites", "what the generator has learned from all, in the prompts that it makes for each"),
+        )
 
     # Server half
 
@@ -289,6 +300,10 @@ class PFedPG(Method):
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """The client's own prompts P_n, to train from as to be evaluated with."""
         return {PROMPTS.name: self.prompts_of(state, [_row(client.name, context)])[0]}
+
+    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+        """As `payload`."""
+        return (PROMPTS,)
 
     def prompts_of(self, state: Tensors, rows: list[int]) -> Tensor:
         """Generated prompts ``(k, m, d_v)`` of the clients in ``rows`` of the roster."""

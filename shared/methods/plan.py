@@ -20,10 +20,12 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.base import (
+    AGGREGATE,
     ClientContext,
     ClientInfo,
     ClientUpdate,
     Combine,
+    Disclosed,
     Method,
     Phase,
     ServerContext,
@@ -193,6 +195,15 @@ class Plan(Method):
         kinds = {TEXT: hyper.text_aggregation, VISUAL: hyper.visual_aggregation}
         self.attentive = tuple(modality for modality in (TEXT, VISUAL) if kinds[modality] == "attention")
 
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """All prompts come down in the phase ``aggregators``, one client's beside the other's."""
+        if not self.attentive:
+            return (AGGREGATE,)
+        kinds = " and ".join(self.attentive)
+        text = f"this client's own {kinds} prompts as it trained them: each round they go to all who take part in it"
+        return (AGGREGATE, Disclosed("sites", f"{text}, unnamed"))
+
     # Server half
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
@@ -261,6 +272,10 @@ class Plan(Method):
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """What the phase names; for an evaluation the global prompts."""
         return {spec.name: state[spec.name] for spec in (GLOBAL if phase is None else phase.down)}
+
+    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+        """As `payload`."""
+        return GLOBAL if phase is None else phase.down
 
     def aggregate(
         self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import asdict
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from threading import RLock
@@ -164,6 +165,8 @@ def description(kind: type[Method]) -> dict[str, Any]:
             "late_join": kind.needs.late_join,
         },
         "cached_features": kind.needs.cached_features,
+        "metrics": list(kind.metrics),
+        "disclosures": [asdict(one) for one in method.disclosures],
         "generates_prompts": issubclass(kind, GeneratesPrompts),
     }
 

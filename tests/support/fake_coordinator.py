@@ -46,12 +46,14 @@ class FakeCoordinator:
     rounds: int = 2
     training: dict[str, Any] = field(default_factory=lambda: TrainingSpec(learning_rate=0.1).model_dump())
     class_names: list[str] | None = field(default_factory=lambda: list(NAMES))
+    template: str | None = "a photo of a {}."
     pretrained: str | None = "random"
     model: str = "promptfed-tiny"
     fingerprint: str | None = None
     protocol_version: int = 1
     state: str = "running"
     peers: list[dict[str, Any]] = field(default_factory=list)
+    epoch: str = "first"  # of the coordinator's process
     closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
     alter: Callable[[Request], Response | None] = lambda request: None  # an answer instead of the true one
     garble: Callable[[dict[str, Any]], dict[str, Any]] = lambda task: task
@@ -60,7 +62,8 @@ class FakeCoordinator:
         method = make_method(self.method)
         context = ServerContext(TrainingSpec(**self.training), self.shape, None, (), 7, self.rounds)
         self.global_state: Tensors = method.initial_state(context, initial_draws(7))
-        self.plan = [("evaluate", 0), *(("train", r) for r in range(1, self.rounds + 1)), ("evaluate", self.rounds)]
+        last = [("evaluate", self.rounds)] if self.rounds else []
+        self.plan = [("evaluate", 0), *(("train", r) for r in range(1, self.rounds + 1)), *last]
         self.client: EnrolRequest | None = None
         self.accepted: dict[str, str] = {}
         self.evaluations: list[dict[str, Any]] = []
@@ -89,7 +92,7 @@ class FakeCoordinator:
             "training": self.training,
             "backbone": {"model": self.model, "pretrained": self.pretrained, "precision": "fp32"},
             "class_names": self.class_names,
-            "template": "a photo of a {}.",
+            "template": self.template,
             "rounds": self.rounds,
             "seed": 7,
             "peers": self.peers,
@@ -108,6 +111,8 @@ class FakeCoordinator:
                     "sha256": "sha256:" + hashlib.sha256(body).hexdigest(),
                 },
                 "config": config,
+                "epoch": self.epoch,
+                "common_payload": "sha256:" + hashlib.sha256(body).hexdigest(),
             }
         )
         return self.garble(task.model_dump(mode="json"))
@@ -141,9 +146,12 @@ class FakeCoordinator:
                         "fingerprint": self.fingerprint,
                     },
                     "class_names": self.class_names,
-                    "template": "a photo of a {}.",
+                    "template": self.template,
                     "state": self.state,
                     "protocol_version": self.protocol_version,
+                    "rounds": self.rounds,
+                    "training": self.training,
+                    "evaluate_every": 1,
                 }
             )
             return Response(info.model_dump_json(), media_type="application/json")

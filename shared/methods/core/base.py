@@ -209,6 +209,17 @@ class Mixes(Protocol):
         """``(B, k)`` shares of the domains in ``domain_names``, which sum to 1, of the images at ``indices (B,)``."""
 
 
+@dataclass(frozen=True)
+class Disclosed:
+    """What taking part tells of a client's data beyond the tensors' names: ``what``, a clause, and to whom."""
+
+    to: Literal["operator", "sites"]
+    what: str
+
+
+AGGREGATE = Disclosed("sites", "the aggregate of all updates, in which this client's has its share")
+
+
 class Method(ABC):
     """One federated method with its hyperparameters ``hyper``. ``promptfed.shared.methods`` lists them.
 
@@ -222,9 +233,20 @@ class Method(ABC):
     needs: Needs = Needs()  # of the method; of one with particular hyperparameters where they change it
     defaults: ClassVar[dict[str, Any]] = {}  # laid under the spec: rounds, training, aggregation, participation
     personal: bool = False  # whether classifiers hold private state, so that each client's is another one
+    one_payload: bool = True  # whether all clients of a phase, and all of an evaluation, are given the same tensors
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports: no other is sent
 
     def __init__(self, hyper: Hyperparameters):
         self.hyper = hyper
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """What the operator and other sites can learn of a client, as its owner is told before it joins.
+
+        A method whose updates or payloads tell more than an aggregate does says so here.
+        """
+        phases = [phase for round in (1, 2) for phase in self.phases(round, 2)]
+        return (AGGREGATE,) if any(phase.up for phase in phases) else ()
 
     # Server half
 
@@ -301,6 +323,12 @@ class Method(ABC):
         """What ``client`` downloads in ``phase``, or for an evaluation (``phase`` is None): all that is shared."""
         shared = {spec.name for spec in self.state_tensors() if spec.shared_with_clients}
         return {name: tensor for name, tensor in state.items() if name in shared}
+
+    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+        """What `payload` holds in ``phase``, or in an evaluation: a client takes nothing else."""
+        if phase is not None:
+            return phase.down
+        return tuple(spec for spec in self.state_tensors() if spec.shared_with_clients)
 
     def expected_update(self, phase: Phase, client: ClientInfo, context: ServerContext) -> dict[str, tuple[Shape, str]]:
         """Shape and dtype of each tensor that ``client`` must send up in ``phase``."""

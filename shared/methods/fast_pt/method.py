@@ -25,11 +25,13 @@ from torch.nn import functional as F
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.base import (
+    AGGREGATE,
     Classifier,
     ClientContext,
     ClientInfo,
     ClientUpdate,
     Combine,
+    Disclosed,
     MethodError,
     Needs,
     Phase,
@@ -131,6 +133,7 @@ class FastPT(ContextMethod):
     hyper: FastPTHyper
     shared = GLOBAL
     needs = Needs(domain_descriptions=True, join_when_extended=False)
+    metrics = ("loss", "classifier_loss", "domain_loss", "mst_*")
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 20,
         "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.005},
@@ -144,6 +147,17 @@ class FastPT(ContextMethod):
     @property
     def _by_domain(self) -> bool:
         return self.hyper.prompts != "global"
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """The description goes to all; with domain prompts the classifier's updates and the list at the end."""
+        told = [AGGREGATE, Disclosed("sites", "this client's name and the words that describe its domain")]
+        if self._by_domain:
+            text = "this client's own domain prompt as it trained it, after the last round, with whose it is"
+            told.append(Disclosed("sites", text))
+            text = "mixtures of image features: the domain classifier's gradients are sums of them"
+            told.append(Disclosed("operator", text))
+        return tuple(told)
 
     # Server half
 
@@ -241,6 +255,10 @@ class FastPT(ContextMethod):
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """What the phase needs; for an evaluation all there is."""
         return {spec.name: state[spec.name] for spec in (self.state_tensors() if phase is None else phase.down)}
+
+    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+        """As `payload`."""
+        return self.state_tensors() if phase is None else phase.down
 
     def aggregate(
         self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext

@@ -18,16 +18,18 @@ from typing import Any
 import pytest
 import torch
 
+from promptfed.client_service.agreement import terms_of
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device, check_disk
 from promptfed.client_service.joining.consent import Terminal
-from promptfed.client_service.joining.disclosure import EACH, Disclosure, disclose
+from promptfed.client_service.joining.disclosure import EACH, Declared, Disclosure, disclose
 from promptfed.client_service.settings import make_settings
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import Source
-from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
+from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.spec import BackboneSpec
+from promptfed.shared.methods.core.base import Method
+from promptfed.shared.spec import BackboneShape, BackboneSpec, TrainingSpec
 from promptfed.shared.tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import NAMES
@@ -53,7 +55,9 @@ def test_what_is_told_is_what_is_sent(
     (_, told), *others = owner.calls
     assert others == []
     assert coordinator.client is not None
-    assert told.declared == coordinator.client  # the very request that enrolled
+    sent = coordinator.client.model_dump(exclude={"secret", "protocol_version", "backbone_shape"})
+    sent["fingerprint"] = sent.pop("backbone_fingerprint")
+    assert told.facts()["declared"] == sent  # the very request that enrolled
     text = "\n".join(told.lines())
     assert coordinator.client.secret not in text
     assert coordinator.client.secret not in json.dumps(told.facts())
@@ -87,37 +91,42 @@ def test_who_has_joined_is_not_asked_again(make_coordinator: MakeCoordinator, ma
 def info_of(method: str) -> EnrolmentInfo:
     backbone = BackboneSpec()
     known = {"federation_id": "f", "name": "pets", "template": None, "state": "running", "class_names": NAMES}
-    return EnrolmentInfo(method={"name": method}, backbone=backbone, **known)
+    plan = {"rounds": 3, "training": TrainingSpec().model_dump(), "evaluate_every": 1}
+    return EnrolmentInfo(method={"name": method}, backbone=backbone, **known, **plan)
+
+
+def told_of(method: Method, declared: Declared, shape: BackboneShape | None, tests: list[str]) -> Disclosure:
+    info = info_of(method.name)
+    terms = terms_of(info, method, "http://127.0.0.1", declared.role, tests)
+    return disclose(terms, info, method, declared, shape)
 
 
 @pytest.fixture
-def declared(backbone: Backbone) -> EnrolRequest:
-    fingerprint = "sha256:" + "0" * 64
-    names = {"name": "a", "secret": "0" * 64, "num_samples": 4, "class_names": NAMES}
-    return EnrolRequest(backbone_fingerprint=fingerprint, backbone_shape=shape_of(backbone), **names)
+def declared() -> Declared:
+    return Declared("a", "trainer", 4, tuple(NAMES), None, "cpu", "sha256:" + "0" * 64)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.own()))
-def test_every_method_can_be_told(declared: EnrolRequest, name: str) -> None:
+def test_every_method_can_be_told(declared: Declared, backbone: Backbone, name: str) -> None:
     method = make_method({"name": name})
-    told = disclose("http://127.0.0.1", info_of(name), method, declared, ["novel"])
+    told = told_of(method, declared, shape_of(backbone), ["novel"])
     promised = {spec.name for round in (1, 2, 3) for phase in method.phases(round, 3) for spec in phase.up}
     tensors = [one for exchange in told.exchanges for one in exchange.tensors]
     assert {one.name for one in tensors} == promised
     unknown = {size for one in tensors for size in one.shape if isinstance(size, str)}
     assert unknown == ({"n"} if name == "fast_pt" else set())  # how many domains there will be
-    evaluator = declared.model_copy(update={"role": "evaluator"})
-    assert disclose("http://127.0.0.1", info_of(name), method, evaluator, []).exchanges == ()
+    evaluator = replace(declared, role="evaluator")
+    assert told_of(method, evaluator, shape_of(backbone), []).exchanges == ()
 
 
-def test_the_last_rounds_tensors_are_told_apart(declared: EnrolRequest) -> None:
-    told = disclose("http://127.0.0.1", info_of("fast_pt"), make_method({"name": "fast_pt"}), declared, [])
+def test_the_last_rounds_tensors_are_told_apart(declared: Declared, backbone: Backbone) -> None:
+    told = told_of(make_method({"name": "fast_pt"}), declared, shape_of(backbone), [])
     assert [(one.phase, one.when) for one in told.exchanges] == [
         ("global", EACH),
         ("domain_prompts", "after the last round"),
     ]
     by_name = {tensor.name: tensor for exchange in told.exchanges for tensor in exchange.tensors}
-    assert by_name["classifier_weight"].shape == ("n", declared.backbone_shape.d_e)
+    assert by_name["classifier_weight"].shape == ("n", backbone.d_e)
     assert by_name["classifier_weight"].bytes is None
 
 
@@ -142,8 +151,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | N
 
 
 @pytest.fixture
-def disclosure(declared: EnrolRequest) -> Disclosure:
-    return Disclosure("http://127.0.0.1", "pets", "promptfl", declared, (), ("its test images",))
+def disclosure(declared: Declared) -> Disclosure:
+    return told_of(make_method({"name": "promptfl"}), declared, None, [])
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_who_has_enrolled_needs_no_token_any_more(
 ) -> None:
     coordinator = make_coordinator(rounds=0)
     asyncio.run(make_worker(coordinator).run())
-    coordinator.plan = [("evaluate", 0)]
+    coordinator.plan, coordinator.epoch = [("evaluate", 0)], "restored"
     assert settings.enrolment_token_file is not None
     if lost == "expired":
         settings.enrolment_token_file.write_text("expired")
@@ -92,7 +92,7 @@ def test_who_has_enrolled_needs_no_token_any_more(
     else:
         settings = settings.model_copy(update={"enrolment_token_file": None})
     assert asyncio.run(make_worker(coordinator, settings=settings).run()) is Exit.OK
-    assert len(coordinator.evaluations) == 3
+    assert len(coordinator.evaluations) == 2
 
 
 def test_a_backbone_outside_the_registry_needs_the_owners_consent(

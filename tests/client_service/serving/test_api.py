@@ -148,10 +148,10 @@ def test_a_small_file_of_too_many_pixels_is_refused(serving: Worker, size: tuple
 
 def test_status_and_metrics_tell_the_course(serving: Worker) -> None:
     status = call(serving, "GET", "/status").json()
-    assert (status["stage"], status["evaluated"], status["name"]) == ("ended", 2, "hospital-a")
+    assert (status["stage"], status["evaluated"], status["name"]) == ("ended", 1, "hospital-a")
     assert status["zero_shot"] is not None
     text = call(serving, "GET", "/metrics").text
-    assert 'promptfed_client_events_total{event="evaluated"} 2.0' in text
+    assert 'promptfed_client_events_total{event="evaluated"} 1.0' in text
     assert "promptfed_client_bytes_up" in text
     assert 'promptfed_client_accuracy{prompts="template"}' in text
     assert "hospital-a" not in text

@@ -86,11 +86,7 @@ def test_without_a_template_in_the_spec_each_data_source_has_its_own(
 ) -> None:
     extra = replace(made_up_source(seed=6), template="a blurred picture of the {} in the dark.")
 
-    def no_template(task: dict[str, Any]) -> dict[str, Any]:
-        task["config"]["template"] = None
-        return task
-
-    found = run(make_coordinator, make_worker, {"other": extra}, garble=no_template)[-1]
+    found = run(make_coordinator, make_worker, {"other": extra}, template=None)[-1]
     assert found["zero_shot"]["other"]["accuracy"] == zero_shot_of(backbone, extra, extra.template)
     assert found["zero_shot"]["test"]["accuracy"] == zero_shot_of(backbone, source, source.template)
 

@@ -29,6 +29,7 @@ from promptfed.shared.messages import Task
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
 from promptfed.shared.methods.pfedpg import ADAPTED
 from promptfed.shared.tensors import Tensors, decode, encode
+from tests.support.agreed import agreed
 from tests.support.fake_coordinator import FakeCoordinator, made_up_source
 from tests.support.textless import MODEL, textless_backbone
 
@@ -183,7 +184,8 @@ def test_head_and_predictions_outlive_a_restart(features: FeatureCache, tmp_path
 
     def started() -> TaskWork:
         data = ClientData(open_source(DATA["anna"]), backbone, features)
-        return TaskWork("anna", "trainer", backbone, data, PrivateState(tmp_path), Predictor())
+        state = PrivateState(tmp_path)
+        return TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "pfedpg"}))
 
     work = started()
     work.evaluate(task("evaluate", 0, payload), payload, lambda: False)
@@ -207,7 +209,8 @@ def test_head_and_predictions_outlive_a_restart(features: FeatureCache, tmp_path
 
     undisturbed = tmp_path / "undisturbed"
     data = ClientData(open_source(DATA["anna"]), backbone, features)
-    other = TaskWork("anna", "trainer", backbone, data, PrivateState(undisturbed), Predictor())
+    state = PrivateState(undisturbed)
+    other = TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "pfedpg"}))
     for round in (1, 2):
         other.train(task("train", round, payload), payload, lambda: False)
         other.state.commit()

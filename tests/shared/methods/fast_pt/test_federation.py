@@ -29,6 +29,7 @@ from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.tensors import Tensors, decode, encode
 from tests.support import literal, literal_fast_pt
+from tests.support.agreed import agreed
 from tests.support.equality import assert_values
 from tests.support.small_fast_pt import count_transforms
 
@@ -260,7 +261,7 @@ def peers(*domains: tuple[str, str, str]) -> list[Peer]:
 
 
 def blank_payload(backbone: Backbone, known: list[Peer]) -> bytes:
-    """A global state of zeros with a row for each trainer."""
+    """A global state of zeros with a row for each trainer, as an evaluation brings it."""
     domains = [peer.domain for peer in known if peer.role == "trainer" and peer.domain]
     return encode(
         {
@@ -272,6 +273,12 @@ def blank_payload(backbone: Backbone, known: list[Peer]) -> bytes:
             "listed_domains": torch.zeros(0, dtype=torch.int64),
         }
     )
+
+
+def for_training(payload: bytes) -> bytes:
+    """Of an evaluation's payload, what the phase ``global`` brings."""
+    state, _ = decode(payload)
+    return encode({name: tensor for name, tensor in state.items() if name not in ("domain_prompts", "listed_domains")})
 
 
 def task(kind: str, round: int, known: list[Peer], payload: bytes) -> Task:
@@ -295,7 +302,8 @@ def task(kind: str, round: int, known: list[Peer], payload: bytes) -> Task:
 def started(backbone: Backbone, features: FeatureCache, folder: Path) -> TaskWork:
     """Anna's client as it starts on what the folder holds."""
     data = ClientData(open_source(DATA["anna"]), backbone, features)
-    return TaskWork("anna", "trainer", backbone, data, PrivateState(folder), Predictor())
+    state = PrivateState(folder)
+    return TaskWork("anna", "trainer", backbone, data, state, Predictor(), agreed(state, {"name": "fast_pt"}))
 
 
 def test_transforms_outlive_a_restart_and_a_newcomer_adds_its_own(
@@ -306,20 +314,21 @@ def test_transforms_outlive_a_restart_and_a_newcomer_adds_its_own(
     everybody = [anna, ("bert", "trainer", "a neon sign of a {}"), ("unseen", "evaluator", "a chalk drawing of a {}")]
     known = peers(*everybody)
     payload = blank_payload(backbone, known)
+    brought = for_training(payload)
 
     work = started(backbone, features, tmp_path)
     work.evaluate(task("evaluate", 0, known, payload), payload, lambda: False)
     assert trained == ["bert"], "before the first round, with the first task that tells of the peers"
     work.state.close()
     work = started(backbone, features, tmp_path)
-    metrics = work.train(task("train", 1, known, payload), payload, lambda: False)
+    metrics = work.train(task("train", 1, known, brought), brought, lambda: False)
     assert trained == ["bert"]
     assert "mst_alignment_after[bert]" in metrics
     work.state.commit()
     work.state.close()
     work = started(backbone, features, tmp_path)
     late = peers(*everybody, ("cleo", "trainer", "a mosaic of a {}"))
-    metrics = work.train(task("train", 2, late, payload), payload, lambda: False)
+    metrics = work.train(task("train", 2, late, brought), brought, lambda: False)
     assert trained == ["bert", "cleo"]
     assert "mst_alignment_after[cleo]" in metrics
     assert "mst_alignment_after[bert]" not in metrics

@@ -1,0 +1,331 @@
+"""What the data owner agreed to, kept beside the private state, and held against every task.
+
+The terms are made of the coordinator's offer and of what the installed method declares. A task that differs in any of
+them is refused, and so are tasks beyond those that the rounds allow. Rounds only go forward; but a coordinator that was
+restored from a backup asks for rounds again, so one going back is taken from each coordinator's process, three in all.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.private_state import PrivateState
+from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, TaskConfig
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.base import Method
+from promptfed.shared.plain_text import plain
+from promptfed.shared.spec import BackboneSpec, SpecError, TrainingSpec
+from promptfed.shared.tensors import canonical_json
+
+FILE, LEDGER, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
+ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again
+RESTORES = 3  # of the coordinator from a backup, without asking the owner
+MEASURED = ("train_seconds", "trained_parameters")  # numbers that every method's update carries
+SHOWN = 200  # characters of a value that an owner is shown
+
+
+class NotAgreed(ValueError):
+    """A task is not what the owner of the data agreed to; the text says in what."""
+
+
+class Terms(Message):
+    """What taking part is: all of it follows from these, and nothing else is done.
+
+    ``sends``: the tensors of each phase, with symbols in their shapes. ``metrics``: patterns of the numbers that go
+    with them. ``accuracies``: the test sets that are measured.
+    """
+
+    coordinator: str
+    federation_id: str
+    federation: str
+    role: Role
+    method: dict[str, Any]
+    method_package: str | None
+    backbone: dict[str, Any]
+    class_names: list[str] | None
+    template: str | None
+    rounds: int
+    training: dict[str, Any]
+    evaluate_every: int
+    sends: dict[str, list[str]]
+    metrics: list[str]
+    accuracies: list[str]
+
+    @property
+    def offer(self) -> dict[str, Any]:
+        """What is not the owner's own choice: a change of it is asked again."""
+        return self.model_dump(mode="json", exclude={"coordinator", "accuracies"})
+
+    @property
+    def digest(self) -> str:
+        """The name of just this offer, which ``--agree`` takes."""
+        return hashlib.sha256(canonical_json(self.offer).encode()).hexdigest()[:16]
+
+
+class Ledger(Message):
+    """What was sent so far: a round's phases (``train prompts``) with how often, and whether they are over."""
+
+    epoch: str = ""
+    restores: int = 0
+    round: int = 0
+    sent: dict[str, int] = Field(default_factory=dict)
+    settled: list[str] = Field(default_factory=list)
+
+
+class Consent(Message):
+    """What the owner agreed to, when, and the weights that were then loaded."""
+
+    terms: Terms
+    agreed_at: datetime
+    fingerprint: str | None = None
+
+
+def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, tests: list[str]) -> Terms:
+    """The terms of an offer.
+
+    Raises:
+        ClientError: PROTOCOL where the coordinator leaves part of it open.
+    """
+    if info.rounds is None or info.training is None or info.evaluate_every is None:
+        text = "the coordinator does not say for how many rounds and how its clients train"
+        raise ClientError(Exit.PROTOCOL, f"{text}: install the same version of promptfed on both sides")
+    try:
+        training = TrainingSpec.model_validate(info.training).model_dump(mode="json")
+    except ValidationError as error:
+        text = "; ".join(f"{one['path']}: {one['detail']}" for one in SpecError.from_validation(error).errors)
+        raise ClientError(Exit.PROTOCOL, f"the coordinator's training settings are not understood: {text}") from None
+    sends = {phase.name: [_tensor(spec) for spec in phase.up] for phase in _phases(method)} if role == "trainer" else {}
+    return Terms(
+        coordinator=coordinator,
+        federation_id=info.federation_id,
+        federation=info.name,
+        role=role,
+        method=_settings(method),
+        method_package=info.method_package,
+        backbone=_backbone(info.backbone),
+        class_names=info.class_names,
+        template=info.template,
+        rounds=info.rounds,
+        training=training,
+        evaluate_every=info.evaluate_every,
+        sends=sends,
+        metrics=sorted({*method.metrics, *MEASURED}) if role == "trainer" else [],
+        accuracies=["test", *sorted(tests)],
+    )
+
+
+def _phases(method: Method) -> Iterator[Any]:
+    """The phases of a first, a middle and a last round, each once."""
+    seen = set()
+    for round in (1, 2, 3):
+        for phase in method.phases(round, 3):
+            if phase.name not in seen:
+                seen.add(phase.name)
+                yield phase
+
+
+def _tensor(spec: Any) -> str:
+    return f"{spec.name} ({', '.join(map(str, spec.shape))}) {spec.dtype}"
+
+
+def _settings(method: Method) -> dict[str, Any]:
+    return {"name": method.name, **method.hyper.model_dump(mode="json")}
+
+
+def _backbone(spec: BackboneSpec) -> dict[str, Any]:
+    return {"model": spec.model, "pretrained": spec.pretrained, "precision": spec.precision}
+
+
+def differences(agreed: Any, asked: Any, path: str = "") -> list[str]:
+    """``rounds is 9 instead of 3``, for each place where ``asked`` is not as it was ``agreed``; as plain text."""
+    if isinstance(agreed, Mapping) and isinstance(asked, Mapping):
+        keys = sorted({*agreed, *asked}, key=str)
+        found = []
+        for key in keys:
+            place = f"{path}.{key}" if path else str(key)
+            found += differences(agreed.get(key, "(nothing)"), asked.get(key, "(nothing)"), place)
+        return found
+    if agreed == asked and type(agreed) is type(asked):
+        return []
+    return [f"{_short(path)} is {_short(asked)} instead of {_short(agreed)}"]
+
+
+def _short(value: Any) -> str:
+    text = plain(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+@dataclass
+class Agreement:
+    """The consent of one client, on its disk; every task passes `expect`, and every answer is noted before it goes."""
+
+    state: PrivateState
+    consent: Consent
+    ledger: Ledger
+
+    @classmethod
+    def kept(cls, state: PrivateState) -> Agreement | None:
+        """What the folder holds; None before the first consent.
+
+        Raises:
+            ClientError: STATE where it is damaged.
+        """
+        consent = state.read_note(FILE)
+        ledger = state.read_note(LEDGER)
+        if consent is None:
+            return None
+        try:
+            known = Consent.model_validate_json(consent)
+            return cls(state, known, Ledger.model_validate_json(ledger) if ledger is not None else Ledger())
+        except ValidationError:
+            raise state.damaged(FILE) from None
+
+    @classmethod
+    def made(cls, state: PrivateState, terms: Terms) -> Agreement:
+        """A new consent, on the disk when this returns. What was sent under an earlier one stays counted."""
+        before = cls.kept(state)
+        ledger = before.ledger.model_copy(update={"restores": 0}) if before is not None else Ledger()
+        agreement = cls(state, Consent(terms=terms, agreed_at=datetime.now(UTC)), ledger)
+        agreement._note(ledger)
+        agreement._change()
+        state.remove_note(WITHDRAWN)
+        return agreement
+
+    def changes(self, terms: Terms) -> list[str]:
+        """Why the owner is to be asked again; empty where the consent covers ``terms``."""
+        changed = differences(self.consent.terms.offer, terms.offer)
+        at = self.state.read_note(WITHDRAWN)
+        if at is not None:
+            changed.insert(0, f"consent was called back at {at}")
+        if self.ledger.restores >= RESTORES:
+            changed.append(f"the coordinator went back to earlier rounds {RESTORES} times")
+        return changed
+
+    def pin(self, fingerprint: str) -> None:
+        """The weights that were loaded: tasks for others are refused."""
+        if self.consent.fingerprint != fingerprint:
+            self._change(fingerprint=fingerprint)
+
+    def expect(self, task: Task) -> None:
+        """Refuse a task that was not agreed to.
+
+        Raises:
+            NotAgreed: it differs, or is one more than the rounds allow.
+            ClientError: WITHDRAWN where consent was called back meanwhile.
+        """
+        if self.state.read_note(WITHDRAWN) is not None:
+            raise ClientError(Exit.WITHDRAWN, "this client's owner has called consent back: it takes part no longer")
+        terms = self.consent.terms
+        found = differences(self._agreed(), _asked(task.config))
+        fingerprint = task.config.backbone.fingerprint
+        if fingerprint not in (None, self.consent.fingerprint):
+            found.append(f"backbone.fingerprint is {_short(fingerprint)} instead of {self.consent.fingerprint}")
+        if found:
+            raise NotAgreed("the task is not what this client's owner agreed to: " + "; ".join(found))
+        if task.kind == "train":
+            self._expect_training(task)
+        elif task.round > terms.rounds or not (task.round % terms.evaluate_every == 0 or task.round == terms.rounds):
+            raise NotAgreed(f"no evaluation was agreed to after round {task.round} of {terms.rounds}")
+        self._expect_turn(task)
+
+    def _agreed(self) -> dict[str, Any]:
+        wanted = ("method", "backbone", "class_names", "template", "rounds", "training")
+        return self.consent.terms.model_dump(mode="json", include=set(wanted))
+
+    def _expect_training(self, task: Task) -> None:
+        terms = self.consent.terms
+        if terms.role != "trainer":
+            raise NotAgreed("this client evaluates: its owner agreed to no training")
+        names = [phase.name for phase in make_method(terms.method).phases(task.round, terms.rounds)]
+        if not 1 <= task.round <= terms.rounds or task.phase not in names:
+            raise NotAgreed(
+                f"round {task.round} of {terms.rounds} has no phase {plain(task.phase)!r}; agreed: {', '.join(names)}"
+            )
+
+    def _expect_turn(self, task: Task) -> None:
+        """Rounds go forward and each phase is answered once, but where the coordinator was restored from a backup."""
+        ledger, key = self.ledger, _key(task)
+        back = task.round < ledger.round or (task.round == ledger.round and key in ledger.settled)
+        if not back:
+            if task.round == ledger.round and ledger.sent.get(key, 0) >= ATTEMPTS:
+                raise NotAgreed(f"round {task.round}, {plain(key)}, was answered {ATTEMPTS} times")
+            return
+        if task.epoch == ledger.epoch:
+            raise NotAgreed(f"round {task.round}, {plain(key)}, is over: this client has answered it, or a later round")
+        if ledger.restores >= RESTORES:
+            raise NotAgreed(
+                f"the coordinator asks for round {task.round} again; it went back {RESTORES} times before, "
+                "and this client's owner has to agree to more"
+            )
+
+    def goes_back(self, task: Task) -> bool:
+        """Whether a task that `expect` let pass is one of a coordinator that was restored from a backup."""
+        ledger = self.ledger
+        return task.round < ledger.round or (task.round == ledger.round and _key(task) in ledger.settled)
+
+    def note_sending(self, task: Task) -> None:
+        """Count an answer that is about to leave, on the disk before it does."""
+        ledger, key = self.ledger, _key(task)
+        back = self.goes_back(task)
+        fresh = back or task.round > ledger.round
+        sent, settled = ({}, []) if fresh else (dict(ledger.sent), ledger.settled)
+        sent[key] = sent.get(key, 0) + 1
+        restores = self.ledger.restores + back
+        self._note(Ledger(epoch=task.epoch, restores=restores, round=task.round, sent=sent, settled=settled))
+
+    def note_settled(self, kind: str, round: int, phase: str) -> None:
+        """The answer counts, or came too late: this phase is not answered again."""
+        ledger, key = self.ledger, _name(kind, phase)
+        if round > ledger.round:  # made before a kill, and sent only now
+            ledger = ledger.model_copy(update={"round": round, "sent": {key: 1}, "settled": []})
+        if key not in ledger.settled:
+            self._note(ledger.model_copy(update={"settled": [*ledger.settled, key]}))
+
+    def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Those of ``measured`` that were agreed to."""
+        patterns = self.consent.terms.metrics
+        return {n: v for n, v in measured.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in patterns)}
+
+    def _change(self, **changes: Any) -> None:
+        self.consent = self.consent.model_copy(update=changes)
+        self.state.write_note(FILE, self.consent.model_dump_json())
+
+    def _note(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.state.write_note(LEDGER, ledger.model_dump_json())
+
+
+def _key(task: Task) -> str:
+    return _name(task.kind, task.phase)
+
+
+def _name(kind: str, phase: str) -> str:
+    return f"{kind} {phase}"
+
+
+def _asked(config: TaskConfig) -> dict[str, Any]:
+    """A task's part of the terms, with what is left out filled in as it was in the offer."""
+    try:
+        method = _settings(make_method(config.method))
+    except (SpecError, KeyError, TypeError):
+        method = {"name": "(none of this machine)", **config.method}
+    try:
+        training = TrainingSpec.model_validate(config.training).model_dump(mode="json")
+    except ValidationError:
+        training = config.training
+    return {
+        "method": method,
+        "backbone": _backbone(config.backbone),
+        "class_names": config.class_names,
+        "template": config.template,
+        "rounds": config.rounds,
+        "training": training,
+    }

@@ -1,0 +1,94 @@
+"""Calling consent back: first on this machine, where it holds whatever the coordinator says, then there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from datetime import UTC, datetime
+
+from promptfed.client_service.agreement import FILE, WITHDRAWN
+from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.private_state import Identity, PrivateState
+from promptfed.client_service.settings import Settings
+from promptfed.shared.exit_codes import Exit as Code
+from promptfed.shared.files import write_whole
+
+log = logging.getLogger("promptfed.client")
+
+ANSWER_SECONDS = 15.0  # that a coordinator gets to answer
+END_SECONDS = 300.0  # that a client which still runs gets to end, before its private parts are deleted
+
+
+def withdraw(settings: Settings) -> int:
+    """Call consent back, tell the coordinator, and delete what is private where that is wanted; the exit code.
+
+    A client that runs on this folder ends at its next task or question, or when the coordinator tells it.
+
+    Raises:
+        ClientError: STATE where there is no consent to call back, or a running client does not end.
+    """
+    folder = settings.state_dir
+    if not (folder / FILE).exists():
+        raise ClientError(Exit.STATE, f"{folder} holds no consent to call back: give the client's --state-dir")
+    write_whole(folder / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
+    log.info("consent is called back: this client answers no task any more")
+    told = _tell(settings)
+    if settings.delete_private:
+        state = _opened(settings)
+        try:
+            state.delete_private()
+        finally:
+            state.close()
+        log.info("private tensors, features and prompts in %s are deleted; who this client was is kept", folder)
+        if settings.feature_cache is not None:
+            log.warning("features in %s are left: other clients may share that folder", settings.feature_cache)
+    return Code.OK if told else Exit.UNREACHABLE
+
+
+def _tell(settings: Settings) -> bool:
+    """Whether the coordinator knows; where it does not, the operator has to be told in another way."""
+    try:
+        identity = Identity(**json.loads((settings.state_dir / "identity.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        identity = None
+    if identity is None or identity.federation_id is None or identity.client_id is None:
+        log.info("the coordinator knows of no such client: nothing to tell it")
+        return True
+    try:
+        asyncio.run(_send(settings, identity.federation_id, identity.secret))
+    except Refused as refused:
+        if refused.status not in (401, 403, 409, 410):
+            return _untold(str(refused))
+        log.info("at the coordinator this client takes part no longer: %s", refused.detail)
+    except (ClientError, BadAnswer) as error:
+        return _untold(str(error))
+    else:
+        log.info("the coordinator waits for this client no longer; the operator can delete what it has sent")
+    return True
+
+
+def _untold(why: str) -> bool:
+    log.error("the coordinator could not be told (%s): tell the operator, or give --withdraw again", why)
+    return False
+
+
+async def _send(settings: Settings, federation: str, secret: str) -> None:
+    async with open_http(settings) as http:
+        coordinator = CoordinatorClient(http, settings.coordinator, federation, ANSWER_SECONDS, secret)
+        await coordinator.withdraw()
+
+
+def _opened(settings: Settings) -> PrivateState:
+    """The state folder, once a client that still runs on it has ended."""
+    until = time.monotonic() + END_SECONDS
+    while True:
+        try:
+            return PrivateState(settings.state_dir)
+        except ClientError:
+            if time.monotonic() > until:
+                text = f"a client still runs on {settings.state_dir}: stop it, then give --withdraw again"
+                raise ClientError(Exit.STATE, text) from None
+            time.sleep(0.2)

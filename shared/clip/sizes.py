@@ -1,0 +1,39 @@
+"""The sizes of a backbone by open_clip's own description of it: nothing is downloaded and nothing built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from promptfed.shared.clip import tiny
+from promptfed.shared.spec import BackboneShape
+
+
+def shape_by_name(model: str) -> BackboneShape | None:
+    """The sizes of ``model``; None where the description does not say them, or lies outside open_clip's registry."""
+    if ":" in model:
+        return None
+    import open_clip
+
+    tiny.register()
+    config = open_clip.get_model_config(model.replace("/", "-"))
+    if config is None:
+        return None
+    text, vision = config["text_cfg"], config["vision_cfg"]
+    if "hf_model_name" in text or "timm_model_name" in vision or not isinstance(vision.get("layers"), int):
+        return None
+    return _shape(config["embed_dim"], text, vision)
+
+
+def _shape(d_e: int, text: dict[str, Any], vision: dict[str, Any]) -> BackboneShape | None:
+    try:
+        return BackboneShape(
+            d_t=text["width"],
+            d_v=vision["width"],
+            d_e=d_e,
+            text_layers=text["layers"],
+            vision_layers=vision["layers"],
+            context_length=text["context_length"],
+            patch_size=vision["patch_size"],
+        )
+    except (KeyError, ValueError):
+        return None

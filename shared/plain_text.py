@@ -1,0 +1,45 @@
+"""What others wrote, shown as text: it moves no cursor, hides no line, and is no HTML, Markdown or formula."""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+
+# Cc: ESC and other controls. Cf: what turns the direction of writing, or shows as nothing. Cs, Cn, Co: what terminals
+# draw as they like. Zl, Zp: further ends of lines.
+UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
+JOINERS = "\u200c\u200d"  # that some scripts, and emoji, are written with; they neither hide nor move anything
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+MARKDOWN = "\\`*_[]|#!~"
+
+
+def plain(text: object, keep: str = "") -> str:
+    """``text`` with every character that a terminal obeys or does not show as its code, ``\\x1b`` or ``\\u202e``.
+
+    ``keep``: characters that are left as they are, such as the line ends of a traceback.
+    """
+    return "".join(letter if _shows(letter) or letter in keep else _code(letter) for letter in str(text))
+
+
+def _shows(letter: str) -> bool:
+    return letter in JOINERS or unicodedata.category(letter) not in UNSEEN
+
+
+def _code(letter: str) -> str:
+    number = ord(letter)
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def csv_cell(text: str) -> str:
+    """``text`` as a cell that no spreadsheet reads as a formula: a quote stands before what would begin one."""
+    shown = plain(text, keep="\n\t")
+    return f"'{shown}" if shown.startswith(FORMULA) else shown
+
+
+def markdown(text: str) -> str:
+    """``text`` in one line of Markdown that reads as it stands: neither markup nor HTML."""
+    one_line = plain(" ".join(text.split()))
+    escaped = "".join(f"\\{letter}" if letter in MARKDOWN else letter for letter in one_line)
+    return html.escape(escaped, quote=False)
