@@ -27,7 +27,7 @@ class Recipe:
     batch: int = 96
     classifier_steps: int = 4000
     """The image tower as a classifier of names, kinds and styles, half of the patches dropped."""
-    text_steps: int = 1200
+    text_steps: int = 2000
     """The text tower on the features of the image tower, which rests."""
     joint_steps: int = 1500
     """Both towers, all patches."""
@@ -151,10 +151,11 @@ def _holes(rng: np.random.Generator, count: int, side: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Captions:
-    """Tokens (B, L), and which captions are true of which picture, (B, B)."""
+    """Tokens (B, L), which captions are true of which picture, (B, B), and the thing that each names, (B,), or -1."""
 
     tokens: Tensor
     target: Tensor
+    thing: Tensor
 
 
 def captions(source: Corpus, rows: np.ndarray, rng: np.random.Generator, words: bool = True) -> Captions:
@@ -175,7 +176,8 @@ def captions(source: Corpus, rows: np.ndarray, rng: np.random.Generator, words: 
             said.append(("name", name, -1))
         prefix = rng.integers(256, 49406, size=int(rng.integers(LONGEST_PREFIX + 1))).tolist() if which >= 0.7 else []
         ids.append([*(prefix if words else []), *encode(text + stop)])
-    return Captions(pad(ids), _target(source, rows, said))
+    named = torch.tensor([-1 if what == "kind" else thing for what, thing, _ in said])
+    return Captions(pad(ids), _target(source, rows, said), named)
 
 
 def _target(source: Corpus, rows: np.ndarray, said: list[tuple[str, int, int]]) -> Tensor:

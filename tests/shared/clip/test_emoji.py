@@ -18,6 +18,7 @@ from promptfed.shared.clip.emoji.gate import places_to_test, task_accuracy
 from promptfed.shared.clip.emoji.pretrain import Training, run, save_weights, started, stretched
 from promptfed.shared.clip.emoji.readlist import NEAR_BITS, perceptual, read_list, write_read_list
 from promptfed.shared.clip.tiny import weights_path
+from promptfed.shared.clip.tiny.evaluate import text_features
 from promptfed.shared.data.emoji import store
 from promptfed.shared.data.emoji.source import FOLDER
 from promptfed.shared.data.emoji.splits import splits
@@ -87,6 +88,10 @@ def test_captions_are_true_of_what_they_say(source: Corpus) -> None:
     true = said.target.bool()
     assert (kind[:, None] == kind[None])[true].all()
     same = thing[:, None] == thing[None]
+    named = said.thing >= 0
+    assert torch.equal(said.thing[named], thing[named])
+    assert 0 < (~named).sum() < 20
+    assert torch.equal(true[:, ~named], (kind[:, None] == kind[None])[:, ~named])
     assert (true & ~same).any()  # a kind's caption fits other things of the kind
     assert (same & ~true).any()  # a style's caption does not fit the thing in another style
 
@@ -133,6 +138,22 @@ def test_each_stage_trains_its_own_towers(folder: Path) -> None:
         towers = {"image" if name.startswith("visual.") else "text" for name in changed - {"logit_scale"}}
         seen.append((stage, sorted(towers)))
     assert seen == [(0, ["image"])] * 2 + [(1, ["text"])] * 2 + [(2, ["image", "text"])] * 2
+
+
+def test_the_text_tower_learns_the_vectors_of_all_names(folder: Path) -> None:
+    """Of a batch's captions alone it would know only those of the batch."""
+    training = Training(folder, Recipe(classifier_steps=0, text_steps=40, joint_steps=1, text_batch=48), 0)
+    vectors = F.normalize(training.heads.names.weight.detach(), dim=1)
+    names = [training.source.names[k] for k in range(20)]
+
+    def agreement() -> float:
+        text = text_features(training.model, names, "a photo of a {}.")
+        return float((text * vectors[:20]).sum(1).mean())
+
+    before = agreement()
+    for _ in range(30):
+        training.advance()
+    assert agreement() > before + 0.1
 
 
 def test_it_is_loaded_from_its_file_and_the_tiny_backbone_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
