@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from promptfed.cli import bench_results
 from promptfed.experiments.ceilings import CEILINGS, Room, rooms_of, rooms_table
 from promptfed.experiments.document import BenchmarkRecord, document, record
 from promptfed.experiments.entries import RawSpec, parse_entries
@@ -29,6 +30,7 @@ from promptfed.experiments.provenance import Provenance, provenance
 from promptfed.experiments.results import Run, write_json
 from promptfed.experiments.runner import Bench, Job, Runner, run_all
 from promptfed.experiments.setting import Setting
+from promptfed.experiments.sweep import SHARE, Grid, Swept, rates_of, sweep, sweep_table
 from promptfed.experiments.tables import TableRow, cells, interleaved, markdown, rows_of
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
@@ -40,6 +42,38 @@ KNOWN = PROTOCOLS | CEILINGS
 _ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "as_json"})
 _EMBEDDED = _ALL | {"reduced"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
+
+
+def run_command(options: Mapping[str, Any], given: Set[str]) -> None:
+    """Carry out `promptfed bench`: its ``options`` by parameter, of which those in ``given`` were written.
+
+    Raises:
+        CommandError: what is wrong with options, data or results.
+    """
+    protocol, results, as_json = options["protocol"], options["results"] or [], options["as_json"]
+    device, allowed = options["device"], options["allow_backbone"]
+    if protocol in bench_results.COMMANDS:
+        cell, tolerance = options["cell"], options["tolerance"]
+        bench_results.run(protocol, results, cell, tolerance, device, allowed, given, as_json)
+        return
+    out = bench_results.folder_for(protocol, results, options["out"], given)
+    setting, runner = setting_of(options), Runner(out, options["pool"], device, allowed)
+    refuse_unused(protocol, setting, given)
+    seeds, spec, rounds = options["seeds"], options["spec"], options["rounds"]
+    if protocol == "embedded":
+        run_embedded(runner, options["reduced"], seeds, as_json)
+        return
+    if protocol.startswith("paper:"):
+        run_preset(protocol, options["root"], seeds or "0,1,2", runner, spec, rounds, as_json)
+        return
+    bench = make_bench(
+        protocol, options["methods"], setting, seeds or "0,1,2", spec, rounds, options["m"], options["steps"]
+    )
+    grid = grid_of(options["sweep"], options["sweep_seeds"], bench, given)
+    if grid is None:
+        run_bench(bench, runner, as_json)
+    else:
+        run_swept(replace(bench, setting=replace(setting, validation=None)), grid, runner, as_json)
 
 
 def setting_of(options: Mapping[str, Any]) -> Setting:
@@ -158,6 +192,14 @@ class Results(BaseModel):
     rooms: list[Room] = []
 
 
+class SweepRecord(BaseModel):
+    """``sweep.json``."""
+
+    seeds: list[int]
+    validation: float
+    rows: list[Swept]
+
+
 @dataclass(frozen=True)
 class Finished:
     """A bench that was run, and whose files are written."""
@@ -178,6 +220,39 @@ def run_bench(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[Table
         print_json(finished.results.model_dump(exclude={"runs"}))
     else:
         _show(finished, runner.out)
+
+
+def grid_of(rates: str, seeds: str, bench: Bench, given: Set[str]) -> Grid | None:
+    """The grid of ``--sweep``, None without one.
+
+    Raises:
+        CommandError: it cannot be read, or ``--sweep-seeds`` are the test's own.
+    """
+    if not rates:
+        if "sweep_seeds" in given:
+            raise CommandError("--sweep-seeds is for --sweep: leave it out", Exit.BAD_INPUT)
+        return None
+    numbers = whole_numbers(seeds, "--sweep-seeds")
+    both = sorted(set(numbers) & set(bench.seeds))
+    if both:
+        raise CommandError(f"the seed {both[0]} would choose and test: give other --sweep-seeds", Exit.BAD_INPUT)
+    share = bench.setting.validation
+    return Grid(rates_of(rates), numbers, SHARE if share is None else share)
+
+
+def run_swept(bench: Bench, grid: Grid, runner: Runner, as_json: bool) -> None:
+    """Choose every entry's rate on held-out images, write ``sweep.json`` and ``sweep.md``, then run the bench with it.
+
+    Raises:
+        CommandError: as `finish` and `promptfed.experiments.sweep.choosing`.
+    """
+    chosen, rows = sweep(bench, grid, lambda trial: _run(trial, replace(runner, out=runner.out / "sweep")))
+    lines = sweep_table(rows)
+    write_json(runner.out / "sweep.json", SweepRecord(seeds=list(grid.seeds), validation=grid.share, rows=rows))
+    write_file(runner.out / "sweep.md", ("\n".join(lines) + "\n").encode())
+    if not as_json:
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    run_bench(chosen, runner, as_json)
 
 
 def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Finished:

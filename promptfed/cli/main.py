@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from promptfed.cli import bench_options as options
 from promptfed.cli.common import TokenFile, Url
 from promptfed.cli.data import data_app
 from promptfed.cli.federation import federation_app
@@ -126,50 +127,36 @@ def _written(context: typer.Context, name: str) -> bool:
 def bench(
     context: typer.Context,
     protocol: Protocol,
-    results: Annotated[
-        list[str] | None, typer.Argument(help="compare: two of FOLDER[#ROW]; verify: one FOLDER", show_default=False)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="folder for results; finished federations in it are not run again")
-    ] = None,
+    results: options.Results = None,
+    out: options.Out = None,
     methods: Entries = "",
     data: BenchData = None,
-    root: Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")] = "data",
-    seeds: Annotated[str | None, typer.Option(help="by commas; default: 0,1,2")] = None,
-    reduced: Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")] = False,
-    domains: Annotated[str, typer.Option(help="by commas, for data with {domain}")] = "",
-    targets: Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")] = "",
-    clients: Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")] = 10,
-    classes_per_client: Annotated[int | None, typer.Option(min=1, help="instead of --clients, base-to-novel")] = None,
+    root: options.Root = "data",
+    seeds: options.Seeds = None,
+    reduced: options.Reduced = False,
+    domains: options.Domains = "",
+    targets: options.Targets = "",
+    clients: options.Clients = 10,
+    classes_per_client: options.ClassesPerClient = None,
     partition: Partition = "pathological",
-    alpha: Annotated[float, typer.Option(help="of the Dirichlet distribution")] = 0.1,
-    shots: Annotated[int | None, typer.Option(min=1, help="training images of each class and client")] = None,
-    curve: Annotated[str, typer.Option(help="numbers of shots for few-shot, by commas")] = "1,2,4,8,16",
+    alpha: options.Alpha = 0.1,
+    shots: options.Shots = None,
+    curve: options.Curve = "1,2,4,8,16",
     validation: Validation = None,
-    target_images: Annotated[
-        Literal["test", "all"], typer.Option(help="leave-one-domain-out: test the target on its test split or on all")
-    ] = "test",
-    test_images: Annotated[
-        Literal["redrawn", "same"], typer.Option(help="test images that a source draws: others for each seed, or not")
-    ] = "redrawn",
-    out_of_client: Annotated[
-        bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
-    ] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="optimizer steps of a client in all, instead of --rounds")
-    ] = None,
-    m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None,
-    spec: Annotated[
-        Path | None, typer.Option(help="YAML laid under every method's spec: backbone, training, ...")
-    ] = None,
+    target_images: options.TargetImages = "test",
+    test_images: options.TestImages = "redrawn",
+    out_of_client: options.OutOfClient = False,
+    rounds: options.Rounds = None,
+    steps: options.Steps = None,
+    sweep: options.Sweep = "",
+    sweep_seeds: options.SweepSeeds = "10",
+    m: options.M = None,
+    spec: options.Spec = None,
     pool: Pool = 1,
     device: Device = "cpu",
     allow_backbone: AllowBackbone = False,
-    cell: Annotated[
-        str, typer.Option(help="verify: ROW[,SEED[,TRIAL]] of the run; default: the one that took least time")
-    ] = "",
-    tolerance: Annotated[float, typer.Option(min=0, help="verify: points that accuracies may be apart")] = 0.0,
+    cell: options.Cell = "",
+    tolerance: options.Tolerance = 0.0,
     as_json: Json = False,
 ) -> None:
     """Compare methods under a protocol, in simulation: JSON with provenance and a Markdown table with zero-shot.
@@ -178,25 +165,9 @@ def bench(
     computes a run again and says whether it came out as kept.
     """
     with reporting_errors():
-        from promptfed.cli import bench as running
-        from promptfed.cli import bench_results
-        from promptfed.experiments.runner import Runner
+        from promptfed.cli.bench import run_command
 
-        given = {name for name in context.params if _written(context, name)}
-        if protocol in bench_results.COMMANDS:
-            bench_results.run(protocol, results or [], cell, tolerance, device, allow_backbone, given, as_json)
-            return
-        out = bench_results.folder_for(protocol, results or [], out, given)
-        setting = running.setting_of(context.params)
-        runner = Runner(out, pool, device, allow_backbone)
-        running.refuse_unused(protocol, setting, given)
-        if protocol == "embedded":
-            running.run_embedded(runner, reduced, seeds, as_json)
-        elif protocol.startswith("paper:"):
-            running.run_preset(protocol, root, seeds or "0,1,2", runner, spec, rounds, as_json)
-        else:
-            described = running.make_bench(protocol, methods, setting, seeds or "0,1,2", spec, rounds, m, steps)
-            running.run_bench(described, runner, as_json)
+        run_command(context.params, {name for name in context.params if _written(context, name)})
 
 
 @app.command()
