@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from promptfed.coordinator import problems
@@ -184,17 +183,11 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 async def _store_failed(request: Request, error: Exception) -> JSONResponse:
     log.error("the store failed", exc_info=error)
     registry: Registry = request.app.state.registry
-    if _is_full(registry, error):
+    if registry.database.is_full(error):
         return await _answer(
             request, problems.StorageFull("the disk is full, nothing was stored: make room and send it again")
         )
     return await _answer(request, problems.InternalError("the coordinator's store failed; its log says why"))
-
-
-def _is_full(registry: Registry, error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, DBAPIError) and registry.database.backend.is_full(error)
 
 
 async def _store_away(request: Request, error: Exception) -> JSONResponse:

@@ -21,6 +21,8 @@ from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContex
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Shape, Tensors, TensorSpec, check, decode, decode_file
 
+READ_AT_ONCE = 16  # small updates lie in the database, and are no more than 4 MB together
+
 Counted = tuple[str, float, str]
 """A counted update: its client, its weight, its digest."""
 
@@ -101,6 +103,11 @@ def counted(session: Session, phase_id: int) -> list[Counted]:
 
 
 def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:
-    """The updates themselves, read one by one. Raises FileNotFoundError where one is no longer kept."""
-    for client, weight, sha256 in updates:
-        yield ClientUpdate(client, weight, decode_file(blobs.path(sha256))[0])
+    """The updates themselves, read some at a time. Raises FileNotFoundError where one is no longer kept."""
+    wanted = list(updates)
+    for begin in range(0, len(wanted), READ_AT_ONCE):
+        some = wanted[begin : begin + READ_AT_ONCE]
+        places = blobs.places([sha256 for _, _, sha256 in some])
+        for (client, weight, _), place in zip(some, places, strict=True):
+            tensors, _ = decode(place) if isinstance(place, bytes) else decode_file(place)
+            yield ClientUpdate(client, weight, tensors)

@@ -160,7 +160,7 @@ async def put_initial_state(request: Request, registry: RegistryOf, federation: 
     async with request.app.state.uploads.receive(request, limit) as upload:
         if upload.too_large:
             raise problems.BodyTooLarge(f"a body may have {limit} bytes (admission.max_bytes); this one has more")
-        state_hash = await run_sync(lambda: federations.supply_state(registry, federation.id, upload.path.read_bytes()))
+        state_hash = await run_sync(lambda: federations.supply_state(registry, federation.id, upload.read()))
         return SuppliedState(state_hash=state_hash, bytes=upload.size)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api.deps import Calling, RegistryOf, TaskId
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
+from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.domain.run_state import ENDED
@@ -123,12 +123,8 @@ def _config(registry: Registry, federation: Federation) -> str:
 )
 def get_payload(registry: RegistryOf, caller: Calling, task_id: TaskId) -> Response:
     """What the client starts from: always the same bytes for one task."""
-    digest, path, size = submissions.payload(registry, caller.federation, caller.client, task_id)
-    headers = {"ETag": f'"{digest}"'}
-    if size <= FileResponse.chunk_size:
-        # A file's way through four threads costs more than its bytes.
-        return Response(path.read_bytes(), media_type="application/octet-stream", headers=headers)
-    return FileResponse(path, media_type="application/octet-stream", headers=headers)
+    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id)
+    return tensors_at(place, {"ETag": f'"{digest}"'})
 
 
 @router.put(
@@ -167,9 +163,10 @@ async def put_update(
         async with request.app.state.uploads.receive(request, federation.spec.admission.max_bytes) as upload:
             expect_digest(upload, announced)
             point("update-received")
-            new = await run_sync(submissions.accept_update, registry, federation, client, task_id, upload)
+            new = await submissions.accept_update(registry, federation, client, task_id, upload)
     if not new:
         response.status_code = status.HTTP_200_OK
+    point("answer-sent")
     return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
 
 
@@ -184,11 +181,11 @@ async def put_update(
         ),
     },
 )
-def put_evaluation(
+async def put_evaluation(
     registry: RegistryOf, caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, response: Response
 ) -> Receipt:
     """Answer an evaluation task."""
-    if not submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation):
+    if not await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation):
         response.status_code = status.HTTP_200_OK
     return Receipt(task_id=task_id, status="accepted")
 

@@ -47,20 +47,31 @@ def step(rules: Rules, run: Run, event: events.Event) -> tuple[Run, tuple[facts.
         WrongMoment: the event does not fit the run's state; nothing has changed.
         NotEnoughTrainers: a start with fewer trainers than the rules need.
     """
-    machine = _Machine(rules, run)
-    machine.take(event)
-    return machine.run, tuple(machine.facts)
+    machine = Machine(rules, run)
+    new_facts = machine.advance(event)
+    return machine.run, new_facts
 
 
-class _Machine:
-    """One step: holds the run as it becomes, and the facts so far."""
+class Machine:
+    """Any number of steps from a run: the same as ``step`` after ``step``, without a copy of all asks for each.
+
+    ``run`` is the run as it has become. One that was read before a later ``advance`` is not to be used any more: both
+    share the open stage's asks. The run that the machine was made of stays as it is.
+    """
 
     def __init__(self, rules: Rules, run: Run):
         self.rules = rules
         self.run = run
         self.facts: list[facts.Fact] = []
+        self._asks: dict[str, AskStatus] | None = None  # our own copy of the open stage's
 
-    def take(self, event: events.Event) -> None:
+    def advance(self, event: events.Event) -> tuple[facts.Fact, ...]:
+        """One step; what has to be written down. Raises as ``step`` does; after any other error use another machine."""
+        self.facts = []
+        self._take(event)
+        return tuple(self.facts)
+
+    def _take(self, event: events.Event) -> None:
         match event:
             case events.Enrolled(name, role):
                 self._enrolled(name, role)
@@ -201,7 +212,7 @@ class _Machine:
         self.facts.append(facts.DeadlineSet(self.rules.deadline_seconds))
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
-        if stage.having("open") and now < stage.deadline:
+        if now < stage.deadline and "open" in stage.asks.values():
             return False
         if stage.kind == "evaluate":
             self._close(stage, stage.sample_size)
@@ -274,7 +285,10 @@ class _Machine:
 
     def _settle(self, name: str, status: AskStatus) -> None:
         assert self.run.stage is not None
-        self._set_stage(asks={**self.run.stage.asks, name: status})
+        if self._asks is None or self.run.stage.asks is not self._asks:
+            self._asks = dict(self.run.stage.asks)
+            self._set_stage(asks=self._asks)
+        self._asks[name] = status
         self.facts.append(facts.Settled(name, status))
 
     def _set_deadline(self, now: float) -> None:

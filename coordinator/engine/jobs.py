@@ -27,7 +27,7 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.methods.core.base import MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.methods.core.insights import Measured, MeasuresPhases
-from promptfed.shared.tensors import TensorError, Tensors, decode_file, encode, state_hash
+from promptfed.shared.tensors import TensorError, Tensors, encode, state_hash
 
 
 def start(registry: Registry, id: str) -> None:
@@ -60,6 +60,7 @@ def _start_with_those_there_are(registry: Registry, id: str) -> None:
                     or change.federation.supplied_state != federation.supplied_state
                 ):
                     continue  # Somebody was withdrawn, or another state supplied: it is made anew.
+                change.keep(held)
                 _commit_state(change, tensors, content, "initial", None)
                 _send_start(change)
                 change.note("federation-start")
@@ -113,6 +114,7 @@ def join(registry: Registry, id: str) -> None:
         with registry.change(id) as change:
             if (change.federation.run.due_job, change.federation.run.joining) != ("join", federation.run.joining):
                 return
+            change.keep(held)
             _commit_state(change, state, content, "join", None)
             change.send(events.JobDone(clock.monotonic()))
 
@@ -143,6 +145,7 @@ def aggregate(registry: Registry, id: str) -> None:
             now = change.federation.run
             if (now.due_job, now.round, now.step) != ("aggregate", run.round, run.step):
                 return
+            change.keep(held)
             _commit_state(change, after, content, phase_name, phase_id)
             change.session.get_one(PhaseRow, phase_id).measured = measured
             _note_judged(change.session, phase_id, rule.judged)
@@ -195,6 +198,7 @@ def fill_payloads(registry: Registry, id: str) -> None:
                     last = tensors, held.put(content), len(content)
                 made[task.id] = replace(task, payload_sha256=last[1], payload_bytes=last[2])
         with registry.change(id) as change:
+            change.keep(held)
             _serve(change, made)
             point("payloads-before-commit")
     point("payloads-committed")
@@ -233,7 +237,7 @@ def current_state(registry: Registry, session: Session, id: str) -> Tensors:
     row = session.scalars(
         select(StateRow).where(StateRow.federation_id == id).order_by(StateRow.id.desc()).limit(1)
     ).one()
-    return decode_file(registry.blobs.path(row.sha256))[0]
+    return registry.blobs.tensors(row.sha256)[0]
 
 
 def _closed_phase(session: Session, federation: Federation) -> tuple[int, str]:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.weights import shares
 from promptfed.coordinator.domain import clock, events, facts
 from promptfed.coordinator.domain.federation import Federation, OpenTask
-from promptfed.coordinator.domain.round_machine import step
+from promptfed.coordinator.domain.round_machine import Machine
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Run
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow, PhaseRow, TaskRow
+from promptfed.coordinator.store.batch import Batch
+from promptfed.coordinator.store.blobs import Held
+from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow
 
 
 @dataclass
 class Change:
-    """One transaction on one federation: ``live`` is how it stands if the transaction commits.
+    """One transaction's part on one federation: ``federation`` is how it stands if the transaction commits.
+
+    ``batch`` is what the transaction writes at its end; ``flush`` before asking the database for what it may hold.
 
     ``wake`` are the clients whom the change concerns, ``everyone`` says that it concerns all. ``completed`` are the
     stages that it brings to an end: kind, and seconds since they opened.
@@ -28,11 +33,14 @@ class Change:
 
     session: Session
     federation: Federation
+    batch: Batch = field(default_factory=Batch)
     wake: set[str] = field(default_factory=set)
     everyone: bool = False
     recorded: list[facts.Fact] = field(default_factory=list)
     emitted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     completed: list[tuple[str, float]] = field(default_factory=list)
+    _machine: Machine | None = None
+    _tasks: dict[str, OpenTask] | None = None
 
     def send(self, event: events.Event) -> None:
         """Step the round machine and write down what follows.
@@ -41,7 +49,10 @@ class Change:
             WrongMoment, NotEnoughTrainers: see ``round_machine.step``; nothing is written then.
         """
         before = self.federation.run
-        run, new_facts = step(self.federation.rules, before, event)
+        if self._machine is None or self._machine.run is not before:
+            self._machine = Machine(self.federation.rules, before)
+        new_facts = self._machine.advance(event)
+        run = self._machine.run
         self.federation = replace(self.federation, run=run)
         recorder = _Recorder(self, before.round, before.step)
         for fact in new_facts:
@@ -54,12 +65,27 @@ class Change:
 
     def emit(self, kind: str, /, **data: Any) -> None:
         """Add an event to the federation's stream."""
-        self.session.add(EventRow(federation_id=self.federation.id, kind=kind, data=data, at=clock.now()))
+        self.batch.events.append({"federation_id": self.federation.id, "kind": kind, "data": data, "at": clock.now()})
         self.emitted.append((kind, data))
 
     def note(self, act: str, /, **detail: Any) -> None:
         """Write the act into the audit log, under whoever asked for it."""
         audit.note(self.session, act, self.federation, **detail)
+
+    def keep(self, held: Held) -> None:
+        """Write down the small blobs of ``held``: call it where rows that name them are written."""
+        self.batch.blobs.update(held.small)
+
+    def flush(self) -> None:
+        """Write down what waits, so that the transaction's own queries find it."""
+        self.batch.write(self.session)
+
+    def remove_task(self, name: str) -> None:
+        """The task of ``name`` is open no longer."""
+        if self._tasks is None or self.federation.tasks is not self._tasks:
+            self._tasks = dict(self.federation.tasks)  # once, however many are answered together
+            self.federation = replace(self.federation, tasks=self._tasks)
+        self._tasks.pop(name, None)
 
     def federation_row(self) -> FederationRow:
         """The federation's own row, which this transaction may change."""
@@ -69,6 +95,26 @@ class Change:
         """The row of the client called ``name``."""
         mine = (ClientRow.federation_id == self.federation.id, ClientRow.name == name)
         return self.session.scalars(select(ClientRow).where(*mine)).one()
+
+
+class Changes:
+    """One transaction on any number of federations."""
+
+    def __init__(self, session: Session, get: Callable[[str], Federation]):
+        self.batch = Batch()
+        self.by_id: dict[str, Change] = {}
+        self._session = session
+        self._get = get
+
+    def of(self, id: str) -> Change:
+        """The part on this federation. Raises NotFound, MethodAbsent."""
+        if id not in self.by_id:
+            self.by_id[id] = Change(self._session, self._get(id), self.batch)
+        return self.by_id[id]
+
+    def write(self) -> None:
+        """Write down what waits."""
+        self.batch.write(self._session)
 
 
 def _stored(run: Run) -> tuple[object, ...]:
@@ -181,15 +227,11 @@ class _Recorder:
         self._change.wake.update(self._change.federation.tasks)
 
     def _settled(self, name: str, status: AskStatus) -> None:
-        federation = self._change.federation
-        task = federation.tasks.get(name)
+        task = self._change.federation.tasks.get(name)
         where = {"round": task.round, "phase": task.phase, "kind": task.kind} if task is not None else self._where()
         task_id = task.id if task is not None else self._latest_task(name)
-        change = update(TaskRow).where(TaskRow.id == task_id).values(status=status, settled_at=clock.now())
-        self._session.execute(change, execution_options={"synchronize_session": False})
-        self._change.federation = replace(
-            federation, tasks={key: waiting for key, waiting in federation.tasks.items() if key != name}
-        )
+        self._change.batch.settle(task_id, status, clock.now())
+        self._change.remove_task(name)
         self._change.wake.add(name)
         self._change.emit("task-settled", **where, client=name, status=status)
 

@@ -24,9 +24,10 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import json_logs, recovery
+from promptfed.coordinator.engine.committer import Committer, Stopped
 from promptfed.coordinator.engine.last_seen import LastSeen
 from promptfed.coordinator.engine.metrics import Metrics
-from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.engine.wakeups import Wakeups
 from promptfed.coordinator.problems import MethodAbsent, NotFound
 from promptfed.coordinator.store.backend import DatabaseAway
@@ -56,10 +57,6 @@ def _operator_of(row: OperatorRow) -> Operator:
     return Operator(row.id, row.name, cast(OperatorRole, row.role), clock.parse(row.expires_at))
 
 
-class Stopped(Exception):
-    """The registry has let go of its data folder: what is still computing must not write any more."""
-
-
 class Registry:
     """All federations of one data folder.
 
@@ -72,6 +69,7 @@ class Registry:
         self.blobs = blobs
         self.metrics = metrics
         self.wakeups = Wakeups()
+        self.committer = Committer(self.changes, database.is_full)
         self.last_seen = LastSeen(database)
         self.federations: dict[str, Federation] = {}
         self.operators: dict[str, Operator] = {}
@@ -94,6 +92,7 @@ class Registry:
         self._loop = asyncio.get_running_loop()
         self.database.on_away = lambda: self.wake([])
         await asyncio.to_thread(self._load)
+        self.committer.open(self._loop)
 
     def stop_waiting(self) -> None:
         """Wake every long poll and stream for good. Call it on the event loop."""
@@ -102,6 +101,7 @@ class Registry:
 
     def close(self) -> None:
         """Let go of the data folder: nothing is changed from here on."""
+        self.committer.close()
         with contextlib.suppress(DatabaseAway):
             self.last_seen.flush()
         with self._turn:
@@ -185,16 +185,24 @@ class Registry:
     @contextmanager
     def change(self, id: str) -> Iterator[Change]:
         """One transaction on one federation. What it leads to is seen by others only once it is on the disk."""
+        with self.changes() as changes:
+            yield changes.of(id)
+
+    @contextmanager
+    def changes(self) -> Iterator[Changes]:
+        """The same on any number of federations."""
         with self._turn:
             if self._closed:
                 raise Stopped
             with self.database.write() as session:
-                change = Change(session, self.get(id))
-                yield change
-            before = self.federations[id].run
-            self.federations = {**self.federations, id: change.federation}
-            self.metrics.observe(change, before)
-        self._announce(change)
+                changes = Changes(session, self.get)
+                yield changes
+                changes.write()
+            before = self.federations
+            self.federations = before | {id: change.federation for id, change in changes.by_id.items()}
+            for id, change in changes.by_id.items():
+                self.metrics.observe(change, before[id].run)
+        self._announce(changes)
 
     def set_starting(self, id: str, starting: bool) -> None:
         """Whether a federation is just being started, for as long as this process knows it: it is not written down."""
@@ -228,9 +236,12 @@ class Registry:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.wakeups.wake, [*keys, "driver"])
 
-    def _announce(self, change: Change) -> None:
-        federation = change.federation
-        for kind, data in change.emitted:
-            log.info(kind, extra=json_logs.of_event(federation.name, data))
-        names = federation.clients if change.everyone else change.wake
-        self.wake([(federation.id, EVENTS), *((federation.id, name) for name in names)])
+    def _announce(self, changes: Changes) -> None:
+        keys: list[tuple[str, str]] = []
+        for change in changes.by_id.values():
+            federation = change.federation
+            for kind, data in json_logs.together(change.emitted):
+                log.info(kind, extra=json_logs.of_event(federation.name, data))
+            names = federation.clients if change.everyone else change.wake
+            keys += [(federation.id, EVENTS), *((federation.id, name) for name in names)]
+        self.wake(keys)

@@ -18,7 +18,8 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.engine import deletion, jobs, json_logs, retention
-from promptfed.coordinator.engine.registry import Registry, Stopped
+from promptfed.coordinator.engine.committer import Stopped
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.problems import NotFound, Refusal
 from promptfed.coordinator.store.backend import DatabaseAway, InUse

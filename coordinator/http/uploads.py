@@ -1,4 +1,4 @@
-"""Bodies of tensors: streamed to a temporary file, at most N at once, hashed on the way.
+"""Bodies of tensors: at most N received at once, hashed, large ones streamed to a temporary file.
 
 More wait their turn for a while, unread: refused at once, clients would send whole bodies in vain and stay away for
 seconds while there is room. What waits is bounded in bytes, so memory does not grow with the number of clients. Of the
@@ -13,7 +13,7 @@ import binascii
 import hashlib
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import Request
@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
+from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.upload import Upload
 
 CHUNK = 1 << 20
@@ -56,48 +57,75 @@ class Uploads:
 
     @asynccontextmanager
     async def receive(self, request: Request, limit: int) -> AsyncIterator[Upload]:
-        """The request's body on disk, removed at the end of the block unless somebody took it.
+        """The request's body in memory or on disk, where it is removed at the end of the block unless somebody took it.
+
+        A body in memory gives its place to the next one at once; it counts as waiting until the end of the block.
 
         Raises:
             TooManyUploads, UploadTimeout, IncompleteBody: it could not be received.
         """
-        async with self._place(getattr(request.state, "client", None), _held(request)):
-            self._running += 1
-            self._registry.metrics.uploads.set(self._running)
-            path = self._registry.blobs.temporary()
+        client = getattr(request.state, "client", None)
+        own = self._enter(client, _held(request))
+        path, in_memory = self._registry.blobs.temporary(), 0
+        try:
+            await self._take_places(own, _held(request))
             try:
-                yield await self._receive(request, path, limit)
+                upload = await self._receive(request, path, limit)
+                if upload.content is None:
+                    yield upload
             finally:
-                self._running -= 1
-                self._registry.metrics.uploads.set(self._running)
-                if _is_there(path):
-                    await asyncio.to_thread(path.unlink, missing_ok=True)
+                self._give_places(own)
+            if upload.content is not None:
+                in_memory = upload.size
+                self._waiting_bytes += in_memory
+                yield upload
+        finally:
+            self._waiting_bytes -= in_memory
+            own.bodies -= 1
+            if own.bodies == 0:
+                del self._by_client[client]
+            if _is_there(path):
+                await asyncio.to_thread(path.unlink, missing_ok=True)
 
-    @asynccontextmanager
-    async def _place(self, client: object | None, held: int) -> AsyncIterator[None]:
-        """A place for the length of the block, waited for; ``client`` is None where an operator sends."""
+    def _enter(self, client: object | None, held: int) -> _ClientPlaces:
+        """The places of ``client``, which has one body more; it is None where an operator sends."""
         most = self._most if client is None else max(1, self._most // SHARE)
         own = self._by_client.get(client) or _ClientPlaces(most)
         if self._waiting_bytes + held > WAITING_BYTES or (client is not None and own.bodies >= OF_ONE_CLIENT):
             raise self._too_many()
         self._by_client[client] = own
         own.bodies += 1
+        return own
+
+    async def _take_places(self, own: _ClientPlaces, held: int) -> None:
+        """Wait for a place of the client's own and one of all."""
         self._waiting_bytes += held
         try:
-            async with AsyncExitStack() as taken:
-                try:
-                    async with asyncio.timeout(self._wait_seconds):
-                        await taken.enter_async_context(own.places)
-                        await taken.enter_async_context(self._places)
-                except TimeoutError:
-                    raise self._too_many() from None
-                finally:
-                    self._waiting_bytes -= held
-                yield
+            if own.places.locked() or self._places.locked():
+                async with asyncio.timeout(self._wait_seconds):
+                    await self._take(own)
+            else:
+                await self._take(own)
+        except TimeoutError:
+            raise self._too_many() from None
         finally:
-            own.bodies -= 1
-            if own.bodies == 0:
-                del self._by_client[client]
+            self._waiting_bytes -= held
+        self._running += 1
+        self._registry.metrics.uploads.set(self._running)
+
+    async def _take(self, own: _ClientPlaces) -> None:
+        await own.places.acquire()
+        try:
+            await self._places.acquire()
+        except BaseException:
+            own.places.release()
+            raise
+
+    def _give_places(self, own: _ClientPlaces) -> None:
+        self._places.release()
+        own.places.release()
+        self._running -= 1
+        self._registry.metrics.uploads.set(self._running)
 
     def _too_many(self) -> TooManyUploads:
         text = f"too many uploads are under way: try again in {RETRY_AFTER} s"
@@ -106,11 +134,50 @@ class Uploads:
     async def _receive(self, request: Request, path: Path, limit: int) -> Upload:
         try:
             async with asyncio.timeout(self._timeout):
-                return await _stream(request, path, limit)
+                return await self._stream(request, path, limit)
         except TimeoutError:
             raise UploadTimeout(f"the body did not arrive within {self._timeout:g} s") from None
         except ClientDisconnect:
             raise IncompleteBody("the connection ended before the body did") from None
+
+    async def _stream(self, request: Request, path: Path, limit: int) -> Upload:
+        body, size = _Body(path), 0
+        announced = _announced_length(request)
+        if announced is not None and announced > limit + DRAINED:
+            return Upload(path, announced, "", too_large=True)
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                # Read on for a while, so that a client that is still sending finds our answer and not a closed door.
+                if size > limit + DRAINED:
+                    break
+                continue
+            body.waiting += chunk
+            if len(body.waiting) >= CHUNK:
+                await asyncio.to_thread(body.write)
+        if not body.written and size <= limit and self._registry.blobs.is_small(size):
+            content = bytes(body.waiting)
+            return Upload(path, size, digest_of(content), content=content)
+        await asyncio.to_thread(body.write)
+        return Upload(path, size, "sha256:" + body.digest.hexdigest(), too_large=size > limit)
+
+
+class _Body:
+    """A body on its way to a file."""
+
+    def __init__(self, path: Path):
+        self.digest = hashlib.sha256()
+        self.waiting = bytearray()
+        self.written = False
+        self._path = path
+
+    def write(self) -> None:
+        """Write and hash what waits."""
+        self.digest.update(self.waiting)
+        with self._path.open("ab") as file:
+            file.write(self.waiting)
+        self.waiting.clear()
+        self.written = True
 
 
 def _held(request: Request) -> int:
@@ -126,32 +193,6 @@ def _announced_length(request: Request) -> int | None:
 
 def _is_there(path: Path) -> bool:
     return path.exists()
-
-
-async def _stream(request: Request, path: Path, limit: int) -> Upload:
-    digest, size, waiting = hashlib.sha256(), 0, bytearray()
-    announced = _announced_length(request)
-    if announced is not None and announced > limit + DRAINED:
-        return Upload(path, announced, "", too_large=True)
-
-    def put(content: bytes) -> None:
-        digest.update(content)
-        with path.open("ab") as file:
-            file.write(content)
-
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            # Read on for a while, so that a client that is still sending finds our answer and not a closed door.
-            if size > limit + DRAINED:
-                break
-            continue
-        waiting += chunk
-        if len(waiting) >= CHUNK:
-            await asyncio.to_thread(put, bytes(waiting))
-            waiting.clear()
-    await asyncio.to_thread(put, bytes(waiting))
-    return Upload(path, size, "sha256:" + digest.hexdigest(), too_large=size > limit)
 
 
 def announced_digest(header: str | None) -> str:

@@ -155,6 +155,7 @@ def supply_state(registry: Registry, id: str, body: bytes) -> str:
         digest_ = held.put(body)
         with registry.change(id) as change:
             _expect_enrolling(change.federation)
+            change.keep(held)
             row = change.federation_row()
             row.supplied_state = digest_
             change.federation = replace(change.federation, supplied_state=digest_)

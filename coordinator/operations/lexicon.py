@@ -12,7 +12,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import TENSOR_REFUSALS, WrongState
 from promptfed.coordinator.store.lexicon import FEATURES, WORDS, LexiconMetadata
 from promptfed.coordinator.store.upload import Upload
-from promptfed.shared.tensors import TensorError, check, decode_file
+from promptfed.shared.tensors import TensorError, check
 
 MOST_BYTES = 256 << 20
 
@@ -39,9 +39,10 @@ def supply(registry: Registry, id: str, upload: Upload) -> LexiconMetadata:
     except TensorError as error:
         raise TENSOR_REFUSALS[error.kind](str(error)) from None
     with registry.blobs.hold() as held:
-        held.adopt(upload.path, upload.sha256)
+        upload.keep(held)
         with registry.change(id) as change:
             former = change.federation.lexicon
+            change.keep(held)
             change.federation_row().lexicon = upload.sha256
             change.federation = replace(change.federation, lexicon=upload.sha256)
             change.emit("lexicon-supplied", words=len(about.words), class_names=len(about.class_names))
@@ -52,7 +53,7 @@ def supply(registry: Registry, id: str, upload: Upload) -> LexiconMetadata:
 
 
 def _checked(upload: Upload, federation: Federation) -> LexiconMetadata:
-    tensors, metadata = decode_file(upload.path)
+    tensors, metadata = upload.tensors()
     assert federation.shape is not None
     if federation.shape.d_t is None:
         raise TensorError("unknown-tensor", f"the backbone of {federation.name} has no text tower: it has no words")

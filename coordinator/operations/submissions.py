@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anyio.to_thread import run_sync
 from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -16,17 +17,18 @@ from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.store.blobs import digest_of
+from promptfed.coordinator.store.blobs import Held, digest_of
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
-from promptfed.shared.tensors import TensorError, canonical_json, check, decode_file, norm
+from promptfed.shared.tensors import TensorError, canonical_json, check, norm
 
 # No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
 # float32: the aggregate would be no state, and one update the end of the federation.
 LARGEST_NORM = 1e9
+QUICK_HEADER_BYTES = 4096  # of a small update; a longer header may name thousands of tensors
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ def asked_task(session: Session | Database, federation: Federation, client: Clie
     )
 
 
-def payload(registry: Registry, federation: Federation, client: Client, task_id: str) -> tuple[str, Path, int]:
-    """Digest, file and bytes of a task's payload. Raises NotFound, PayloadGone."""
+def payload(registry: Registry, federation: Federation, client: Client, task_id: str) -> tuple[str, bytes | Path]:
+    """Digest of a task's payload, and its bytes or its file. Raises NotFound, PayloadGone."""
     task = asked_task(registry.database, federation, client, task_id)
     if task.payload_sha256 is None:
         raise problems.NotFound("the payload of this task is not made yet: ask for the task first")
@@ -74,60 +76,121 @@ def payload(registry: Registry, federation: Federation, client: Client, task_id:
         raise problems.PayloadGone(f"round {task.round} is over, and the spec keeps only the last round")
     registry.last_seen.served(task.id, task.payload_bytes)
     registry.metrics.bytes_down.inc(task.payload_bytes)
-    return task.payload_sha256, registry.blobs.path(task.payload_sha256), task.payload_bytes
+    return task.payload_sha256, registry.blobs.place(task.payload_sha256)
 
 
-def accept_update(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bool:
+async def accept_update(
+    registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
+) -> bool:
     """Admit an update; whether it is new. The refusals come in the order that the protocol gives."""
+    if federation.tasks.get(client.name) is not None and _is_quick(upload):
+        examined = _admit(registry, federation, client, task_id, upload)
+    else:
+        examined = await run_sync(_admit, registry, federation, client, task_id, upload)
+    if examined is None:
+        return False
+    with registry.blobs.hold() as held:
+        if upload.content is None:
+            # Before the row that names it; the files of a group wait for the disk side by side.
+            await run_sync(upload.keep, held)
+        else:
+            upload.keep(held)
+        new = await registry.committer.submit(_Update(federation.id, client, task_id, upload, held, *examined))
+    if new:
+        registry.metrics.bytes_up.inc(upload.size)
+    return new
+
+
+def _is_quick(upload: Upload) -> bool:
+    """Whether to look at it takes less time than to have a thread do so."""
+    return upload.content is not None and int.from_bytes(upload.content[:8], "little") <= QUICK_HEADER_BYTES
+
+
+def _admit(
+    registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
+) -> tuple[float, dict[str, Any]] | None:
+    """Norm and metrics of an update that may be entered; None for the twin of one that has been."""
     task = asked_task(registry.database, federation, client, task_id)
     if _decided(federation, task, "train", None if upload.too_large else upload.sha256):
-        return False
+        return None
     if upload.too_large:
         limit = federation.spec.admission.max_bytes
         raise problems.BodyTooLarge(f"an update may have {limit} bytes (admission.max_bytes); this one has more")
-    size, metrics = _examine(federation, client, task, upload)
+    examined = _examine(federation, client, task, upload)
     point("update-checked")
-    with registry.blobs.hold() as held:
-        held.adopt(upload.path, upload.sha256)
-        with registry.change(federation.id) as change:
-            # Looked at again inside the transaction: the phase may have closed, or a twin of this request been faster.
-            task = asked_task(change.session, change.federation, client, task_id)
-            if _decided(change.federation, task, "train", upload.sha256):
-                return False
-            change.session.add(
-                UpdateRow(
-                    task_id=task.id,
-                    sha256=upload.sha256,
-                    bytes=upload.size,
-                    norm=size,
-                    metrics=metrics,
-                    received_at=clock.now(),
-                    stored=True,
-                )
-            )
-            change.send(events.Answered(client.name, clock.monotonic()))
-            point("update-before-commit")
-    point("update-committed")
-    registry.metrics.bytes_up.inc(upload.size)
-    return True
+    return examined
 
 
-def accept_evaluation(
+@dataclass(frozen=True)
+class _Update:
+    """An examined update, to be entered."""
+
+    federation: str
+    client: Client
+    task_id: str
+    upload: Upload
+    held: Held
+    norm: float
+    metrics: dict[str, Any]
+
+    def enter(self, change: Change) -> bool:
+        """Enter it, if its task is open still: the phase may have closed, or a twin of the request been faster."""
+        task = _task_in(change, self.client, self.task_id)
+        if _decided(change.federation, task, "train", self.upload.sha256):
+            return False
+        change.keep(self.held)
+        change.batch.updates.append(
+            {
+                "task_id": task.id,
+                "sha256": self.upload.sha256,
+                "bytes": self.upload.size,
+                "norm": self.norm,
+                "metrics": self.metrics,
+                "received_at": clock.now(),
+                "stored": True,
+            }
+        )
+        change.send(events.Answered(self.client.name, clock.monotonic()))
+        point("update-entered")
+        return True
+
+
+async def accept_evaluation(
     registry: Registry, federation: Federation, client: Client, task_id: str, request: EvaluationRequest
 ) -> bool:
     """Store a client's accuracies; whether they are new."""
     body = request.model_dump(mode="json")
     digest = digest_of(canonical_json(body).encode())
-    with registry.change(federation.id) as change:
-        task = asked_task(change.session, change.federation, client, task_id)
-        if _decided(change.federation, task, "evaluate", digest):
+    return await registry.committer.submit(_Evaluation(federation.id, client, task_id, digest, body))
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """An evaluation, to be entered."""
+
+    federation: str
+    client: Client
+    task_id: str
+    digest: str
+    body: dict[str, Any]
+
+    def enter(self, change: Change) -> bool:
+        """As of an update."""
+        task = _task_in(change, self.client, self.task_id)
+        if _decided(change.federation, task, "evaluate", self.digest):
             return False
-        row = EvaluationRow(task_id=task.id, digest=digest, body=body, received_at=clock.now())
-        change.session.add(row)
-        change.send(events.Answered(client.name, clock.monotonic()))
-        point("evaluation-before-commit")
-    point("evaluation-committed")
-    return True
+        row = {"task_id": task.id, "digest": self.digest, "body": self.body, "received_at": clock.now()}
+        change.batch.evaluations.append(row)
+        change.send(events.Answered(self.client.name, clock.monotonic()))
+        point("evaluation-entered")
+        return True
+
+
+def _task_in(change: Change, client: Client, task_id: str) -> AskedTask:
+    task = change.federation.tasks.get(client.name)
+    if task is None or task.id != task_id:
+        change.flush()  # Its answer may have been entered in this very group.
+    return asked_task(change.session, change.federation, client, task_id)
 
 
 def accept_failure(
@@ -135,7 +198,7 @@ def accept_failure(
 ) -> None:
     """Note that a client cannot carry out its task; saying so again changes nothing."""
     with registry.change(federation.id) as change:
-        task = asked_task(change.session, change.federation, client, task_id)
+        task = _task_in(change, client, task_id)
         if task.status == "failed":
             return
         if task.accepted is not None:
@@ -175,7 +238,7 @@ def _examine(federation: Federation, client: Client, task: AskedTask, upload: Up
     """Norm and metrics of an update that is as it must be."""
     phase = federation.method_phase(task.round, task.step)
     try:
-        tensors, metadata = decode_file(upload.path)
+        tensors, metadata = upload.tensors()
         check(tensors, federation.method.expected_update(phase, client.info(), federation.context()))
     except TensorError as error:
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None

@@ -22,7 +22,7 @@ from promptfed.coordinator.store.lexicon import Lexicon, read_lexicon
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
 from promptfed.shared import insight_schemas as schemas
 from promptfed.shared.methods.core.insights import GeneratesPrompts, LearnsContexts, PlacesClients, learned_prompts
-from promptfed.shared.tensors import Tensors, decode_file
+from promptfed.shared.tensors import Tensors
 
 KEPT = 5000  # results in memory; each is a few numbers, a matrix of similarities a few thousand
 MOST_ROUNDS = 200  # points of the drift; of more rounds evenly spaced ones are taken
@@ -198,8 +198,8 @@ def _cosines_job(
         global_state.use_threads(federation)
         if exchange.before is None:
             raise FileNotFoundError
-        paths = [registry.blobs.path(sha256) for _, _, sha256 in exchange.updates[:MOST_CLIENTS]]
-        return prompt_metrics.cosines(paths, _state(registry, exchange.before))
+        places = registry.blobs.places([sha256 for _, _, sha256 in exchange.updates[:MOST_CLIENTS]])
+        return prompt_metrics.cosines(places, _state(registry, exchange.before))
 
     return job
 
@@ -234,4 +234,4 @@ def _words(known: Lexicon, contexts: Tensors) -> schemas.WordsView:
 
 
 def _state(registry: Registry, digest: str) -> Tensors:
-    return decode_file(registry.blobs.path(digest))[0]
+    return registry.blobs.tensors(digest)[0]

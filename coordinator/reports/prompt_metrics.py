@@ -13,11 +13,15 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from promptfed.shared.tensors import norm
 
 COLUMNS = 1 << 16  # entries of all updates that are worked on together in float64
+Source = Path | bytes
+"""Safetensors: a file, or what one would hold."""
+
 SAMPLE = 256  # words whose nearest other word says how far apart words are
 
 
@@ -40,15 +44,15 @@ def drift(start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, D
     return drifts
 
 
-def cosines(updates: Sequence[Path], before: Mapping[str, Tensor]) -> list[list[float | None]]:
+def cosines(updates: Sequence[Source], before: Mapping[str, Tensor]) -> list[list[float | None]]:
     """Cosines ``(K, K)`` between what clients changed: their updates less the state ``before`` that they began with.
 
-    A tensor that the state does not have in the update's shape (such as pFedPG's ΔP) is a change by itself. The
-    files are read tensor by tensor. None beside a client that changed nothing.
+    A tensor that the state does not have in the update's shape (such as pFedPG's ΔP) is a change by itself.
+    Updates are safetensors, in files or as bytes, and read tensor by tensor. None beside a client that changed nothing.
     """
     gram = torch.zeros(len(updates), len(updates), dtype=torch.float64)
     for name in _float_names(updates):
-        rows = torch.stack([_tensor(path, name).flatten() for path in updates])
+        rows = torch.stack([_tensor(update, name).flatten() for update in updates])
         start = before.get(name)
         same = start is not None and start.numel() == rows.shape[1]
         for columns in torch.split(torch.arange(rows.shape[1]), COLUMNS):
@@ -67,19 +71,27 @@ def _cosine(product: float, lengths: float) -> float | None:
     return max(-1.0, min(1.0, product / lengths)) if lengths > 0 and math.isfinite(product) else None
 
 
-def _float_names(updates: Sequence[Path]) -> list[str]:
+def _float_names(updates: Sequence[Source]) -> list[str]:
     """The float tensors that every update has in one shape."""
     shared: dict[str, list[int]] | None = None
-    for path in updates:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: part.get_shape() for name, part in slices.items() if part.get_dtype() == "F32"}
+    for update in updates:
+        shapes = _float_shapes(update)
         shared = shapes if shared is None else {n: s for n, s in shared.items() if shapes.get(n) == s}
     return sorted(shared or {})
 
 
-def _tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
+def _float_shapes(update: Source) -> dict[str, list[int]]:
+    if isinstance(update, bytes):
+        return {name: list(part.shape) for name, part in load(update).items() if part.dtype == torch.float32}
+    with safe_open(update, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: part.get_shape() for name, part in slices.items() if part.get_dtype() == "F32"}
+
+
+def _tensor(update: Source, name: str) -> Tensor:
+    if isinstance(update, bytes):
+        return load(update)[name]
+    with safe_open(update, framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 

@@ -1,4 +1,8 @@
-"""Blobs: bytes on disk under the name of their SHA-256, whole or not there at all."""
+"""Blobs: bytes under the name of their SHA-256, whole or not there at all.
+
+Small ones are rows (``blob_rows``), written by the transaction that names them; larger ones are files, on the disk
+before it. What was kept as a file by an earlier version stays one: whatever its size, it is found.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from promptfed.coordinator.store import blob_rows
+from promptfed.coordinator.store.blob_rows import BlobRows, Remembered
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.files import sync_folder
+from promptfed.shared.tensors import Tensors, decode, decode_file
 
 PREFIX = "sha256:"
 
@@ -23,11 +30,16 @@ def digest_of(content: bytes) -> str:
 
 
 class Blobs:
-    """A folder of blobs, written within a ``hold``, which keeps them until the rows that name them are committed."""
+    """The blobs of a folder and its database, written within a ``hold``.
 
-    def __init__(self, folder: Path):
+    It keeps files from being removed until the rows that name them are committed. Without ``rows`` all are files.
+    """
+
+    def __init__(self, folder: Path, rows: BlobRows | None = None):
         self._folder = folder / "blobs"
         self.incoming = folder / "incoming"
+        self._rows = rows
+        self._remembered = Remembered()
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
         self._unsynced: set[str] = set()  # there by name, but not yet for sure after a power cut
@@ -44,13 +56,43 @@ class Blobs:
         """A fresh path for bytes on their way in."""
         return self.incoming / uuid4().hex
 
+    def is_small(self, size: int) -> bool:
+        """Whether a blob of ``size`` bytes is to be a row."""
+        return self._rows is not None and size <= blob_rows.SMALL_BYTES
+
     def read(self, digest: str) -> bytes:
         """The bytes. Raises FileNotFoundError where there is no such blob."""
-        return self.path(digest).read_bytes()
+        place = self.place(digest)
+        return place if isinstance(place, bytes) else place.read_bytes()
+
+    def tensors(self, digest: str) -> tuple[Tensors, object | None]:
+        """The tensors and metadata of a blob; a file's are mapped, not read. Raises as ``read`` does, TensorError."""
+        place = self.place(digest)
+        return decode(place) if isinstance(place, bytes) else decode_file(place)
+
+    def place(self, digest: str) -> bytes | Path:
+        """The bytes of a row, or where the file lies. Raises FileNotFoundError where there is no such blob."""
+        return self.remembered(digest) or self.places([digest])[0]
+
+    def remembered(self, digest: str) -> bytes | None:
+        """The bytes, where they were asked for a short time ago: nothing is read."""
+        return self._remembered.get(digest)
+
+    def places(self, digests: list[str]) -> list[bytes | Path]:
+        """The same of several, asked for at once."""
+        files = {digest: path for digest in digests if (path := self.path(digest)).exists()}
+        wanted = [digest for digest in digests if digest not in files]
+        rows = self._rows.read(wanted) if self._rows is not None and wanted else {}
+        for digest in wanted:
+            if digest not in rows:
+                raise FileNotFoundError(f"there is no blob {digest}")
+        if len(digests) == 1 and rows:
+            self._remembered.add(digests[0], rows[digests[0]])
+        return [files[digest] if digest in files else rows[digest] for digest in digests]
 
     @contextmanager
     def hold(self) -> Iterator[Held]:
-        """A block within which noted blobs are safe from ``remove``."""
+        """A block within which noted files are safe from ``remove``."""
         held = Held(self)
         try:
             yield held
@@ -59,20 +101,33 @@ class Blobs:
                 self._held.subtract(held.digests)
                 self._held += Counter()
 
-    def remove(self, digest: str) -> bool:
-        """Remove a blob that no row names, unless someone holds it; whether it is gone."""
-        with self._lock:
-            if self._held[digest] > 0:
-                return False
-            self.path(digest).unlink(missing_ok=True)
-            return True
+    def remove(self, digests: Iterable[str]) -> list[str]:
+        """Remove blobs that no row names, but for files that someone holds; those that are gone.
+
+        Call it where nothing else changes: a transaction may be about to name a row's digest again.
+        """
+        gone = []
+        for digest in digests:
+            with self._lock:
+                if self._held[digest] > 0:
+                    continue
+                self.path(digest).unlink(missing_ok=True)
+                gone.append(digest)
+        self._remembered.forget(gone)
+        if self._rows is not None and gone:
+            self._rows.remove(gone)
+        return gone
 
     def all(self) -> list[str]:
-        """Digests of all blobs in the folder, whether a row names them or not."""
+        """Digests of all blobs, whether a row names them or not."""
+        return sorted({*self.files(), *(self._rows.all() if self._rows is not None else ())})
+
+    def files(self) -> list[str]:
+        """Digests of those that are files."""
         return [PREFIX + path.name for path in self._folder.glob("??/*")]
 
     def path(self, digest: str) -> Path:
-        """Where the blob with ``digest`` lies."""
+        """Where the blob with ``digest`` lies if it is a file."""
         name = digest.removeprefix(PREFIX)
         return self._folder / name[:2] / name
 
@@ -109,24 +164,29 @@ class Blobs:
 
 
 class Held:
-    """The blobs that one block writes."""
+    """The blobs that one block writes. Small ones wait in ``small`` for the transaction that names them."""
 
     def __init__(self, blobs: Blobs):
         self._blobs = blobs
         self.digests: list[str] = []
+        self.small: dict[str, bytes] = {}
 
     def put(self, content: bytes) -> str:
-        """Store ``content`` durably; its digest."""
+        """Store ``content`` durably, or have it ready for ``Change.keep``; its digest."""
         digest = digest_of(content)
         self._hold(digest)
-        if not self._blobs._has(digest):
-            temporary = self._blobs.temporary()
-            try:
-                temporary.write_bytes(content)
-                self._blobs._keep(temporary, digest)
-            finally:
-                # A full disk is not to be made fuller by each attempt.
-                temporary.unlink(missing_ok=True)
+        if self._blobs._has(digest):
+            return digest
+        if self._blobs.is_small(len(content)):
+            self.small[digest] = content
+            return digest
+        temporary = self._blobs.temporary()
+        try:
+            temporary.write_bytes(content)
+            self._blobs._keep(temporary, digest)
+        finally:
+            # A full disk is not to be made fuller by each attempt.
+            temporary.unlink(missing_ok=True)
         return digest
 
     def adopt(self, temporary: Path, digest: str) -> None:
@@ -138,6 +198,6 @@ class Held:
             self._blobs._keep(temporary, digest)
 
     def _hold(self, digest: str) -> None:
-        # Before the look at the disk: from here on the blob is not removed, whether it is there or not.
+        # Before the look at the disk: from here on the file is not removed, whether it is there or not.
         self._blobs._note(digest)
         self.digests.append(digest)

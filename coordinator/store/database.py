@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -85,6 +86,12 @@ class Database:
         """A transaction that only reads. Raises DatabaseAway."""
         with self._watched(), self._session(self.backend.reader) as session:
             yield session
+
+    def is_full(self, error: Exception) -> bool:
+        """Whether ``error`` says that the disk is full, the database's or that of the data folder."""
+        if isinstance(error, OSError):
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return isinstance(error, DBAPIError) and self.backend.is_full(error)
 
     def answers(self) -> bool:
         """Whether the store can be read. Raises SQLAlchemyError, DatabaseAway where it cannot."""

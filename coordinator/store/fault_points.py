@@ -19,21 +19,28 @@ POINTS = (
     "client-enrolled",
     "start-before-commit",
     "start-committed",
-    "payloads-before-commit",
-    "payloads-committed",
-    "evaluation-before-commit",
-    "evaluation-committed",
+    "blob-row-written",
     "blob-written",
     "blob-renamed",
+    "payloads-before-commit",
+    "payloads-committed",
+    "evaluation-entered",
+    "group-stepped",
+    "group-before-commit",
+    "group-committed",
+    "answer-sent",
     "update-received",
     "update-checked",
-    "update-before-commit",
-    "update-committed",
+    "update-entered",
     "phase-closed",
     "aggregate-computed",
     "state-before-commit",
     "state-committed",
 )
+OF_FILES = ("blob-written", "blob-renamed")
+"""Reached where blobs are files, large ones that is."""
+OF_ROWS = ("blob-row-written",)
+"""Reached where blobs are rows, small ones that is."""
 
 #: Those of a federation's deletion, in their order; the second comes once for each transaction.
 DELETION_POINTS = ("federation-hidden", "federation-rows-deleted")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.shared.spec import ClassName, check_class_names
-from promptfed.shared.tensors import decode_file
 
 WORDS, FEATURES = "word_embeddings", "class_features"
 
@@ -43,8 +42,8 @@ class Lexicon:
 
 
 def read_lexicon(blobs: Blobs, sha256: str) -> Lexicon:
-    """A kept lexicon; its tensors are mapped, not read."""
-    tensors, metadata = decode_file(blobs.path(sha256))
+    """A kept lexicon; a large one's tensors are mapped, not read."""
+    tensors, metadata = blobs.tensors(sha256)
     about = LexiconMetadata.model_validate(metadata)
     features = dict(zip(about.class_names, tensors[FEATURES], strict=True))
     return Lexicon(tuple(about.words), tensors[WORDS], features)

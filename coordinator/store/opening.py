@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import Backend, CannotOpen
+from promptfed.coordinator.store.blob_rows import BlobRows
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder_lock import FolderLock
@@ -56,7 +57,7 @@ def open_store(settings: Settings) -> Store:
     try:
         database.connect(settings.database_wait_seconds)
         database.migrate()
-        blobs = Blobs(folder)
+        blobs = Blobs(folder, BlobRows(database))
         blobs.open()
         _tie(folder, blobs, database)
     except BaseException:
@@ -85,7 +86,7 @@ def backend_of(settings: Settings) -> Backend:
 def _tie(folder: Path, blobs: Blobs, database: Database) -> None:
     """Give a new folder and a new database one name, and refuse two that do not belong together.
 
-    Blobs that no row names are swept away: with another folder's database that would be all of them.
+    Files that no row names are swept away: with another folder's database that would be all of them.
     """
     file = folder / ID_FILE
     in_folder = file.read_text().strip() if file.exists() else None
@@ -94,7 +95,7 @@ def _tie(folder: Path, blobs: Blobs, database: Database) -> None:
         if row is not None and row.id == in_folder:
             return
         beside = database.backend.in_folder and in_folder is None
-        empty = session.scalars(select(FederationRow.id).limit(1)).first() is None and not blobs.all()
+        empty = session.scalars(select(FederationRow.id).limit(1)).first() is None and not blobs.files()
         if not beside and (in_folder is not None or not empty):
             raise CannotOpen(
                 f"the blobs in {folder} and the database at {database.backend.place} do not belong together: give "

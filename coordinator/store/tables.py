@@ -257,3 +257,12 @@ class EventRow(Base):
     kind: Mapped[str]
     data: Mapped[dict[str, Any]]
     at: Mapped[str]
+
+
+class BlobRow(Base):
+    """A small blob, under the digest of its content; larger ones are files (``blobs``)."""
+
+    __tablename__ = "blobs"
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    content: Mapped[bytes]

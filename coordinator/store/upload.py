@@ -5,12 +5,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from promptfed.coordinator.store.blobs import Held
+from promptfed.shared.tensors import TensorError, Tensors, decode, decode_file
+
 
 @dataclass(frozen=True)
 class Upload:
-    """A body on disk: where, how long, its digest; ``too_large`` where it was cut off at the limit."""
+    """A body: how long, its digest; ``too_large`` where it was cut off at the limit.
+
+    A small one is held in memory (``content``), a larger one lies at ``path``.
+    """
 
     path: Path
     size: int
     sha256: str
     too_large: bool = False
+    content: bytes | None = None
+
+    def read(self) -> bytes:
+        """The whole body."""
+        return self.content if self.content is not None else self.path.read_bytes()
+
+    def tensors(self) -> tuple[Tensors, object | None]:
+        """Tensors and metadata. Raises TensorError."""
+        if self.content is None:
+            return decode_file(self.path)
+        try:
+            return decode(self.content)
+        except TensorError:
+            # The library says of bytes in other words what is wrong than of a file, and the texts are promised.
+            self.path.write_bytes(self.content)
+            return decode_file(self.path)
+
+    def keep(self, held: Held) -> None:
+        """Make it a blob: a small one with ``Change.keep``."""
+        if self.content is not None:
+            held.put(self.content)
+        else:
+            held.adopt(self.path, self.sha256)

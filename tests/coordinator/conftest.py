@@ -17,8 +17,9 @@ import pytest
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import recovery
-from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine.recorder import Changes
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store import blob_rows
 from promptfed.coordinator.store.tables import FederationRow
 from tests.support.coordinators import InThread, in_thread
 from tests.support.postgres import NoServer, PostgresServer
@@ -40,23 +41,30 @@ def without_deadline(live: Federation) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def memory_is_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each change: what a restart would load is what is in memory."""
-    change = Registry.change
+    changes = Registry.changes
     wrong: list[str] = []
 
     @contextmanager
-    def checked(self: Registry, id: str) -> Iterator[Change]:
+    def checked(self: Registry) -> Iterator[Changes]:
         with self.exclusively():
-            with change(self, id) as one:
-                yield one
-            with self.database.read() as session:
-                loaded = recovery.load(session, session.get_one(FederationRow, id), 0.0)
-            stored, held = without_deadline(loaded), without_deadline(self.federations[id])
-            different = [key for key in held if stored[key] != held[key]]
-            wrong.extend(f"{key}: {stored[key]} is stored, {held[key]} is held" for key in different)
+            with changes(self) as some:
+                yield some
+            for id in some.by_id:
+                with self.database.read() as session:
+                    loaded = recovery.load(session, session.get_one(FederationRow, id), 0.0)
+                stored, held = without_deadline(loaded), without_deadline(self.federations[id])
+                different = [key for key in held if stored[key] != held[key]]
+                wrong.extend(f"{key}: {stored[key]} is stored, {held[key]} is held" for key in different)
 
-    monkeypatch.setattr(Registry, "change", checked)
+    monkeypatch.setattr(Registry, "changes", checked)
     yield
     assert wrong == []
+
+
+@pytest.fixture
+def blobs_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large ones are: those of tests are small."""
+    monkeypatch.setattr(blob_rows, "SMALL_BYTES", -1)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """The databases of the coordinator's own tests."""
 
-from tests.coordinator.conftest import coordinator, database, leap, postgres, pytest_generate_tests
+from tests.coordinator.conftest import blobs_are_files, coordinator, database, leap, postgres, pytest_generate_tests
 
-__all__ = ["coordinator", "database", "leap", "postgres", "pytest_generate_tests"]
+__all__ = ["blobs_are_files", "coordinator", "database", "leap", "postgres", "pytest_generate_tests"]

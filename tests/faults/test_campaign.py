@@ -9,7 +9,7 @@ import pytest
 
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import ForkedCoordinator, in_thread
-from tests.support.kill_campaign import CASES, Case, KilledApi, at_every_point, killed_at_random, play_case
+from tests.support.kill_campaign import CASES, FILES, Case, KilledApi, at_every_point, killed_at_random, play_case
 from tests.support.postgres import PostgresServer
 from tests.support.two_phase import TwoPhase
 
@@ -34,10 +34,11 @@ def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def killed(
-    case: Case, folder: Path, options: list[str], faults: list[str], kills: int, seed: int
+    case: Case, folder: Path, options: list[str], faults: list[str], kills: int, seed: int, files: bool = False
 ) -> tuple[dict[str, Any], int]:
     """What comes of a run that dies at ``faults`` or so many times at random, and how often it did."""
-    process = ForkedCoordinator(folder, *options, fault=faults.pop(0) if faults else "")
+    constants = FILES if files else None
+    process = ForkedCoordinator(folder, *options, fault=faults.pop(0) if faults else "", constants=constants)
     api = KilledApi(process, faults)
     try:
         with killed_at_random(process, kills, seed):
@@ -62,7 +63,9 @@ def test_killed_anywhere_it_ends_where_an_undisturbed_run_ends(
 
     named, at_random, runs = [], 0, 0
     for run in range(2):
-        found, deaths = killed(case, tmp_path / f"named-{run}", options(), at_every_point(run), 0, seed=0)
+        files = run == 1
+        faults = at_every_point(run, files=files)
+        found, deaths = killed(case, tmp_path / f"named-{run}", options(), faults, 0, seed=0, files=files)
         assert found == expected
         named.append(deaths)
     # A run may be over before all its kills have come: as many runs as it takes.

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from promptfed.coordinator.store.fault_points import POINTS
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
-from tests.support.kill_campaign import KilledApi, at_every_point, killed_at_random
+from tests.support.kill_campaign import FILES, KilledApi, at_every_point, killed_at_random
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
 
@@ -35,17 +34,21 @@ def undisturbed(folder: Path, method: str) -> dict[str, Any]:
     return found
 
 
-def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(tmp_path: Path, two_phase: None) -> None:
+@pytest.mark.parametrize("files", [False, True], ids=["rows", "files"])
+def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(
+    tmp_path: Path, two_phase: None, files: bool
+) -> None:
     expected = undisturbed(tmp_path, "two_phase")
-    faults = at_every_point(0)
-    process = ForkedCoordinator(tmp_path / "killed", fault=faults.pop(0))
+    faults = at_every_point(0, files=files)
+    instants = len(faults)
+    process = ForkedCoordinator(tmp_path / "killed", fault=faults.pop(0), constants=FILES if files else None)
     api = KilledApi(process, faults)
     try:
         found = run(api, "two_phase", ROUNDS)
     finally:
         process.kill()
     assert faults == [], "every point was reached"
-    assert api.deaths == len(POINTS)
+    assert api.deaths == instants
     assert found == expected
 
 

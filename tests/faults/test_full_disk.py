@@ -75,6 +75,7 @@ def full_tables(coordinator: InThread) -> Iterator[None]:
             session.execute(text("DROP TABLE ballast"))
 
 
+@pytest.mark.usefixtures("blobs_are_files")
 @pytest.mark.parametrize(
     ("place", "number"),
     [("file", errno.ENOSPC), ("rename", errno.ENOSPC), ("folder", errno.ENOSPC), ("new folder", errno.EDQUOT)],
@@ -130,6 +131,7 @@ def test_a_blob_whose_folder_could_not_be_written_is_written_before_it_counts(
     assert len(synced) == 2, "once is enough"
 
 
+@pytest.mark.usefixtures("blobs_are_files")
 def test_tensor_work_is_tried_again_until_there_is_room_and_leaves_no_litter(
     coordinator: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,10 @@ def test_a_deletion_lets_others_in_between(coordinator: InThread, monkeypatch: p
     coordinator.until(federation, state="finished")
     files, remove, begun = coordinator.registry.blobs.all(), Blobs.remove, threading.Event()
 
-    def slowly(self: Blobs, digest: str) -> bool:
+    def slowly(self: Blobs, digests: Iterable[str]) -> list[str]:
         begun.set()
         time.sleep(0.1)
-        return remove(self, digest)
+        return remove(self, digests)
 
     monkeypatch.setattr(retention, "AT_ONCE", 1)
     monkeypatch.setattr(Blobs, "remove", slowly)

@@ -260,12 +260,22 @@ class ForkedCoordinator(CoordinatorProcess):
     One thread may start it again while another looks for a moment to kill it.
     """
 
-    def __init__(self, folder: Path, *options: str, fault: str = "", files: Path | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        fault: str = "",
+        files: Path | None = None,
+        constants: dict[str, float] | None = None,
+    ):
         self._turn = threading.RLock()
+        self._constants = constants or {}
         super().__init__(folder, *options, fault=fault, files=files)
 
     def _spawn(self, arguments: list[str], fault: str) -> None:
-        child = fork_server().Process(target=forked_coordinator.run, args=(arguments, fault, str(self._log)))
+        child = fork_server().Process(
+            target=forked_coordinator.run, args=(arguments, fault, str(self._log), self._constants)
+        )
         with self._turn:
             child.start()
             self._child = child

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
@@ -11,11 +12,14 @@ from promptfed.shared.methods import METHODS
 from tests.support.two_phase import TwoPhase
 
 
-def run(arguments: list[str], fault: str, log: str) -> None:
-    """Serve, writing to ``log``, and die at ``fault``."""
+def run(arguments: list[str], fault: str, log: str, constants: dict[str, float]) -> None:
+    """Serve, writing to ``log``, and die at ``fault``; ``constants`` are laid over those of the code, by full name."""
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     METHODS["two_phase"] = TwoPhase
     fault_points.arm(fault)
+    for name, value in constants.items():
+        module, _, constant = name.rpartition(".")
+        setattr(importlib.import_module(module), constant, value)
     sys.exit(main(arguments))

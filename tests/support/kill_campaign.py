@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import torch
 
-from promptfed.coordinator.store.fault_points import POINTS
+from promptfed.coordinator.store.fault_points import OF_FILES, OF_ROWS, POINTS
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ServerContext
 from promptfed.shared.seeds import generator
@@ -145,10 +145,18 @@ class KilledApi(ResendingApi):
         return self.resent
 
 
-def at_every_point(first: int) -> list[str]:
-    """A fault at every named point, in the order of a run: the first or second time that it is reached, in turns."""
+FILES = {"promptfed.coordinator.store.blob_rows.SMALL_BYTES": -1.0}
+"""Constants of a coordinator that keeps every blob as a file, as it does with large ones."""
+
+
+def at_every_point(first: int, *, files: bool = False) -> list[str]:
+    """A fault at every named point, in the order of a run: the first or second time that it is reached, in turns.
+
+    A coordinator with the constants ``FILES`` reaches other points (``files``) than one that has only small blobs.
+    """
+    reached = [name for name in POINTS if name not in (OF_ROWS if files else OF_FILES)]
     return [
-        f"{name}:{1 + (number + first) % 2}" if number >= ONCE else f"{name}:1" for number, name in enumerate(POINTS)
+        f"{name}:{1 + (number + first) % 2}" if number >= ONCE else f"{name}:1" for number, name in enumerate(reached)
     ]
 
 

@@ -38,10 +38,13 @@ ROUNDS = 3
 FAULTS = (
     "start-before-commit",
     "payloads-before-commit",
-    "evaluation-before-commit",
+    "evaluation-entered",
+    "group-before-commit",
     "update-checked",
-    "update-before-commit",
-    "update-committed",
+    "update-entered",
+    "group-stepped",
+    "blob-row-written",
+    "group-committed",
     "phase-closed",
     "aggregate-computed",
     "state-before-commit",
@@ -94,7 +97,7 @@ def test_lost_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(
     assert expected["state"] == "finished"
 
     def happen(name: str) -> None:
-        if name in ("update-before-commit", "aggregate-computed"):
+        if name in ("group-stepped", "aggregate-computed"):
             postgres.stop()
             postgres.start()
         else:
@@ -171,7 +174,7 @@ def test_a_commit_whose_answer_is_lost_counts_once(on_postgres: InThread, monkey
         nonlocal losses
         commit(connection)
         # The driver looks after the connection now and then, in a thread of another kind.
-        if losses and threading.current_thread().name.startswith("AnyIO"):
+        if losses and threading.current_thread().name == "committer":
             losses -= 1
             connection.driver_connection.close()
             raise OperationalError("the connection is lost")

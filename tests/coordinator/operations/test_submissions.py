@@ -348,6 +348,7 @@ def test_two_senders_of_one_task_are_answered_one_after_the_other(coordinator: I
     assert sorted(found) == [200, 200, 201, 409, 409, 409]
 
 
+@pytest.mark.usefixtures("blobs_are_files")
 def test_a_full_disk_is_said_and_costs_nothing(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     from promptfed.coordinator.store.blobs import Held
 

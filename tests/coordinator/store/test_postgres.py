@@ -64,6 +64,7 @@ def test_the_lock_of_one_that_ends_is_waited_for(postgres: PostgresServer) -> No
     second.close()
 
 
+@pytest.mark.usefixtures("blobs_are_files")
 def test_a_folder_and_a_database_that_do_not_belong_together_are_refused(
     postgres: PostgresServer, tmp_path: Path
 ) -> None:

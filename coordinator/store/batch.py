@@ -1,0 +1,66 @@
+"""Rows that a transaction writes many at once: one statement for each table, whatever their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Dialect, bindparam, insert, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.dml import Insert
+
+from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.tables import BlobRow, EvaluationRow, EventRow, TaskRow, UpdateRow
+
+Row = dict[str, Any]
+
+_SETTLE = (
+    update(TaskRow.__table__)  # type: ignore[arg-type]
+    .where(TaskRow.id == bindparam("key"))
+    .values(status=bindparam("to"), settled_at=bindparam("at"))
+)
+_BLOBS = {
+    "sqlite": sqlite.insert(BlobRow.__table__).on_conflict_do_nothing(),  # type: ignore[arg-type]
+    "postgresql": postgresql.insert(BlobRow.__table__).on_conflict_do_nothing(),  # type: ignore[arg-type]
+}
+_UPDATES = insert(UpdateRow.__table__)  # type: ignore[arg-type]
+_EVALUATIONS = insert(EvaluationRow.__table__)  # type: ignore[arg-type]
+_EVENTS = insert(EventRow.__table__)  # type: ignore[arg-type]
+
+
+class Batch:
+    """What waits to be written, by table; nothing of it is in the database before ``write``."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.updates: list[Row] = []
+        self.evaluations: list[Row] = []
+        self.events: list[Row] = []
+        self._settled: list[Row] = []
+
+    def settle(self, task_id: str, status: str, at: str) -> None:
+        """A task is over."""
+        self._settled.append({"key": task_id, "to": status, "at": at})
+
+    def write(self, session: Session) -> None:
+        """Write it all, after what the session itself has to write: rows may name those."""
+        session.flush()
+        connection = session.connection()
+        if self.blobs:
+            rows = [{"digest": digest, "content": content} for digest, content in self.blobs.items()]
+            connection.execute(_blobs(connection.dialect), rows)
+            point("blob-row-written")
+        for statement, waiting in (
+            (_SETTLE, self._settled),
+            (_UPDATES, self.updates),
+            (_EVALUATIONS, self.evaluations),
+            (_EVENTS, self.events),
+        ):
+            if waiting:
+                connection.execute(statement, waiting)
+                waiting.clear()
+        self.blobs.clear()
+
+
+def _blobs(dialect: Dialect) -> Insert:
+    return _BLOBS[dialect.name]
