@@ -30,6 +30,7 @@ from promptfed.coordinator.api import (
     tasks,
 )
 from promptfed.coordinator.api import federations as federations_api
+from promptfed.coordinator.api.round_calls import RoundCalls
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
@@ -78,7 +79,8 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
-    app.add_middleware(AnswerHeaders)
+    app.add_middleware(RoundCalls, seconds=settings.upload_timeout_seconds)
+    app.add_middleware(AnswerHeaders)  # the last one is the outermost
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for module in ROUTERS:
         app.include_router(module.router)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.api.deps import Calling, RegistryOf, TaskId
+from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
@@ -39,6 +39,11 @@ async def get_task(
     wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
 ) -> Response:
     """The client's open task; waits for one."""
+    return await answer_poll(registry, caller, wait_seconds)
+
+
+async def answer_poll(registry: Registry, caller: CallingClient, wait_seconds: float) -> Response:
+    """The task, or 204 where there is none within so many seconds. Raises as ``get_task`` describes."""
     key = (caller.federation.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
     registry.metrics.waiting.inc()
@@ -123,6 +128,19 @@ def _config(registry: Registry, federation: Federation) -> str:
 )
 def get_payload(registry: RegistryOf, caller: Calling, task_id: TaskId) -> Response:
     """What the client starts from: always the same bytes for one task."""
+    return answer_payload(registry, caller, task_id)
+
+
+def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
+    """Whether the payload is known without asking the database or the disk."""
+    task = caller.federation.tasks.get(caller.client.name)
+    if task is None or task.id != task_id or task.payload_sha256 is None:
+        return False
+    return registry.blobs.remembered(task.payload_sha256) is not None
+
+
+def answer_payload(registry: Registry, caller: CallingClient, task_id: str) -> Response:
+    """The payload. Raises NotFound, PayloadGone."""
     digest, place = submissions.payload(registry, caller.federation, caller.client, task_id)
     return tensors_at(place, {"ETag": f'"{digest}"'})
 
@@ -157,17 +175,23 @@ async def put_update(
     content_digest: Annotated[str | None, Header(description="`sha-256=:<base64>:` (RFC 9530)")] = None,
 ) -> UpdateReceipt:
     """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed."""
-    announced = announced_digest(content_digest)
+    receipt, new = await take_update(request, registry, caller, task_id, announced_digest(content_digest))
+    if not new:
+        response.status_code = status.HTTP_200_OK
+    return receipt
+
+
+async def take_update(
+    request: Request, registry: Registry, caller: CallingClient, task_id: str, announced: str
+) -> tuple[UpdateReceipt, bool]:
+    """Receive and admit an update of the ``announced`` digest; the receipt, and whether it is new."""
     federation, client = caller.federation, caller.client
     with registry.metrics.receiving.time():
         async with request.app.state.uploads.receive(request, federation.spec.admission.max_bytes) as upload:
             expect_digest(upload, announced)
             point("update-received")
             new = await submissions.accept_update(registry, federation, client, task_id, upload)
-    if not new:
-        response.status_code = status.HTTP_200_OK
-    point("answer-sent")
-    return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
+    return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256), new
 
 
 @router.put(
@@ -185,9 +209,18 @@ async def put_evaluation(
     registry: RegistryOf, caller: Calling, task_id: TaskId, evaluation: EvaluationRequest, response: Response
 ) -> Receipt:
     """Answer an evaluation task."""
-    if not await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation):
+    receipt, new = await take_evaluation(registry, caller, task_id, evaluation)
+    if not new:
         response.status_code = status.HTTP_200_OK
-    return Receipt(task_id=task_id, status="accepted")
+    return receipt
+
+
+async def take_evaluation(
+    registry: Registry, caller: CallingClient, task_id: str, evaluation: EvaluationRequest
+) -> tuple[Receipt, bool]:
+    """Admit an evaluation; the receipt, and whether it is new."""
+    new = await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation)
+    return Receipt(task_id=task_id, status="accepted"), new
 
 
 @router.post(

@@ -13,6 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.problems import TooManyFailures
@@ -77,6 +78,7 @@ class AuthThrottle:
         return min(self._most, bucket.left + (clock.monotonic() - bucket.at) * self._rate)
 
 
+@lru_cache(maxsize=1024)
 def _network(address: str) -> str:
     """An IPv6 caller has a whole /64 of addresses."""
     try:

@@ -37,14 +37,15 @@ class JsonBodies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, with its body as it may be read."""
         if scope["type"] == "http" and not scope["path"].endswith(TENSOR_PATHS):
-            receive = _Body(scope, receive, self._seconds)
+            receive = JsonBody(scope, receive, self._seconds)
         await self._app(scope, receive, send)
 
 
-class _Body:
+class JsonBody:
     """One request's body. Nobody is looked up before somebody asks for it: most requests have none."""
 
     def __init__(self, scope: Scope, receive: Receive, seconds: float):
+        """``scope`` and ``receive`` are the request's."""
         self._scope = scope
         self._receive = receive
         self._seconds = seconds
@@ -54,6 +55,7 @@ class _Body:
         self._whole = False
 
     async def __call__(self) -> Message:
+        """The next part. Raises HTTPException where it comes too late, or is too much."""
         if self._whole:  # What comes now is that the caller has gone.
             return await self._receive()
         if self._until is None:

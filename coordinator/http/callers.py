@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hmac import compare_digest
 
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import HTTPConnection
 
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.registry import Operator, Registry
@@ -60,27 +60,51 @@ async def authenticate(request: Request, registry: Registry, token: str | None) 
     except Unauthorized:
         auth_throttle.failed(address_of(request))
         raise
-    auth_throttle.succeeded(address_of(request), digest(token))
+    trust(request, token)
     return caller
+
+
+def trust(connection: HTTPConnection, token: str) -> None:
+    """A token was right: it counts for the address."""
+    auth_throttle: AuthThrottle = connection.app.state.auth_throttle
+    auth_throttle.succeeded(address_of(connection), digest(token))
 
 
 async def look_up(connection: HTTPConnection, registry: Registry, token: str) -> Caller:
     """Who calls with ``token``; nothing is counted. Raises StoreAway, TooManyFailures, Unauthorized, TokenExpired."""
+    if not may_be_foreign(connection, token):
+        return look_up_own(connection, registry, token)
+    if registry.away:
+        raise StoreAway
+    auth_throttle: AuthThrottle = connection.app.state.auth_throttle
+    auth_throttle.check(address_of(connection), digest(token))
+    issuer: Issuer = connection.app.state.issuer
+    name, role = await issuer.identify(token)
+    return OperatorCaller(name, role)
+
+
+def may_be_foreign(connection: HTTPConnection, token: str) -> bool:
+    """Whether the token is the identity provider's to tell."""
+    issuer: Issuer | None = connection.app.state.issuer
+    return issuer is not None and issuer.may_have_issued(token)
+
+
+def look_up_own(connection: HTTPConnection, registry: Registry, token: str) -> Caller:
+    """As ``look_up``, of a token that this coordinator itself knows."""
     if registry.away:
         raise StoreAway
     state, token_digest = connection.app.state, digest(token)
-    wanted = connection.path_params.get("federation")
-    # The asked-for federation first: a site may use one secret with several federations.
-    federations = sorted(
-        registry.federations.values(), key=lambda federation: wanted not in (federation.id, federation.name)
-    )
     auth_throttle: AuthThrottle = state.auth_throttle
     auth_throttle.check(address_of(connection), token_digest)
-    issuer: Issuer | None = state.issuer
-    if issuer is not None and issuer.may_have_issued(token):
-        name, role = await issuer.identify(token)
-        return OperatorCaller(name, role)
+    federations = _asked_first(registry, connection.path_params.get("federation"))
     return _identify(token_digest, state.operator_digest, registry.operators, federations)
+
+
+def _asked_first(registry: Registry, asked: str | None) -> Iterator[Federation]:
+    """All federations, that with this id or name first: a site may use one secret with several federations."""
+    federations = registry.federations.values()
+    yield from (federation for federation in federations if asked in (federation.id, federation.name))
+    yield from (federation for federation in federations if asked not in (federation.id, federation.name))
 
 
 def address_of(connection: HTTPConnection) -> str:

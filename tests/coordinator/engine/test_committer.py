@@ -1,0 +1,154 @@
+"""Group commit: what is committed together is judged one by one, and stored all or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.operations import submissions
+from promptfed.coordinator.store.database import Database
+from tests.faults.test_full_disk import full_tables
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import FakeClient, drive, update_body
+from tests.support.groups import GATHER, LONG, at_once, updates_of
+from tests.support.open_phases import kind, open_first_phase, stored_rows
+
+NAMES = ("a", "b", "c", "d")
+Answered = list[tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GATHER, LONG)
+
+
+def send_all(clients: list[FakeClient], tasks: list[dict[str, Any]], bodies: list[bytes]) -> Answered:
+    """Status and refusal of each answer, sent at once."""
+    calls = [
+        lambda client=client, task=task, body=body: client.send(task, body)
+        for client, task, body in zip(clients, tasks, bodies, strict=True)
+    ]
+    found = at_once(calls)
+    return [(one.status_code, kind(one) if one.status_code >= 400 else "") for one in found if one is not None]
+
+
+def commits(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many entries each group had."""
+    sizes: list[int] = []
+    together = coordinator.registry.committer._together
+
+    def counted(entries: Any) -> Any:
+        sizes.append(len(entries))
+        return together(entries)
+
+    monkeypatch.setattr(coordinator.registry.committer, "_together", counted)
+    return sizes
+
+
+@pytest.mark.both_databases
+def test_answers_that_arrive_together_are_one_commit(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
+    sizes = commits(coordinator, monkeypatch)
+    assert send_all(clients, tasks, updates_of(clients, tasks)) == [(201, "")] * 4
+    assert sizes == [4]
+    coordinator.until(federation, phase="evaluation")
+    [phase] = coordinator.get(f"{federation}/rounds/1")["phases"]
+    assert [one["client"] for one in phase["counted"]] == list(NAMES)
+
+
+@pytest.mark.both_databases
+def test_what_is_refused_inside_a_group_changes_nothing_for_its_neighbours(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twin, another answer to an answered task, and an update that is over the norm."""
+    federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1, admission={"max_update_norm": 100.0})
+    a, b, c, d = clients
+    bodies = updates_of(clients, tasks)
+    other = update_body({"context": torch.ones(4, 8)}, tasks[0])
+    huge = update_body({"context": torch.full((4, 8), 1e6)}, tasks[2])
+    sizes = commits(coordinator, monkeypatch)
+    found = send_all(
+        [a, a, a, b, c, d], [*tasks[:1] * 3, *tasks[1:]], [bodies[0], bodies[0], other, bodies[1], huge, bodies[3]]
+    )
+    assert sorted(found[:3]) in (
+        [(200, ""), (201, ""), (409, "already-answered")],
+        [(201, ""), *[(409, "already-answered")] * 2],
+    )
+    assert found[3:] == [(201, ""), (422, "norm-too-large"), (201, "")]
+    assert sizes == [5]
+    assert send_all([c], tasks[2:3], bodies[2:3]) == [(201, "")]
+    coordinator.until(federation, phase="evaluation")
+
+
+@pytest.mark.both_databases
+def test_an_entry_that_breaks_the_transaction_spoils_no_other(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
+    enter = submissions._Update.enter
+
+    def breaks(self: Any, change: Change) -> bool:
+        new = enter(self, change)
+        if self.client.name == "b":
+            change.batch.updates[-1]["task_id"] = "no such task"  # which only the database finds out
+        return new
+
+    sizes = commits(coordinator, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(submissions._Update, "enter", breaks)
+        found = send_all(clients, tasks, updates_of(clients, tasks))
+    assert found == [(201, ""), (500, "internal-error"), (201, ""), (201, "")]
+    assert sizes == [4, 1, 1, 1, 1]
+    assert send_all(clients[1:2], tasks[1:2], updates_of(clients[1:2], tasks[1:2])) == [(201, "")]
+    drive(clients)
+    assert coordinator.get(federation)["state"] == "finished"
+
+
+@pytest.mark.both_databases
+def test_a_full_disk_refuses_a_whole_group_and_stores_nothing_of_it(coordinator: InThread) -> None:
+    federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
+    before, bodies = stored_rows(coordinator.registry, federation), updates_of(clients, tasks)
+    with full_tables(coordinator):
+        assert send_all(clients, tasks, bodies) == [(507, "storage-full")] * 4
+    assert stored_rows(coordinator.registry, federation) == before
+    assert send_all(clients, tasks, bodies) == [(201, "")] * 4
+    coordinator.until(federation, phase="evaluation")
+
+
+def test_small_blobs_are_rows_and_the_files_of_before_are_still_read(
+    coordinator: InThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One federation whose first round was kept in files, as by an earlier version."""
+    with monkeypatch.context() as patch:
+        patch.setattr("promptfed.coordinator.store.blob_rows.SMALL_BYTES", -1)
+        federation, clients, tasks = open_first_phase(coordinator, "a", "b", rounds=2, retention="all")
+        assert send_all(clients, tasks, updates_of(clients, tasks)) == [(201, "")] * 2
+        coordinator.until(federation, phase="evaluation")
+    blobs = coordinator.registry.blobs
+    files = set(blobs.files())
+    assert files == set(blobs.all())
+    drive(clients)
+    assert coordinator.get(federation)["state"] == "finished"
+    assert set(blobs.files()) == files, "what came later are rows"
+    assert len(blobs.all()) > len(files)
+    for round in (1, 2):
+        replayed = coordinator.post(f"{federation}/rounds/{round}/replay", json={})
+        assert all(state["same"] for state in replayed["states"]), "both are read"
+    coordinator.delete(federation)
+    assert blobs.all() == []
+
+
+def test_a_read_of_many_asks_once(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation, clients, tasks = open_first_phase(coordinator, *NAMES, rounds=1)
+    send_all(clients, tasks, updates_of(clients, tasks))
+    coordinator.until(federation, phase="evaluation")
+    blobs, reads = coordinator.registry.blobs, []
+    read = Database.read
+    monkeypatch.setattr(Database, "read", lambda self: (reads.append(1), read(self))[1])
+    places = blobs.places(blobs.all())
+    assert len(reads) == 2, "one for the digests, one for all contents"
+    assert all(isinstance(place, bytes) for place in places)

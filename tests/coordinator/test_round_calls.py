@@ -1,0 +1,195 @@
+"""The calls of a round are answered alike by the handlers in front of the framework and by the declared routes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from promptfed.coordinator.api import round_calls
+from promptfed.coordinator.domain import clock
+from tests.coordinator.operations.test_submissions import bad_updates
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import FakeClient, bearer, content_digest, trained, update_body
+from tests.support.open_phases import kind, open_first_phase, stored_rows
+
+Call = tuple[str, str, dict[str, Any]]
+
+
+class Switch:
+    """Lets the handlers answer or not, and counts what they did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.on, self.answered = True, 0
+        call = round_calls._call
+
+        def counted(*arguments: Any) -> Any:
+            found = call(*arguments) if self.on else None
+            self.answered += found is not None
+            return found
+
+        monkeypatch.setattr(round_calls, "_call", counted)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A block in which the declared routes answer everything."""
+        self.on = False
+        yield
+        self.on = True
+
+
+@pytest.fixture
+def switch(monkeypatch: pytest.MonkeyPatch) -> Switch:
+    return Switch(monkeypatch)
+
+
+def seen(response: httpx.Response, *unequal: str) -> tuple[int, list[tuple[str, str]], str]:
+    """All of an answer but the time, with the texts ``unequal`` made the same."""
+    text = response.text
+    headers = [(name, value) for name, value in response.headers.multi_items() if name != "date"]
+    found = (response.status_code, headers, text)
+    if unequal:
+        pattern = "|".join(map(re.escape, unequal))
+        lengthless = [(name, re.sub(pattern, "*", value)) for name, value in headers]
+        return found[0], lengthless, re.sub(pattern, "*", text)
+    return found
+
+
+def odd_calls(coordinator: InThread, federation: str, a: FakeClient, b: FakeClient, task: dict[str, Any]) -> list[Call]:
+    """Requests of which each changes nothing: polls, payloads, and answers that are refused or were given before."""
+    poll, here = f"/v1/federations/{federation}/task", f"/v1/federations/{federation}/tasks/{task['task_id']}"
+    good = update_body({"context": torch.ones(4, 8)}, task)
+    signed = a.headers | {"Content-Digest": content_digest(good)}
+    scheme, secret = a.headers["Authorization"].split(" ")
+    polls = [poll + query for query in ("", "?wait=0", "?wait=0.0", "?wait=x", "?wait=61", "?wait=-1", "?wait=&a=b")]
+    polls += [
+        "/v1/federations/eyes/task",
+        "/v1/federations/nowhere/task",
+        poll + "/",
+        f"/v1/federations/{'x' * 101}/task",
+    ]
+    headers: list[dict[str, str]] = [
+        {},
+        bearer("nobody's"),
+        coordinator.operator,
+        bearer(coordinator.token(federation)),
+        {"Authorization": f"{scheme.lower()} {secret}"},
+        {"Authorization": f"{scheme}  {secret}"},
+        {"Authorization": f"Basic {secret}"},
+        {"Authorization": scheme},
+    ]
+    calls: list[Call] = [("GET", path, {"headers": a.headers}) for path in polls]
+    for path in (poll, f"{here}/payload"):
+        calls += [("GET", path, {"headers": who}) for who in headers]
+    calls += [(verb, poll, {"headers": a.headers}) for verb in ("HEAD", "POST", "DELETE")]
+    calls += [
+        ("GET", f"{here}/payload", {"headers": a.headers}),
+        ("GET", f"{here}/payload", {"headers": a.headers | {"Range": "bytes=0-9"}}),
+        ("GET", f"{here}/payload?x=y", {"headers": a.headers}),
+        ("GET", f"{here}/payload", {"headers": b.headers}),
+        ("GET", f"/v1/federations/{federation}/tasks/none/payload", {"headers": a.headers}),
+        ("GET", f"/v1/federations/{federation}/tasks/a%00b/payload", {"headers": a.headers}),
+        ("GET", f"/v1/federations/{federation}/tasks/{'x' * 101}/payload", {"headers": a.headers}),
+        ("PUT", f"{here}/update", {"content": good, "headers": a.headers}),
+        ("PUT", f"{here}/update", {"content": good, "headers": a.headers | {"Content-Digest": "sha-256=:no:"}}),
+        ("PUT", f"{here}/update", {"content": good + b"x", "headers": signed}),
+        ("PUT", f"{here}/update", {"content": good, "headers": b.headers | {"Content-Digest": content_digest(good)}}),
+        ("POST", f"{here}/update", {"content": good, "headers": signed}),
+        ("PUT", f"/v1/federations/{federation}/tasks/none/update", {"content": good, "headers": signed}),
+    ]
+    for body, _, _ in bad_updates(task).values():
+        signed = a.headers | {"Content-Digest": content_digest(body)}
+        calls.append(("PUT", f"{here}/update", {"content": body, "headers": signed}))
+    splits = {"splits": {"test": {"accuracy": 0.5, "num_samples": 3}}}
+    calls += [
+        ("PUT", f"{here}/evaluation", {"json": splits, "headers": a.headers}),
+        ("PUT", f"{here}/evaluation", {"json": {"splits": {"test": {"accuracy": 1.5}}}, "headers": a.headers}),
+        ("PUT", f"{here}/evaluation", {"content": b"{", "headers": a.headers | {"Content-Type": "application/json"}}),
+        ("PUT", f"{here}/evaluation", {"content": b"", "headers": a.headers | {"Content-Type": "application/json"}}),
+        (
+            "PUT",
+            f"{here}/evaluation",
+            {"content": b"\xff", "headers": a.headers | {"Content-Type": "application/json"}},
+        ),
+        ("PUT", f"{here}/evaluation", {"content": b"{}", "headers": a.headers | {"Content-Type": "text/plain"}}),
+        ("PUT", f"{here}/evaluation", {"content": b"{}", "headers": a.headers}),
+        ("PUT", f"{here}/evaluation", {"json": splits, "headers": bearer("nobody's")}),
+    ]
+    return calls
+
+
+def test_both_answer_every_odd_request_in_the_same_bytes(
+    coordinator: InThread, switch: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation, (a, b), (task, _) = open_first_phase(
+        coordinator, name="eyes", admission={"max_update_norm": 10.0, "max_bytes": 2_000_000}
+    )
+    http = httpx.Client(base_url=coordinator.url)  # one that asks what nobody may ask
+    this_moment = clock.monotonic()
+    monkeypatch.setattr(clock, "monotonic", lambda: this_moment)  # a task tells how many seconds are left
+    before, statuses = stored_rows(coordinator.registry, federation), set()
+
+    def refusals() -> int:
+        return sum(one["refusals"] for one in coordinator.get(f"{federation}/clients")["clients"])
+
+    for verb, path, options in odd_calls(coordinator, federation, a, b, task):
+        counts = [refusals()]
+        fast = http.request(verb, path, **options)
+        counts.append(refusals())
+        with switch.off():
+            declared = http.request(verb, path, **options)
+        counts.append(refusals())
+        assert seen(fast) == seen(declared), (verb, path)
+        assert counts[1] - counts[0] == counts[2] - counts[1], (verb, path)
+        statuses.add(fast.status_code)
+    http.close()
+    assert stored_rows(coordinator.registry, federation) == before
+    assert {200, 400, 401, 403, 404, 405, 409, 413, 415, 422} <= statuses
+    assert switch.answered > 30, "the handlers have answered, not the routes only"
+
+
+def test_both_take_good_answers_and_their_twins(coordinator: InThread, switch: Switch) -> None:
+    federation = coordinator.create(rounds=1)
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    told: dict[str, list[Any]] = {"a": [], "b": []}
+    play_in_turns(coordinator, federation, clients, switch, told)
+    assert told["a"] == told["b"]
+    assert [status for status, _, _ in told["a"]] == [201, 200, 201, 200]
+
+
+def play_in_turns(
+    coordinator: InThread, federation: str, clients: list[FakeClient], switch: Switch, told: dict[str, list[Any]]
+) -> None:
+    """The first client is answered by the handlers, the second by the routes; each sends each answer twice."""
+    for wanted in ("evaluate", "train"):
+        for client in clients:
+            task = coordinator.task(client)
+            assert task["kind"] == wanted
+            body = update_body(trained(client.payload(task), "same", task), task)
+            before = switch.answered
+            switch.on = client is clients[0]
+            answers = [client.evaluate(task) if wanted == "evaluate" else client.send(task, body) for _ in range(2)]
+            assert switch.answered - before == (2 if switch.on else 0)
+            switch.on = True
+            digests = [str(one.json().get("sha256", "none")) for one in answers]
+            told[client.name] += [seen(one, task["task_id"], *digests) for one in answers]
+
+
+def test_a_withdrawn_client_and_an_ended_federation_are_told_alike(coordinator: InThread, switch: Switch) -> None:
+    federation, (a, b), _ = open_first_phase(coordinator, rounds=1)
+    coordinator.delete(f"{federation}/clients/a")
+    fast = a.task()
+    with switch.off():
+        assert seen(fast) == seen(a.task())
+    assert kind(fast) == "withdrawn"
+    coordinator.post(f"{federation}/cancel")
+    fast, answered = b.task(), switch.answered
+    with switch.off():
+        assert seen(fast) == seen(b.task())
+    assert (kind(fast), switch.answered) == ("federation-ended", answered)

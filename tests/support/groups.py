@@ -1,0 +1,41 @@
+"""Answers that come at the same moment, so that the coordinator commits them as one group."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from tests.support.fake_clients import FakeClient, trained, update_body
+
+GATHER = "promptfed.coordinator.engine.committer.GATHER_SECONDS"
+LONG = 0.5  # for which a group waits for more, so that it gets all
+
+
+def at_once(calls: Sequence[Callable[[], httpx.Response]]) -> list[httpx.Response | None]:
+    """The answer to each, or None where there was none; all are sent together."""
+    found: list[httpx.Response | None] = [None] * len(calls)
+    begin = threading.Barrier(len(calls))
+
+    def send(number: int) -> None:
+        begin.wait()
+        with contextlib.suppress(httpx.TransportError):
+            found[number] = calls[number]()
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def updates_of(clients: Sequence[FakeClient], tasks: Sequence[dict[str, Any]]) -> list[bytes]:
+    """The update of each client."""
+    return [
+        update_body(trained(client.payload(task), client.name, task), task)
+        for client, task in zip(clients, tasks, strict=True)
+    ]
