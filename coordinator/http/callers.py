@@ -48,7 +48,7 @@ class ClientCaller:
 Caller = OperatorCaller | EnrollingCaller | ClientCaller
 
 
-async def authenticate(request: Request, registry: Registry, token: str | None) -> Caller:
+async def authenticate(request: HTTPConnection, registry: Registry, token: str | None) -> Caller:
     """Who calls with ``token``; whether it was right counts for the address. Raises as ``look_up`` does."""
     if registry.away:
         raise StoreAway
