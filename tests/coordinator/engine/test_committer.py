@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_a_read_of_many_asks_once(coordinator: InThread, monkeypatch: pytest.Mon
     coordinator.until(federation, phase="evaluation")
     blobs, reads = coordinator.registry.blobs, []
     read = Database.read
-    monkeypatch.setattr(Database, "read", lambda self: (reads.append(1), read(self))[1])
+    monkeypatch.setattr(Database, "read", lambda self: (reads.append(threading.get_ident()), read(self))[1])
     places = blobs.places(blobs.all())
-    assert len(reads) == 2, "one for the digests, one for all contents"
+    assert reads.count(threading.get_ident()) == 2, "one for the digests, one for all contents"
     assert all(isinstance(place, bytes) for place in places)
