@@ -15,7 +15,8 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit, retention
-from promptfed.coordinator.engine.registry import Registry, Stopped
+from promptfed.coordinator.engine.committer import Stopped
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import (
     DELETING,
