@@ -12,15 +12,15 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request, Response, params
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.serving import page
+from promptfed.client_service.serving.browsers import OwnPageOnly
 from promptfed.client_service.serving.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
 from promptfed.shared.http_connection import Connection
 from promptfed.shared.messages import PROBLEM_BASE, Problem
-from promptfed.shared.net import bind, url_of
+from promptfed.shared.net import bind, is_loopback, url_of
 
 MAX_IMAGE_BYTES = 20 << 20
 STOP_SECONDS = 1
@@ -66,10 +66,11 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": "Refused", "content": content} for status in statuses}
 
 
+IMAGE_TYPE = "application/octet-stream"
 IMAGE_BODY = {
     "requestBody": {
         "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        "content": {IMAGE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
     }
 }
 
@@ -77,9 +78,7 @@ IMAGE_BODY = {
 def create_app(monitor: Monitor, predictor: Predictor, token: str | None, host: str) -> FastAPI:
     """The API of one client. With ``token`` every call but ``/healthz`` must carry it."""
     app = FastAPI(title="promptfed client", docs_url=None, redoc_url=None)
-    if token is None and host in ("127.0.0.1", "localhost"):
-        # A page in a browser must not reach this API under a name of its own (DNS rebinding).
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    app.add_middleware(OwnPageOnly, local=token is None and is_loopback(host))
 
     def authorised(request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -118,7 +117,7 @@ def _add_predict(app: FastAPI, predictor: Predictor, guarded: list[params.Depend
     @app.post(
         "/v1/predict",
         dependencies=guarded,
-        responses=refusals(401, 413, 422, 503),
+        responses=refusals(400, 401, 403, 413, 415, 422, 503),
         response_model_exclude_none=True,
         openapi_extra=IMAGE_BODY,
     )
@@ -136,6 +135,9 @@ def _add_predict(app: FastAPI, predictor: Predictor, guarded: list[params.Depend
 
 async def image_body(request: Request) -> bytes:
     """The request's body, refused as soon as it is larger than ``MAX_IMAGE_BYTES``."""
+    if request.headers.getlist("content-type") != [IMAGE_TYPE]:
+        # A page of elsewhere cannot send this type without being asked about it first.
+        raise ApiProblem(415, "media-type", "Another content type", f"send the image's bytes as {IMAGE_TYPE}")
     content = bytearray()
     async for chunk in request.stream():
         content += chunk

@@ -14,9 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
+from promptfed.shared.data.source import IMAGE_FORMATS
 from promptfed.shared.methods.core.base import Classifier, ClientContext, Mixes
 
-MAX_PIXELS = 64_000_000
+MAX_PIXELS = 16_000_000
+DRAFT = 1024  # pixels of the shorter side below which a JPEG is not decoded: towers take less
 
 
 class NoPrompts(Exception):
@@ -91,9 +93,10 @@ class Predictor:
         served = self.served
         if served is None:
             raise NoPrompts("no prompts yet: they come with the federation's first evaluation")
-        split = OneImage(served.context.backbone, read_image(content))
         row = torch.zeros(1, dtype=torch.int64)
+        # Decoding too: one image at a time has its pixels in memory.
         with self._one_at_a_time, torch.no_grad():
+            split = OneImage(served.context.backbone, read_image(content))
             learned = _probabilities(served.classifier, split, row)
             template = served.template and _probabilities(served.template, split, row)
             domains = _domains(served.classifier, split, row)
@@ -126,9 +129,11 @@ def read_image(content: bytes) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         try:
-            with Image.open(io.BytesIO(content)) as image:
+            with Image.open(io.BytesIO(content), formats=IMAGE_FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise TooManyPixels(f"the image has {image.width}x{image.height} pixels; {MAX_PIXELS} are allowed")
+                if image.format == "JPEG":
+                    image.draft("RGB", (DRAFT, DRAFT))
                 return image.convert("RGB")
         except Image.DecompressionBombError:
             raise TooManyPixels(f"the image has too many pixels; {MAX_PIXELS} are allowed") from None

@@ -26,6 +26,7 @@ from tests.support.fake_coordinator import TOKEN, FakeCoordinator
 from tests.support.waiting import PATIENCE
 
 DATA = "digits?shots=2"
+IMAGE = {"Content-Type": "application/octet-stream"}
 LONG = TrainingSpec(epochs=10_000).model_dump()
 
 Start = Callable[..., ClientProcess]
@@ -96,11 +97,11 @@ def test_it_serves_predictions_after_the_end_until_stopped(make_coordinator: Mak
     with served(coordinator.app) as url:
         process = start(url, "--serve")
         wait_for(lambda: process.stage() == "ended")
-    answer = process.api("POST", "/v1/predict", content=file.getvalue())
+    answer = process.api("POST", "/v1/predict", content=file.getvalue(), headers=IMAGE)
     assert answer.status_code == 200
     assert {row["name"] for row in answer.json()["classes"]} == set(source.class_names)
-    assert process.api("POST", "/v1/predict", content=b"no image").status_code == 422
-    assert process.api("POST", "/v1/predict", content=b"\0" * (21 << 20)).status_code == 413
+    assert process.api("POST", "/v1/predict", content=b"no image", headers=IMAGE).status_code == 422
+    assert process.api("POST", "/v1/predict", content=b"\0" * (21 << 20), headers=IMAGE).status_code == 413
     process.process.send_signal(signal.SIGTERM)
     assert process.wait(10) == Exit.OK
 

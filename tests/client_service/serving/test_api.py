@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -14,9 +17,9 @@ from PIL import Image
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.monitor import Monitor, Status
-from promptfed.client_service.serving import api
+from promptfed.client_service.serving import api, prediction
 from promptfed.client_service.serving.api import create_app
-from promptfed.client_service.serving.prediction import Predictor
+from promptfed.client_service.serving.prediction import Predictor, read_image
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared import http_connection
@@ -36,7 +39,8 @@ def call(worker: Worker, verb: str, path: str, token: str | None = None, base: s
 
     async def send() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=f"http://{base}") as http:
-            return await http.request(verb, path, **request)
+            typed = {"Content-Type": "application/octet-stream"} if "content" in request else {}
+            return await http.request(verb, path, **{**request, "headers": {**typed, **request.get("headers", {})}})
 
     return asyncio.run(send())
 
@@ -133,7 +137,7 @@ def test_a_body_that_is_too_large_is_refused(serving: Worker, monkeypatch: pytes
     assert answer.json()["type"].endswith("/too-large")
 
 
-@pytest.mark.parametrize("size", [(10_000, 7_000), (60_000, 60_000)])
+@pytest.mark.parametrize("size", [(5_000, 4_000), (10_000, 7_000), (60_000, 60_000)])
 def test_a_small_file_of_too_many_pixels_is_refused(serving: Worker, size: tuple[int, int]) -> None:
     header = png(Image.new("1", (1, 1)))
     body = bytearray(header)
@@ -171,6 +175,93 @@ def test_elsewhere_than_on_loopback_a_token_is_needed(idle: Worker) -> None:
 def test_a_page_under_another_name_cannot_reach_the_open_api(idle: Worker) -> None:
     assert call(idle, "GET", "/status", base="rebound.example").status_code == 400
     assert call(idle, "GET", "/status", base="localhost:8123").status_code == 200
+
+
+@pytest.mark.parametrize("listening", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+def test_only_addresses_of_this_machine_name_the_open_api(idle: Worker, listening: str) -> None:
+    """A page that rebinds its name to ``::1`` or 127.0.0.2 is as much elsewhere as one that rebinds to 127.0.0.1."""
+    app = create_app(idle.monitor, idle.predictor, None, listening)
+
+    async def status(host: str) -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+            return (await http.get("/status", headers={"Host": host})).status_code
+
+    for host in ("127.0.0.1", "127.0.0.1:8123", "[::1]:8123", "localhost", "127.9.9.9:1"):
+        assert asyncio.run(status(host)) == 200, host
+    for host in ("evil.example", "evil.example:8123", "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1",
+                 "evil@127.0.0.1", "127.0.0.1/evil", "[::1", "", "127.0.0.1:x"):  # fmt: skip
+        assert asyncio.run(status(host)) == 400, host
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://127.0.0.1:8123"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://127.0.0.1:9999"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 403),
+    ],
+)
+def test_other_pages_cannot_call(idle: Worker, headers: dict[str, str], status: int) -> None:
+    assert call(idle, "GET", "/status", base="127.0.0.1:8123", headers=headers).status_code == status
+    with_token = {**headers, "Authorization": "Bearer t"}
+    assert call(idle, "GET", "/status", token="t", base="127.0.0.1:8123", headers=with_token).status_code == status
+
+
+def test_a_link_from_elsewhere_opens_the_page(idle: Worker) -> None:
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert call(idle, "GET", "/", headers=link).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "image/png", "application/x-www-form-urlencoded", ""])
+def test_an_image_comes_as_bytes_and_as_nothing_else(serving: Worker, source: Source, kind: str) -> None:
+    body = png(source.test.image(0))
+    assert call(serving, "POST", "/v1/predict", content=body, headers={"Content-Type": kind}).status_code == 415
+
+
+@pytest.mark.parametrize("kind", ["PCX", "TGA", "ICO", "PDF", "EPS"])
+def test_decoders_that_no_data_source_takes_are_not_run(serving: Worker, kind: str) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(file, kind)
+    assert call(serving, "POST", "/v1/predict", content=file.getvalue()).status_code == 422
+
+
+def test_a_large_photograph_is_decoded_small() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (4600, 3400), (200, 30, 30)).save(file, "JPEG")
+    assert read_image(file.getvalue()).size == (2300, 1700)
+    small = io.BytesIO()
+    Image.new("RGB", (640, 480)).save(small, "JPEG")
+    assert read_image(small.getvalue()).size == (640, 480)
+
+
+def test_one_image_at_a_time_is_decoded(serving: Worker, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = most = 0
+    lock = threading.Lock()
+    real = prediction.read_image
+
+    def counting(content: bytes) -> Image.Image:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.02)
+        try:
+            return real(content)
+        finally:
+            with lock:
+                at_once -= 1
+
+    monkeypatch.setattr(prediction, "read_image", counting)
+    body = png(source.test.image(0))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: serving.predictor.predict(body), range(8)))
+    assert most == 1
 
 
 def test_the_api_is_described(idle: Worker) -> None:
