@@ -259,11 +259,14 @@ def open_http(settings: Settings) -> httpx.AsyncClient:
     Raises:
         ClientError: USAGE for a certificate file that cannot be read.
     """
-    return http_to(settings.coordinator, settings.ca_file)
+    own = None if settings.client_cert is None else (settings.client_cert, settings.client_key)
+    return http_to(settings.coordinator, settings.ca_file, own)
 
 
-def http_to(coordinator: str, ca_file: Path | None) -> httpx.AsyncClient:
+def http_to(coordinator: str, ca_file: Path | None, own: tuple[Path, Path | None] | None = None) -> httpx.AsyncClient:
     """The HTTP client for a coordinator whose certificate the authority in ``ca_file`` may have signed.
+
+    ``own`` is this client's certificate and its key, where the coordinator asks for one.
 
     Raises:
         ClientError: USAGE for a certificate file that cannot be read.
@@ -274,6 +277,13 @@ def http_to(coordinator: str, ca_file: Path | None) -> httpx.AsyncClient:
             verify = ssl.create_default_context(cafile=str(ca_file))
         except (OSError, ssl.SSLError) as error:
             raise ClientError(Exit.USAGE, f"--ca-file {ca_file} cannot be used: {error}") from None
+    if own is not None:
+        verify = verify if isinstance(verify, ssl.SSLContext) else ssl.create_default_context()
+        try:
+            verify.load_cert_chain(own[0], own[1], lambda: "")  # an empty password: nobody is there to be asked
+        except (OSError, ssl.SSLError) as error:
+            text = f"--client-cert {own[0]} and --client-key {own[1]} cannot be used: {error.strerror or error}"
+            raise ClientError(Exit.USAGE, text) from None
     # A proxy of the environment is for the outside: it could not reach this machine's loopback.
     trust_env = not is_loopback(urlsplit(coordinator).hostname or "")
     return httpx.AsyncClient(verify=verify, trust_env=trust_env, follow_redirects=False, timeout=TIMEOUT)

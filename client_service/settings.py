@@ -74,6 +74,10 @@ class Settings(BaseSettings):
         Field(ge=0, description="preprocessed images kept in memory; default: 1024, for all clients of a process"),
     ] = None
     ca_file: Annotated[Path | None, Field(description="PEM file of the authority that signed the coordinator")] = None
+    client_cert: Annotated[
+        Path | None, Field(description="PEM certificate in this client's name, where the coordinator asks for one")
+    ] = None
+    client_key: Annotated[Path | None, Field(description="its key; default: in the certificate's file")] = None
     allow_plain_http: Annotated[
         bool, Field(description="permit http:// to another machine; the client's secret then travels unencrypted")
     ] = False

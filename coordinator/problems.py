@@ -142,6 +142,10 @@ class WrongRole(Refusal, status=403, kind="wrong-role", title="This token is not
     """A token of another kind than this call takes."""
 
 
+class OtherCertificate(Refusal, status=403, kind="other-certificate", title="This client's certificate is needed"):
+    """A client without a certificate in its name, where clients are asked for one."""
+
+
 class Withdrawn(Refusal, status=403, kind="withdrawn", title="This client has been withdrawn"):
     """A client that the operator has withdrawn."""
 
@@ -368,6 +372,7 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     TokenExpired,
     TooManyFailures,
     WrongRole,
+    OtherCertificate,
     NotFound,
     StoreAway,
     IssuerAway,

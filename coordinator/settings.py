@@ -62,6 +62,12 @@ class Settings(BaseSettings):
     oidc_role_prefix: Annotated[
         str, Field(description="what stands before viewer, operator or admin in the names of roles")
     ] = "promptfed-"
+    tls_client_ca: Annotated[
+        Path | None,
+        Field(
+            description="PEM of the authority that signs clients' certificates: each client must show one in its name"
+        ),
+    ] = None
     forwarded_allow_ips: Annotated[
         str | None,
         Field(description="addresses, by commas, of proxies whose X-Forwarded-For says where a call comes from"),
@@ -92,6 +98,8 @@ class Settings(BaseSettings):
     def _fits_together(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("TLS needs both a certificate and its key: give --tls-cert and --tls-key")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca asks for certificates, and only TLS brings them: give --tls-cert too")
         if not (is_loopback(self.host) or self.tls_cert or self.allow_plain_http):
             raise ValueError(
                 f"{self.host} can be reached from outside: give --tls-cert and --tls-key, or --allow-plain-http where "

@@ -21,6 +21,7 @@ from promptfed.coordinator.api.deps import (
 )
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.http.callers import address_of
+from promptfed.coordinator.http.certificates import check_certificate
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
@@ -66,9 +67,15 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
     },
 )
 def post_client(
-    registry: RegistryOf, federation: EnrollingAt, token: EnrollingWith, request: EnrolRequest, response: Response
+    connection: Request,
+    registry: RegistryOf,
+    federation: EnrollingAt,
+    token: EnrollingWith,
+    request: EnrolRequest,
+    response: Response,
 ) -> EnrolResponse:
     """Enrol under a name, with a secret of the client's own making; from then on it is its bearer token."""
+    check_certificate(connection, request.name)
     client, new = enrol(registry, federation.id, request, token)
     if not new:
         response.status_code = status.HTTP_200_OK

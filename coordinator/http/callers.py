@@ -12,6 +12,7 @@ from starlette.requests import HTTPConnection
 from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.registry import Operator, Registry
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
+from promptfed.coordinator.http.certificates import check_certificate
 from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.problems import StoreAway, TokenExpired, Unauthorized
 from promptfed.coordinator.store.tokens import digest
@@ -97,7 +98,10 @@ def look_up_own(connection: HTTPConnection, registry: Registry, token: str) -> C
     auth_throttle: AuthThrottle = state.auth_throttle
     auth_throttle.check(address_of(connection), token_digest)
     federations = _asked_first(registry, connection.path_params.get("federation"))
-    return _identify(token_digest, state.operator_digest, registry.operators, federations)
+    caller = _identify(token_digest, state.operator_digest, registry.operators, federations)
+    if not isinstance(caller, OperatorCaller):
+        check_certificate(connection, caller.client.name if isinstance(caller, ClientCaller) else None)
+    return caller
 
 
 def _asked_first(registry: Registry, asked: str | None) -> Iterator[Federation]:

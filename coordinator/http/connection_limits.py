@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import resource
 
+from promptfed.coordinator.http.certificates import WithCertificate, names_shown
 from promptfed.shared.http_connection import Connection
 
 ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
@@ -41,5 +42,8 @@ class LimitedConnection(Connection):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, or end it at once where there are too many."""
         super().connection_made(transport)
+        shown = names_shown(transport)
+        if shown:
+            self.app = WithCertificate(self.app, shown)
         if len(self.connections) > most_connections():
             transport.abort()

@@ -1,0 +1,55 @@
+"""Clients' certificates: which names the caller at the other end of a connection has shown one for."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from promptfed.coordinator.problems import OtherCertificate
+from promptfed.coordinator.settings import Settings
+
+SHOWN = "promptfed.certificate_names"
+
+
+def names_shown(transport: asyncio.BaseTransport) -> frozenset[str]:
+    """The common name and the DNS names of the caller's certificate, which TLS has checked; empty where it has none."""
+    ssl_object: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+    certificate: dict[str, Any] | None = ssl_object.getpeercert() if ssl_object is not None else None
+    if not certificate:
+        return frozenset()
+    common = {value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"}
+    others = {value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"}
+    return frozenset(common | others)
+
+
+class WithCertificate:
+    """The application as one connection reaches it: requests carry the names that the certificate is for."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str]):
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        scope[SHOWN] = self._names
+        await self._app(scope, receive, send)
+
+
+def check_certificate(connection: HTTPConnection, name: str | None) -> None:
+    """Refuse a client that has shown no certificate, or none for ``name``, where clients are asked for one.
+
+    Raises:
+        OtherCertificate: it has not.
+    """
+    settings: Settings = connection.app.state.settings
+    if settings.tls_client_ca is None:
+        return
+    shown: frozenset[str] = connection.scope.get(SHOWN, frozenset())
+    if not shown:
+        raise OtherCertificate("clients show a certificate here: give --client-cert and --client-key")
+    if name is not None and name not in shown:
+        raise OtherCertificate(f"the certificate is for {', '.join(sorted(shown))[:200]}, not for the client {name!r}")

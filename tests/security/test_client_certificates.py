@@ -1,0 +1,133 @@
+"""Client certificates, made here: each client needs one in its own name, besides its secret."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from pydantic import ValidationError
+
+from promptfed.client_service.coordinator_client import http_to
+from promptfed.coordinator.settings import Settings
+from tests.support.coordinators import TIMEOUT, InThread
+from tests.support.fake_clients import bearer, enrolment, secret_of, spec
+
+
+class Authority:
+    """Signs certificates, which it writes with their keys into one file each."""
+
+    def __init__(self, folder: Path, name: str):
+        self._folder, self._name = folder, name
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self.file = self._write(name, None, self._key, is_authority=True)
+
+    def sign(self, name: str, *dns: str) -> Path:
+        """A certificate for ``name``, and further DNS names."""
+        return self._write(name, dns, ec.generate_private_key(ec.SECP256R1()))
+
+    def _write(
+        self, name: str, dns: tuple[str, ...] | None, key: ec.EllipticCurvePrivateKey, is_authority: bool = False
+    ) -> Path:
+        now = datetime.datetime.now(datetime.UTC)
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self._name)]))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        )
+        if dns:
+            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(one) for one in dns]), False)
+        signed = builder.sign(self._key, hashes.SHA256())
+        path = self._folder / f"{self._name}-{name}.pem"
+        pem = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        path.write_bytes(signed.public_bytes(serialization.Encoding.PEM) + pem)
+        return path
+
+
+class Site:
+    """Calls the coordinator, with a certificate or without."""
+
+    def __init__(self, url: str, authority: Path, certificate: Path | None):
+        context = ssl.create_default_context(cafile=str(authority))
+        if certificate is not None:
+            context.load_cert_chain(certificate)
+        self.http = httpx.Client(base_url=url, verify=context, timeout=TIMEOUT)
+
+    def enrol(self, token: str, name: str) -> tuple[int, str]:
+        answer = self.http.post("/v1/federations/eyes/clients", json=enrolment(name), headers=bearer(token))
+        return answer.status_code, str(answer.json().get("type", "")).rsplit("/", 1)[-1]
+
+    def task(self, name: str) -> int:
+        return self.http.get("/v1/federations/eyes/task", headers=bearer(secret_of(name))).status_code
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"), "authority")
+
+
+@pytest.fixture(scope="module")
+def coordinator(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
+    own = authority.sign("localhost", "localhost")
+    options = {"tls_cert": own, "tls_key": own, "tls_client_ca": authority.file}
+    server = InThread(tmp_path_factory.mktemp("coordinator") / "data", **options)
+    server.url = server.url.replace("http://127.0.0.1", "https://localhost")
+    server.http = Site(server.url, authority.file, None).http
+    server.post("/v1/federations", spec(name="eyes"), status=201)
+    yield server
+    server.stop()
+
+
+def test_a_client_needs_a_certificate_in_its_own_name(
+    coordinator: InThread, authority: Authority, tmp_path: Path
+) -> None:
+    token = coordinator.token("eyes")
+    a, b = (Site(coordinator.url, authority.file, authority.sign(name)) for name in "ab")
+    by_dns = Site(coordinator.url, authority.file, authority.sign("ward 3 of St. Mary's", "ward-3"))
+    nobody = Site(coordinator.url, authority.file, None)
+    assert nobody.enrol(token, "a") == (403, "other-certificate")
+    assert b.enrol(token, "a") == (403, "other-certificate")
+    assert a.enrol(token, "a")[0] == 201
+    assert by_dns.enrol(token, "ward-3")[0] == 201
+    assert by_dns.enrol(token, "ward-4") == (403, "other-certificate")
+    assert [site.task("a") for site in (a, b, by_dns, nobody)] == [204, 403, 403, 403], "its secret alone is not enough"
+    stranger = Authority(tmp_path, "stranger")
+    forged = Site(coordinator.url, authority.file, stranger.sign("a"))
+    with pytest.raises(httpx.TransportError):
+        forged.task("a")
+    assert coordinator.get("eyes")["clients"]["trainers"] == 2, "operators come by their tokens"
+    assert nobody.http.get("/healthz").status_code == 200
+
+
+def test_the_client_service_shows_its_own(coordinator: InThread, authority: Authority) -> None:
+    token = coordinator.token("eyes")
+    path = f"{coordinator.url}/v1/federations/eyes/enrolment"
+
+    async def ask(certificate: Path | None) -> int:
+        own = None if certificate is None else (certificate, None)
+        async with http_to(coordinator.url, authority.file, own) as http:
+            return (await http.get(path, headers=bearer(token))).status_code
+
+    assert asyncio.run(ask(authority.sign("c"))) == 200
+    assert asyncio.run(ask(None)) == 403
+
+
+def test_certificates_are_not_asked_for_without_tls(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="give --tls-cert too"):
+        Settings(tls_client_ca=tmp_path / "ca.pem")
