@@ -199,6 +199,8 @@ class UpdateReport(BaseModel):
     sha256: str
     bytes: int
     norm: float
+    change: float | None = Field(None, description="L2, from the payload; null before the phase's aggregate")
+    far: float | None = Field(None, description="how many times the median change, where it is over ten times")
     received_at: datetime
     verdict: Literal["counted", "clipped", "rejected", "discarded", "pending", "unused"]
     weight: float | None

@@ -217,7 +217,7 @@ class EvaluationSpec(Section):
 
 
 class AdmissionSpec(Section):
-    """Limits on a client's update: bytes of its body, L2 norm over all its tensors (none: 1e9, for all)."""
+    """Limits on a client's update: bytes of its body, L2 norm of its change (of the whole: 1e9, for all)."""
 
     max_bytes: Annotated[int, Field(ge=1024, le=1 << 31)] = 64 << 20
     max_update_norm: Annotated[float, Field(gt=0)] | None = None

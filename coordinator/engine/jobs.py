@@ -7,7 +7,7 @@ the same bytes, because it depends on nothing but what is committed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation import changes, global_state
 from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, OpenTask
@@ -131,12 +131,15 @@ def aggregate(registry: Registry, id: str) -> None:
     global_state.use_threads(federation)
     context, rule = federation.context(), Rule(federation.spec.aggregation, state)
     with registry.metrics.job_seconds.labels("aggregate").time():
-        stream = global_state.stored_updates(registry.blobs, updates)
+        changed: dict[str, float] = {}
+        stream = changes.measured(
+            global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
+        )
         phase = federation.method_phase(run.round, run.step)
         after = global_state.after_phase(federation, state, phase, stream, rule, context)
         method = federation.method
         measures = method.measure(state, phase, after, context) if isinstance(method, MeasuresPhases) else Measured()
-        measured = _finite(measures)
+        measured = {**_finite(measures), "changes": _finite_numbers(changed)}
     point("aggregate-computed")
     with registry.blobs.hold() as held:
         content = encode(after)
@@ -167,11 +170,30 @@ def _note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) 
             row.judged = asdict(judged[client])
 
 
-def _finite(measured: Measured) -> dict[str, Any] | None:
-    """What a report keeps of ``measured``; None where there is nothing."""
+def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Tensors]:
+    """What each client of a phase was given; most are given the same, so the last one is kept."""
+    with registry.database.read() as session:
+        rows = session.execute(
+            select(TaskRow.client, TaskRow.payload_sha256).where(TaskRow.phase_id == phase_id, TaskRow.counted)
+        )
+        digests: dict[str, str | None] = {row.client: row.payload_sha256 for row in rows}
+    last: tuple[str, Tensors] | None = None
+
+    def payload_of(client: str) -> Tensors:
+        nonlocal last
+        sha256 = digests[client]
+        assert sha256 is not None, "nobody answers what it was not given"
+        if last is None or last[0] != sha256:
+            last = sha256, registry.blobs.tensors(sha256)[0]
+        return last[1]
+
+    return payload_of
+
+
+def _finite(measured: Measured) -> dict[str, Any]:
+    """What a report keeps of ``measured``."""
     clients = {name: _finite_numbers(numbers) for name, numbers in sorted(measured.clients.items())}
-    finite = {"phase": _finite_numbers(measured.phase), "clients": clients}
-    return finite if any(finite.values()) else None
+    return {"phase": _finite_numbers(measured.phase), "clients": clients}
 
 
 def _finite_numbers(numbers: Mapping[str, float]) -> dict[str, float]:

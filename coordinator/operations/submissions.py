@@ -12,18 +12,19 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.store.blobs import Held, digest_of
+from promptfed.coordinator.store.blobs import Blobs, Held, digest_of
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
-from promptfed.shared.tensors import TensorError, canonical_json, check, norm
+from promptfed.shared.tensors import TensorError, Tensors, canonical_json, check, norm
 
 # No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
 # float32: the aggregate would be no state, and one update the end of the federation.
@@ -83,7 +84,9 @@ async def accept_update(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
 ) -> bool:
     """Admit an update; whether it is new. The refusals come in the order that the protocol gives."""
-    if federation.tasks.get(client.name) is not None and _is_quick(upload):
+    # A limit on changes is looked at beside the payload, which may have to be read.
+    at_once = federation.tasks.get(client.name) is not None and federation.spec.admission.max_update_norm is None
+    if at_once and _is_quick(upload):
         examined = _admit(registry, federation, client, task_id, upload)
     else:
         examined = await run_sync(_admit, registry, federation, client, task_id, upload)
@@ -116,7 +119,7 @@ def _admit(
     if upload.too_large:
         limit = federation.spec.admission.max_bytes
         raise problems.BodyTooLarge(f"an update may have {limit} bytes (admission.max_bytes); this one has more")
-    examined = _examine(federation, client, task, upload)
+    examined = _examine(registry.blobs, federation, client, task, upload)
     point("update-checked")
     return examined
 
@@ -234,7 +237,9 @@ def _expect_open(federation: Federation, task: AskedTask) -> None:
     raise problems.PhaseClosed(text, round=federation.run.round, phase=federation.phase, state=federation.run.state)
 
 
-def _examine(federation: Federation, client: Client, task: AskedTask, upload: Upload) -> tuple[float, dict[str, Any]]:
+def _examine(
+    blobs: Blobs, federation: Federation, client: Client, task: AskedTask, upload: Upload
+) -> tuple[float, dict[str, Any]]:
     """Norm and metrics of an update that is as it must be."""
     phase = federation.method_phase(task.round, task.step)
     try:
@@ -243,10 +248,8 @@ def _examine(federation: Federation, client: Client, task: AskedTask, upload: Up
     except TensorError as error:
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
     size, limit = norm(tensors), federation.spec.admission.max_update_norm
-    if limit is not None and size > limit:
-        raise problems.NormTooLarge(
-            f"the update's norm is {size:.6g}; {limit:g} is allowed (admission.max_update_norm)"
-        )
+    if limit is not None:
+        _check_change(tensors, blobs.tensors(task.payload_sha256 or "")[0], limit)
     if size > LARGEST_NORM:
         text = f"the update's norm is {size:.6g}; no federation takes more than {LARGEST_NORM:g}"
         raise problems.NormTooLarge(f"{text}: training has diverged, lower training.learning_rate")
@@ -258,6 +261,15 @@ def _examine(federation: Federation, client: Client, task: AskedTask, upload: Up
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
     return size, about.metrics
+
+
+def _check_change(tensors: Tensors, payload: Tensors, limit: float) -> None:
+    """Refuse a change over the limit. What the client was given is not its doing, and may be long already."""
+    size = change_norm(tensors, payload)
+    if size > limit:
+        raise problems.NormTooLarge(
+            f"the update's norm is {size:.6g}; {limit:g} is allowed (admission.max_update_norm)"
+        )
 
 
 def _metadata(value: object) -> UpdateMetadata:

@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from promptfed.coordinator.aggregation.changes import far_off
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
@@ -163,6 +164,8 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
     updates = {row.task_id: row for row in _rows(session, UPDATE, TaskRow.phase_id == stage.id)}
     answered = [(task, updates[task.id]) for task in tasks if task.id in updates]
     counted = [(task, update) for task, update in answered if task.counted]
+    changed = (stage.measured or {}).get("changes", {})
+    far = far_off(changed)
     return schemas.PhaseReport.model_validate(
         {
             **_stage_report(stage, tasks),
@@ -174,7 +177,10 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
                 schemas.CountedUpdate(client=task.client, sha256=update.sha256, weight=task.weight or 0.0)
                 for task, update in counted
             ],
-            "updates": [_update_report(federation, stage, task, update) for task, update in answered],
+            "updates": [
+                _update_report(federation, stage, task, update, changed.get(task.client), far.get(task.client))
+                for task, update in answered
+            ],
             "state_hash": session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == stage.id)),
             "metrics": _mean_metrics([(task.weight or 0.0, update.metrics) for task, update in counted]),
             "measured": stage.measured or {},
@@ -182,7 +188,9 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
     )
 
 
-def _update_report(federation: Federation, stage: PhaseRow, task: Any, update: Any) -> schemas.UpdateReport:
+def _update_report(
+    federation: Federation, stage: PhaseRow, task: Any, update: Any, change: float | None, times: float | None
+) -> schemas.UpdateReport:
     judged = update.judged or {}
     if task.counted:
         verdict = judged.get("verdict", "counted")
@@ -197,6 +205,8 @@ def _update_report(federation: Federation, stage: PhaseRow, task: Any, update: A
             "sha256": update.sha256,
             "bytes": update.bytes,
             "norm": update.norm,
+            "change": change,
+            "far": times,
             "received_at": update.received_at,
             "verdict": verdict,
             "weight": task.weight,

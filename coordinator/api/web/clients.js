@@ -68,6 +68,7 @@ function troubles(clients, rounds) {
       for (const one of stage.failed) found.push({ at, client: one.client, what: `failed in ${where}: ${one.type}`, why: one.detail });
       for (const name of stage.expired) found.push({ at, client: name, what: `silent in ${where}`, why: "its answer did not come before the deadline" });
       for (const one of stage.updates ?? []) {
+        if (one.far) found.push({ at: one.received_at, client: one.client, what: `far off in ${where}`, why: `its change is ${figure(one.far)} times as long as the round's median` });
         if (VERDICTS[one.verdict]) found.push({ at: one.received_at, client: one.client, what: `${one.verdict} in ${where}`, why: judged(one) });
       }
     }
