@@ -177,6 +177,13 @@ class PrivateState:
         """Commit private tensors that were made before training, which belong to no task."""
         self._write("committed.safetensors", _encode(private, provenance))
 
+    def reset_private(self) -> None:
+        """Forget the committed private tensors, and an update that was made from them and is not sent yet."""
+        if self._pending.exists():
+            self.discard()
+        (self.folder / "committed.safetensors").unlink(missing_ok=True)
+        self._disk.sync_folder(self.folder)
+
     def write_pending(self, update: bytes, private: Tensors, provenance: Provenance) -> None:
         """Make an update and its private tensors durable together; from now on only these bytes are sent."""
         draft = self.folder / "pending.tmp"

@@ -54,6 +54,13 @@ class Settings(BaseSettings):
     enrolment_token_file: Annotated[
         Path | None, Field(description="file with the enrolment token; not needed once enrolled")
     ] = None
+    method_option: Annotated[
+        list[str],
+        Field(description="KEY=VALUE, an option of the method that is this client's own; never sent, repeatable"),
+    ] = []
+    reset_private: Annotated[
+        bool, Field(description="forget what this client has trained for itself alone, and start it anew")
+    ] = False
     role: Annotated[Role, Field(description="trainer, or evaluator (test data only)")] = "trainer"
     device: Annotated[str, Field(pattern=DEVICE_PATTERN, description="auto, cpu, cuda or cuda:N")] = "auto"
     threads: Annotated[
@@ -140,6 +147,17 @@ class Settings(BaseSettings):
             raise ValueError("two further test sets have the same name")
         return given
 
+    @field_validator("method_option")
+    @classmethod
+    def _options_have_values(cls, given: list[str]) -> list[str]:
+        for text in given:
+            if not text.partition("=")[0] or "=" not in text:
+                raise ValueError(f"{text!r} is not KEY=VALUE, as in m_local=8")
+        names = [text.partition("=")[0] for text in given]
+        if len(set(names)) < len(names):
+            raise ValueError("an option is given twice")
+        return given
+
     @field_validator("coordinator")
     @classmethod
     def _is_an_address(cls, address: str) -> str:
@@ -167,6 +185,11 @@ class Settings(BaseSettings):
     def tests(self) -> dict[str, str]:
         """URIs of the further test sets by name."""
         return {name: uri for name, _, uri in (text.partition("=") for text in self.test)}
+
+    @property
+    def method_options(self) -> dict[str, str]:
+        """This client's own options of the method by name."""
+        return {name: value for name, _, value in (text.partition("=") for text in self.method_option)}
 
     @property
     def features_dir(self) -> Path:

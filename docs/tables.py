@@ -104,9 +104,13 @@ def _range(schema: dict[str, Any]) -> str:
         return ", or ".join(_range(choice) for choice in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    kind = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "null": "nothing"}.get(
-        schema.get("type", ""), "text"
-    )
+    kind = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "`true`, `false`",
+        "null": "nothing",
+        "object": "mapping",
+    }.get(schema.get("type", ""), "text")
     bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
     limits = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
     return " ".join([kind, *limits])

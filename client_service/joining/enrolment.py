@@ -17,7 +17,7 @@ from promptfed.shared.clip.permissions import CHECKPOINT_SUFFIXES
 from promptfed.shared.data import Source
 from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, make_method
-from promptfed.shared.methods.core.base import Method
+from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.spec import BackboneSpec, SpecError
 
@@ -105,6 +105,18 @@ def federation_method(info: EnrolmentInfo) -> Method:
         text = f"the method {method.name!r} is {there or own} at the coordinator and {here or own} here: two methods"
         raise ClientError(Exit.PROTOCOL, f"{text}; install what the coordinator has, if you trust it")
     return method
+
+
+def take_own_options(method: Method, settings: Settings) -> None:
+    """Refuse options of this client's own that the method does not have.
+
+    Raises:
+        ClientError: USAGE.
+    """
+    try:
+        method.take_own(settings.method_options)
+    except MethodError as error:
+        raise ClientError(Exit.USAGE, f"--method-option: {error}") from None
 
 
 def _project(package: str | None) -> str | None:

@@ -25,6 +25,7 @@ from promptfed.client_service.joining.enrolment import (
     federation_method,
     label_space,
     open_backbone,
+    take_own_options,
 )
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.private_state import Identity, PrivateState
@@ -116,6 +117,7 @@ class Joining:
                 )
             raise FederationEnded
         method = federation_method(info)
+        take_own_options(method, settings)
         check_declaration(method, info, settings.role, source)
         agreement, declared = await self._agreement(info, method, source, list(tests))
 
@@ -125,8 +127,18 @@ class Joining:
         own = settings.image_cache_mib
         images = IMAGES if own is None else ImageCache(own << 20)
         data = ClientData(source, backbone, cache, self.compute.stopped, tests, images)
+        if settings.reset_private:
+            self.state.reset_private()
         work = TaskWork(
-            settings.name, settings.role, backbone, data, self.state, self.predictor, agreement, parts.record
+            settings.name,
+            settings.role,
+            backbone,
+            data,
+            self.state,
+            self.predictor,
+            agreement,
+            parts.record,
+            settings.method_options,
         )
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))

@@ -7,9 +7,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ ServedParts = tuple[Method, ClientContext, Tensors, Tensors]  # method, context,
 class TaskWork:
     """One client's computation. Nothing here talks to the coordinator; every method may take long.
 
-    Without ``predictor`` no payload is kept for predictions.
+    Without ``predictor`` no payload is kept for predictions. ``own_options`` of the method are this client's.
     """
 
     name: str
@@ -49,6 +49,7 @@ class TaskWork:
     predictor: Predictor | None
     agreement: Agreement
     record: Record | None = None
+    own_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._evaluation = Evaluation(self.data, self.name, self.record)
@@ -128,6 +129,7 @@ class TaskWork:
         self, config: TaskConfig, round: int, phase: str, cancelled: Cancelled
     ) -> tuple[Method, ClientContext]:
         method = make_method(config.method)
+        method.take_own(self.own_options)
         space = method.label_space(tuple(config.class_names) if config.class_names else None, self.data.class_names)
         context = ClientContext(
             backbone=self.backbone,

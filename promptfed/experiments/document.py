@@ -80,6 +80,9 @@ def document(benchmark: BenchmarkRecord, presets: Mapping[str, Preset]) -> str:
     for name, kept in benchmark.panels.items():
         lines += ["", f"## {kept.title}", "", kept.caption, "", *table_of(kept.columns, kept.table), ""]
         lines += [presets[name].notes.strip(), "", f"Settings: {_settings(kept)}."]
+    waiting = [preset.title for name, preset in presets.items() if name not in benchmark.panels]
+    if waiting:
+        lines += ["", "## Not measured yet", "", *(f"- {title}" for title in waiting)]
     return "\n".join(lines) + "\n"
 
 

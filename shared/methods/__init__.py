@@ -19,6 +19,8 @@ from promptfed.shared.methods.fedcocoop import FedCoCoOp
 from promptfed.shared.methods.fedkgcoop import FedKgCoOp
 from promptfed.shared.methods.fedmaple import FedMaple
 from promptfed.shared.methods.fedpgp import FedPGP
+from promptfed.shared.methods.fedpha import FedPHA
+from promptfed.shared.methods.fedprograd import FedProGrad
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.methods.fedvpt import FedVPT
 from promptfed.shared.methods.fedvpt_deep import FedVPTDeep
@@ -26,7 +28,9 @@ from promptfed.shared.methods.pfedpg import PFedPG
 from promptfed.shared.methods.plan import Plan
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.methods.promptfl_ft import PromptFLFT
+from promptfed.shared.methods.promptfl_per import PromptFLPer
 from promptfed.shared.methods.promptfl_prox import PromptFLProx
+from promptfed.shared.methods.promptfolio import PromptFolio
 from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.methods.singleset_vpt import SingleSetVPT
 from promptfed.shared.methods.zero_shot import ZeroShot
@@ -43,6 +47,10 @@ _KINDS: tuple[type[Method], ...] = (
     FastPT,
     FedCLIP,
     FedPGP,
+    PromptFolio,
+    FedPHA,
+    PromptFLPer,
+    FedProGrad,
     FedTPG,
     Plan,
     FedMaple,

@@ -202,6 +202,16 @@ def test_a_damaged_update_is_never_sent(tmp_path: Path) -> None:
         state.pending()
 
 
+def test_private_tensors_and_the_update_made_with_them_are_forgotten_together(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path)
+    state.reset_private()
+    state.commit_prepared({"a": torch.ones(2)}, Provenance(peers="p"))
+    state.write_pending(b"update", {"a": torch.zeros(2)}, Provenance("task-1", 1, "train"))
+    state.reset_private()
+    assert state.committed() == ({}, Provenance())
+    assert state.pending() is None
+
+
 def test_private_tensors_may_share_memory(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
     state = PrivateState(tmp_path)

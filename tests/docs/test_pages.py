@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-FIVE = ("fedpgp", "fedtpg", "plan", "pfedpg", "fast_pt")
+PAPERS = ("fedpgp", "fedtpg", "plan", "pfedpg", "fast_pt", "promptfolio", "fedpha", "promptfl_per", "fedprograd")
 
 
 def load(name: str) -> ModuleType:
@@ -76,7 +76,7 @@ def test_the_methods_tables_are_what_the_code_says() -> None:
     assert tables.shown() == {"options": set(METHODS.own()), "cost": set(METHODS.own())}
 
 
-@pytest.mark.parametrize("method", FIVE)
+@pytest.mark.parametrize("method", PAPERS)
 def test_each_papers_method_has_a_page_with_everything(method: str) -> None:
     text = (DOCS / "methods" / f"{method}.md").read_text()
     for heading in ("## Equations", "## What travels", "## Options", "## When to use it"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Generator, Tensor
 
 from promptfed.shared.messages import Domain
@@ -47,6 +47,12 @@ class Hyperparameters(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     label_space: LabelSpace = "federation"
+
+
+class OwnOptions(BaseModel):
+    """Base of what a client may choose for itself: read from its own settings, never sent, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -235,9 +241,11 @@ class Method(ABC):
     personal: bool = False  # whether classifiers hold private state, so that each client's is another one
     one_payload: bool = True  # whether all clients of a phase, and all of an evaluation, are given the same tensors
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports: no other is sent
+    Own: ClassVar[type[OwnOptions]] = OwnOptions  # what each client may choose for itself
 
     def __init__(self, hyper: Hyperparameters):
         self.hyper = hyper
+        self.own = self.Own()
 
     @property
     def disclosures(self) -> tuple[Disclosed, ...]:
@@ -343,6 +351,18 @@ class Method(ABC):
         (weighted mean by default) for methods whose phase is a mean."""
 
     # Client half
+
+    def take_own(self, given: Mapping[str, Any]) -> None:
+        """Go by a client's own options from now on. Raises MethodError where one is unknown or out of range."""
+        try:
+            self.own = self.Own.model_validate(dict(given))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            name, known = str(first["loc"][0]) if first["loc"] else "", sorted(self.Own.model_fields)
+            if first["type"] == "extra_forbidden":
+                has = f"it has {', '.join(known)}" if known else "it has none"
+                raise MethodError(f"{self.name} has no option {name!r} of a client's own: {has}") from None
+            raise MethodError(f"the client's own option {name}: {first['msg']}") from None
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
         """Raise BackboneError where a class name is too long for the texts that this method makes of it."""

@@ -54,21 +54,28 @@ def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor)
     return logits
 
 
-class TextPromptClassifier:
-    """Cosine logits of image features against the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
+class TextFeatureClassifier:
+    """Logits τ⁻¹·I(x)·t of image features against one vector ``t`` for each class, ``text (C, d_e)``."""
 
-    def __init__(self, backbone: Backbone, context: Tensor, prompts: ClassPrompts):
-        with torch.no_grad():
-            self._text = backbone.encode_prompts(context.to(backbone.device), prompts)
-        self._scale = backbone.logit_scale
+    def __init__(self, scale: float, text: Tensor):
+        self._scale, self._text = scale, text
 
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return cosine_logits(self._scale, split.features(), indices, self._text)
 
     def weights(self) -> Tensors:
-        """The context's text features."""
+        """The vectors as they are multiplied with."""
         return {"class_weights": self._text}
+
+
+class TextPromptClassifier(TextFeatureClassifier):
+    """Cosine logits of image features against the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
+
+    def __init__(self, backbone: Backbone, context: Tensor, prompts: ClassPrompts):
+        with torch.no_grad():
+            text = backbone.encode_prompts(context.to(backbone.device), prompts)
+        super().__init__(backbone.logit_scale, text)
 
 
 class ContextMethod(Method):
@@ -77,6 +84,11 @@ class ContextMethod(Method):
     Hyper = ContextHyper
     hyper: ContextHyper
     shared: ClassVar[TensorSpec] = CONTEXT  # the context in the global state
+
+    @property
+    def shared_length(self) -> int:
+        """Vectors of the context in the global state."""
+        return self.hyper.m
 
     def check(self, spec: FederationSpec) -> None:
         """Words that start the context must be there."""
@@ -99,19 +111,19 @@ class ContextMethod(Method):
                 f"the context starts from the words {self.hyper.context_init!r}, which takes a backbone: create the "
                 "federation with `promptfed federation create`, or PUT the tensors to its initial-state"
             )
-        dims = self.dims(context)
-        return {self.shared.name: torch.randn(dims["m"], dims["d_t"], generator=generator) * INIT_STD}
+        width = self.dims(context)["d_t"]
+        return {self.shared.name: torch.randn(self.shared_length, width, generator=generator) * INIT_STD}
 
     def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
         """The start made where a backbone is at hand."""
         return {self.shared.name: self.start(backbone, generator)}
 
     def start(self, backbone: Backbone, generator: Generator) -> Tensor:
-        """A context ``(m, d_t)``: its last vectors are the given words' embeddings, those before them are random."""
+        """The state's context ``(m, d_t)``: its last vectors are the given words' embeddings, the others are random."""
         words = torch.empty(0, backbone.d_t)
         if self.hyper.context_init is not None:
             words = backbone.embed_words(self.hyper.context_init).detach().float().cpu()
-        m = self.hyper.m
+        m = self.shared_length
         if len(words) > m:
             raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
         return torch.cat([torch.randn(m - len(words), words.shape[1], generator=generator) * INIT_STD, words])
@@ -140,7 +152,8 @@ class SharedContextMethod(ContextMethod):
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """Classifies with the global context."""
-        return TextPromptClassifier(context.backbone, payload[self.shared.name], class_prompts(context, self.hyper.m))
+        prompts = class_prompts(context, self.shared_length)
+        return TextPromptClassifier(context.backbone, payload[self.shared.name], prompts)
 
 
 def text_width(method: str, m: int, context: ServerContext) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
@@ -13,6 +14,17 @@ from promptfed.shared.seeds import generator
 from promptfed.shared.spec import TrainingSpec
 
 Loss = Callable[[Tensor], Tensor]
+Gradients = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
+"""From indices ``(B,)`` the loss and a gradient for each trained tensor, which need not be the loss's own."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are trained at a rate of their own, which the spec's cosine scales unless it is ``constant``."""
+
+    parameters: Sequence[Tensor]
+    learning_rate: float
+    constant: bool = False
 
 
 class TaskCancelled(Exception):
@@ -42,21 +54,62 @@ def batches(count: int, batch_size: int, epochs: int, draws: Generator) -> Itera
         yield from torch.split(torch.randperm(count, generator=draws), batch_size)
 
 
-def train(context: ClientContext, parameters: Sequence[Tensor], loss: Loss, *, epochs: int | None = None) -> float:
+def train(
+    context: ClientContext,
+    parameters: Sequence[Tensor],
+    loss: Loss,
+    *,
+    epochs: int | None = None,
+    groups: Sequence[Group] = (),
+) -> float:
     """Minimise ``loss(indices (B,))`` over ``parameters``, which are changed in place.
 
-    ``epochs`` overrides the spec's. Returns the mean loss over the samples of the last epoch.
+    ``epochs`` overrides the spec's; ``groups`` are trained beside ``parameters``. Returns the mean loss over the
+    samples of the last epoch.
 
     Raises:
         MethodError: the client has no training images, or the loss is no longer finite.
         TaskCancelled: the task was withdrawn meanwhile.
     """
+
+    def backward(indices: Tensor) -> Tensor:
+        value = loss(indices)
+        torch.autograd.backward(value)
+        return value
+
+    return _minimise(context, parameters, backward, epochs, groups)
+
+
+def train_by(context: ClientContext, parameters: Sequence[Tensor], gradients: Gradients) -> float:
+    """As `train`, by gradients of the method's own: momentum and weight decay act on these.
+
+    Raises:
+        MethodError: the client has no training images, or the loss is no longer finite.
+        TaskCancelled: the task was withdrawn meanwhile.
+    """
+
+    def backward(indices: Tensor) -> Tensor:
+        value, given = gradients(indices)
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient
+        return value
+
+    return _minimise(context, parameters, backward, None, ())
+
+
+def _minimise(
+    context: ClientContext, parameters: Sequence[Tensor], backward: Loss, epochs: int | None, groups: Sequence[Group]
+) -> float:
+    """The loop; ``backward(indices (B,))`` leaves the gradients with the parameters and returns the loss."""
     training, count = context.training, len(context.train)
     if count == 0:
         raise MethodError(f"client {context.client!r} has no training images")
     epochs = training.epochs if epochs is None else epochs
-    context.count_trained(sum(parameter.numel() for parameter in parameters))
+    everything = [*parameters, *(parameter for group in groups for parameter in group.parameters)]
+    context.count_trained(sum(parameter.numel() for parameter in everything))
     optimizer = make_optimizer(parameters, training, learning_rate(training, context.round, context.rounds))
+    for group in groups:
+        optimizer.add_param_group({"params": list(group.parameters), "lr": _group_rate(context, group)})
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
     steps_per_epoch = math.ceil(count / training.batch_size)
     total = 0.0
@@ -66,8 +119,7 @@ def train(context: ClientContext, parameters: Sequence[Tensor], loss: Loss, *, e
         if step % steps_per_epoch == 0:
             total = 0.0
         optimizer.zero_grad(set_to_none=True)
-        value = loss(indices)
-        torch.autograd.backward(value)
+        value = backward(indices)
         optimizer.step()
         total += float(value.detach()) * len(indices)
         if not math.isfinite(total):
@@ -75,3 +127,11 @@ def train(context: ClientContext, parameters: Sequence[Tensor], loss: Loss, *, e
                 f"the loss is not finite in step {step + 1} of round {context.round}: lower training.learning_rate"
             )
     return total / count
+
+
+def _group_rate(context: ClientContext, group: Group) -> float:
+    """The group's rate in this round."""
+    if group.constant:
+        return group.learning_rate
+    scale = learning_rate(context.training, context.round, context.rounds) / context.training.learning_rate
+    return group.learning_rate * scale

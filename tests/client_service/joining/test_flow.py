@@ -16,6 +16,7 @@ from promptfed.client_service.settings import Settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Domain, Source
+from promptfed.shared.tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source, problem
 
@@ -330,3 +331,29 @@ def test_refusal_of_enrolment_leaves_nothing_that_hinders_a_second_try(
     assert ends(make_worker(coordinator)).exit is Exit.BACKBONE
     coordinator.alter = lambda request: None
     assert asyncio.run(make_worker(coordinator).run()) is Exit.OK
+
+
+def test_options_of_ones_own_stay_and_change_only_with_a_new_private_context(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    def again(**changes: Any) -> Worker:
+        return make_worker(coordinator, settings=settings.model_copy(update=changes))
+
+    coordinator = make_coordinator(rounds=1, method={"name": "fedpha", "m": 4, "ratio": 0.5})
+    error = ends(again(method_option=["n=3"]))
+    assert (error.exit, str(error)) == (
+        Exit.USAGE,
+        "--method-option: fedpha has no option 'n' of a client's own: it has m_local",
+    )
+    assert coordinator.client is None
+    assert asyncio.run(again(method_option=["m_local=9"]).run()) is Exit.OK
+    committed = settings.state_dir / "committed.safetensors"
+    assert decode(committed.read_bytes())[0]["local_context"].shape[0] == 9
+    assert not any(b"m_local" in body for body in coordinator.received)
+    assert {len(decode(body)[0]["global_context"]) for body in coordinator.received if b"global_context" in body} == {4}
+    coordinator.plan = [("train", 2), ("evaluate", 2)]
+    asyncio.run(again(method_option=["m_local=5"]).run())
+    assert "give m_local 9 again, or start the private context anew with --reset-private" in str(coordinator.failures)
+    coordinator.plan = [("train", 3), ("evaluate", 3)]
+    assert asyncio.run(again(method_option=["m_local=5"], reset_private=True).run()) is Exit.OK
+    assert decode(committed.read_bytes())[0]["local_context"].shape[0] == 5

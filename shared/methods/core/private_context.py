@@ -1,0 +1,90 @@
+"""What methods share in which each client trains a context of its own beside the one that all have in common.
+
+Both are trained on the client's images, the common one is sent and averaged, the private one stays: FedOTP,
+PromptFolio, FedPHA. They differ in the loss and in how they classify.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from promptfed.shared.methods.core.base import Classifier, ClientContext, TrainResult
+from promptfed.shared.methods.core.context import INIT_STD, SharedContextMethod, TextPromptClassifier, class_prompts
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+LOCAL = "local_context"
+MOST_VECTORS = 64  # of any context: a private one starts with the first rows of one draw of so many
+
+
+class PairLoss(ABC):
+    """The loss of one task, as a function of a batch and both contexts."""
+
+    @abstractmethod
+    def __call__(self, indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
+        """Of the images at ``indices (B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``."""
+
+    def metrics(self) -> dict[str, float]:
+        """What the task is reported with beside its loss, after training."""
+        return {}
+
+
+class PrivateContextMethod(SharedContextMethod):
+    """A shared context that is averaged, and a private one ``local_context (m_l, d_t)`` that never leaves its client.
+
+    The private one starts from one draw for all clients, N(0, 0.02²), seeded by the federation's seed and the method's
+    name. Who has not trained yet classifies with that start; an evaluator, which has no private context, with the
+    shared one alone, and trainers are measured so besides (``global``).
+    """
+
+    personal = True
+    shared = TensorSpec("global_context", ("m", "d_t"))
+
+    def local_length(self, context: ClientContext) -> int:
+        """``m_l``, vectors of the private context: as many as ``m``."""
+        return self.hyper.m
+
+    def local_context(self, context: ClientContext, private: Tensors) -> Tensor:
+        """The client's ``(m_l, d_t)``: what it has trained, or the start that all have in common."""
+        if LOCAL in private:
+            return private[LOCAL]
+        drawn = torch.randn(MOST_VECTORS, context.backbone.d_t, generator=generator(context.seed, self.name))
+        return drawn[: self.local_length(context)] * INIT_STD
+
+    @abstractmethod
+    def pair_loss(self, context: ClientContext) -> PairLoss:
+        """The loss of one task."""
+
+    @abstractmethod
+    def personal_classifier(self, context: ClientContext, shared: Tensor, local: Tensor) -> Classifier:
+        """Classifies with both contexts."""
+
+    def global_classifier(self, context: ClientContext, shared: Tensor) -> Classifier:
+        """Classifies with the shared context ``(m, d_t)`` alone."""
+        return TextPromptClassifier(context.backbone, shared, class_prompts(context, self.shared_length))
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs over both contexts; sends the shared one, keeps the other."""
+        device, batch_loss = context.backbone.device, self.pair_loss(context)
+        shared = payload[self.shared.name].to(device).clone().requires_grad_()
+        local = self.local_context(context, private).to(device).clone().requires_grad_()
+        final = train(context, [shared, local], lambda indices: batch_loss(indices, shared, local))
+        update, kept = {self.shared.name: shared.detach().cpu()}, {LOCAL: local.detach().cpu()}
+        return TrainResult(update, kept, {"loss": final} | batch_loss.metrics())
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """With both contexts; with the shared one alone where there is nothing to train on."""
+        shared = payload[self.shared.name]
+        if private or len(context.train):
+            return self.personal_classifier(context, shared, self.local_context(context, private))
+        return self.global_classifier(context, shared)
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+        """``global``: a trainer's data under an evaluator's classifier."""
+        if not private and not len(context.train):
+            return {}
+        return {"global": self.global_classifier(context, payload[self.shared.name])}

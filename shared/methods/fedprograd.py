@@ -1,0 +1,101 @@
+"""FedProGrad: PromptFL that drops what its gradient has against the template's predictions (ProGrad, federated)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import ClientContext, TrainResult
+from promptfed.shared.methods.core.context import ContextHyper, class_prompts, cosine_logits
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.core.training import train, train_by
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.tensors import Tensors
+
+
+class FedProGradHyper(ContextHyper):
+    """PromptFL's hyperparameters, and how the template's predictions hold its gradient."""
+
+    weight: Annotated[
+        float, Field(ge=0, le=1e6, description="λ of the projection, or of the term in the loss (mode: penalty)")
+    ] = 1.0
+    mode: Annotated[
+        Literal["project", "penalty"],
+        Field(description="ProGrad's projection of the gradient, or λ·KL added to the loss and nothing projected"),
+    ] = "project"
+
+
+def projected(g_ce: Tensor, g_kl: Tensor, weight: float) -> tuple[Tensor, bool]:
+    """G of gradients of one shape, taken as one vector each; and whether they were in conflict.
+
+    G_ce where ⟨G_ce, G_kl⟩ ≥ 0, else G_ce − λ·⟨G_ce, Ĝ⟩·Ĝ with Ĝ = G_kl/‖G_kl‖ (ProGrad, Eq. 5).
+    """
+    against = g_kl.double()  # whose squares are not too small for it
+    product = (g_ce.double() * against).sum()
+    if not bool(product < 0):
+        return g_ce, False
+    along = against / torch.linalg.vector_norm(against)
+    return g_ce - (weight * (g_ce.double() * along).sum() * along).to(g_ce.dtype), True
+
+
+class TemplateLosses:
+    """CE of a batch, and the cross-entropy between the template's predictions p⁰ and the context's, both means."""
+
+    def __init__(self, context: ClientContext):
+        backbone = context.backbone
+        self._scale, self._features = backbone.logit_scale, context.train.features()
+        self._labels = context.train.labels.to(backbone.device)
+        with torch.no_grad():
+            known = template_features(backbone, context.template, context.class_names)
+            everything = torch.arange(len(context.train))
+            self._known = cosine_logits(self._scale, self._features, everything, known).softmax(dim=-1)
+
+    def __call__(self, indices: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the images at ``indices (B,)`` and text features ``(C, d_e)``."""
+        rows = indices.to(self._labels.device)
+        logits = cosine_logits(self._scale, self._features, indices, text)
+        return F.cross_entropy(logits, self._labels[rows]), F.cross_entropy(logits, self._known[rows])
+
+
+class FedProGrad(PromptFL):
+    """The gradient of the cross-entropy, without its part against that of KL(p⁰ ‖ p), p⁰ of the template.
+
+    Source: Zhu et al., "Prompt-aligned Gradient for Prompt Tuning" (ProGrad), ICCV 2023. Momentum and weight decay act
+    on the projected gradient; KL's own constant part has no gradient and is left out.
+    """
+
+    name = "fedprograd"
+    summary = "PromptFL whose gradient is projected where it works against the template's predictions."
+    paper = "Zhu et al., Prompt-aligned Gradient for Prompt Tuning (ProGrad), 2023; PromptFL as above"
+    Hyper = FedProGradHyper
+    hyper: FedProGradHyper
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs from the global context ``(m, d_t)``; sends the trained one."""
+        backbone, weight = context.backbone, self.hyper.weight
+        learned = payload["context"].to(backbone.device).clone().requires_grad_()
+        prompts, losses = class_prompts(context, self.hyper.m), TemplateLosses(context)
+        conflicts: list[bool] = []
+
+        def penalised(indices: Tensor) -> Tensor:
+            cross_entropy, to_template = losses(indices, backbone.encode_prompts(learned, prompts))
+            return cross_entropy + weight * to_template
+
+        def gradients(indices: Tensor) -> tuple[Tensor, list[Tensor]]:
+            cross_entropy, to_template = losses(indices, backbone.encode_prompts(learned, prompts))
+            (g_ce,) = torch.autograd.grad(cross_entropy, learned, retain_graph=True)
+            (g_kl,) = torch.autograd.grad(to_template, learned)
+            gradient, conflict = projected(g_ce, g_kl, weight)
+            conflicts.append(conflict)
+            return cross_entropy.detach(), [gradient]
+
+        if self.hyper.mode == "penalty":
+            metrics = {"loss": train(context, [learned], penalised)}
+        else:
+            metrics = {"loss": train_by(context, [learned], gradients)}
+            metrics["conflicting_steps"] = sum(conflicts) / len(conflicts)
+        return TrainResult({"context": learned.detach().cpu()}, metrics=metrics)

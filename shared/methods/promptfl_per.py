@@ -1,0 +1,89 @@
+"""Prompt+PER: PromptFL whose context has a shared first part and a private last one (FedPer, for prompts)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from promptfed.shared.methods.core.base import ClientContext, MethodError, ServerContext
+from promptfed.shared.methods.core.context import (
+    BatchCrossEntropy,
+    ContextHyper,
+    TextPromptClassifier,
+    class_prompts,
+    text_width,
+)
+from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import TensorSpec
+
+
+class PromptFLPerHyper(ContextHyper):
+    """A learned context and where it is divided."""
+
+    shared_tokens: Annotated[
+        int | None,
+        Field(ge=1, le=63, description="m_s, first vectors of the context, which are shared; default: ⌊m/2⌋"),
+    ] = None
+
+
+class SplitLoss(PairLoss):
+    """CE(τ⁻¹·I(x)·T([shared; private], y))."""
+
+    def __init__(self, context: ClientContext, m: int):
+        self._backbone = context.backbone
+        self._prompts, self._cross_entropy = class_prompts(context, m), BatchCrossEntropy(context)
+
+    def __call__(self, indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
+        """Of the context's two parts, ``(m_s, d_t)`` and ``(m - m_s, d_t)``."""
+        return self._cross_entropy(indices, self._backbone.encode_prompts(torch.cat([shared, local]), self._prompts))
+
+
+class PromptFLPer(PrivateContextMethod):
+    """PromptFL's training over [shared; private]; the mean is of the shared part, the other never leaves its client.
+
+    Source: Arivazhagan et al., "Federated Learning with Personalization Layers" (FedPer), 2019, with prompt vectors in
+    the place of layers, as the baseline Prompt+PER of Guo et al., "pFedPrompt", 2023. How that one divides the context
+    is not printed.
+    """
+
+    name = "promptfl_per"
+    summary = "PromptFL whose last context vectors are each client's own; the first ones are shared."
+    paper = "Arivazhagan et al., Federated Learning with Personalization Layers (FedPer), 2019; PromptFL as above"
+    Hyper = PromptFLPerHyper
+    hyper: PromptFLPerHyper
+    shared = TensorSpec("context", ("m_s", "d_t"))
+
+    @property
+    def shared_length(self) -> int:
+        """``m_s``."""
+        given = self.hyper.shared_tokens
+        return self.hyper.m // 2 if given is None else given
+
+    def check(self, spec: FederationSpec) -> None:
+        """Both parts must have a vector."""
+        super().check(spec)
+        m, m_s = self.hyper.m, self.shared_length
+        if not 0 < m_s < m:
+            text = f"of m = {m} context vectors {m_s} would be shared: give 0 < shared_tokens < m"
+            raise MethodError(f"{text}, or take promptfl (all are shared) or coop (none is)")
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``m_s`` and the text tower's width ``d_t``."""
+        return {"m_s": self.shared_length, "d_t": text_width(self.name, self.hyper.m, context)}
+
+    def local_length(self, context: ClientContext) -> int:
+        """The private vectors, which stand next to the class name."""
+        return self.hyper.m - self.shared_length
+
+    def pair_loss(self, context: ClientContext) -> SplitLoss:
+        """PromptFL's loss of the whole context."""
+        return SplitLoss(context, self.hyper.m)
+
+    def personal_classifier(self, context: ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
+        """Classifies with the whole context."""
+        whole = torch.cat([shared.cpu(), local.cpu()])
+        return TextPromptClassifier(context.backbone, whole, class_prompts(context, self.hyper.m))

@@ -1,0 +1,387 @@
+"""PromptFolio, Prompt+PER and FedPHA against their equations written out, one class and one image at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import fedpha, make_method, promptfolio, resolve_spec
+from promptfed.shared.methods.core.base import ClientContext, ClientUpdate, MethodError, ServerContext
+from promptfed.shared.methods.core.insights import HasVariants
+from promptfed.shared.methods.core.private_context import LOCAL, PrivateContextMethod
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.tensors import Tensors
+from tests.shared.methods.conftest import NAMES, MadeUpSplit, wide_step
+from tests.shared.methods.test_text_baselines import Loss, assert_moved_equally, literal_training
+from tests.support import literal
+
+Make = Callable[..., ClientContext]
+M = 4
+EACH = ("promptfolio", "promptfl_per", "fedpha")
+PHA = {"ratio": 0.5}  # so that m = 4 has two directions to remove
+
+
+def method(name: str, **hyper: Any) -> PrivateContextMethod:
+    given = {"name": name, "m": M} | (PHA if name == "fedpha" else {}) | hyper
+    made = make_method(given)
+    assert isinstance(made, PrivateContextMethod)
+    return made
+
+
+def start_of(tried: PrivateContextMethod, context: ClientContext) -> Tensors:
+    """A shared context, drawn here, and the private one that the method starts with."""
+    draws = torch.Generator().manual_seed(1)
+    shared = torch.randn(tried.shared_length, context.backbone.d_t, generator=draws) * 0.02
+    return {tried.shared.name: shared, LOCAL: tried.local_context(context, {})}
+
+
+def texts(backbone: Backbone, context: Tensor, names: tuple[str, ...]) -> list[Tensor]:
+    return [literal.text_feature(backbone, context, name) for name in names]
+
+
+def entropy_of(context: ClientContext, features: list[Tensor], rows: Tensor) -> Tensor:
+    """Mean cross-entropy of the images in ``rows`` against one vector for each class."""
+    losses = []
+    for row in rows.tolist():
+        image = context.train.features()[row]
+        logits = torch.stack([context.backbone.logit_scale * torch.dot(image, text) for text in features])
+        losses.append(literal.cross_entropy(logits, int(context.train.labels[row])))
+    return torch.stack(losses).mean()
+
+
+def folio_loss(context: ClientContext, theta: float) -> Loss:
+    """(2.1) with the classes one by one."""
+
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        shared = texts(context.backbone, tensors["global_context"], context.class_names)
+        local = texts(context.backbone, tensors[LOCAL], context.class_names)
+        return entropy_of(context, [(1 - theta) * g + theta * z for g, z in zip(shared, local, strict=True)], rows)
+
+    return loss
+
+
+def per_loss(context: ClientContext) -> Loss:
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        whole = torch.stack([*tensors["context"], *tensors[LOCAL]])
+        return entropy_of(context, texts(context.backbone, whole, context.class_names), rows)
+
+    return loss
+
+
+def literal_projection(shared: Tensor, local: Tensor, k: int, kind: str) -> Tensor:
+    """(4.1) by the whole singular value decomposition, with the projection as a matrix ``(d_t, d_t)``."""
+    _, _, vt = torch.linalg.svd(shared.detach().double(), full_matrices=False)
+    if kind == "complement":
+        matrix = torch.eye(shared.shape[1], dtype=torch.float64) - sum(torch.outer(v, v) for v in vt[:k])
+    else:
+        matrix = sum((torch.outer(v, v) for v in vt[k:]), torch.zeros(shared.shape[1], shared.shape[1]).double())
+    return local @ matrix.to(local.dtype)
+
+
+def pha_loss(context: ClientContext, hyper: fedpha.FedPHAHyper, k: int) -> Loss:
+    """(4.2) with loops over classes and entries."""
+
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        shared, local = tensors["global_context"], tensors[LOCAL]
+        z_local = texts(context.backbone, local, context.class_names)
+        z_shared = texts(context.backbone, shared, context.class_names)
+        z_other = texts(context.backbone, literal_projection(shared, local, k, hyper.projection), context.class_names)
+        value = entropy_of(context, z_local, rows)
+        if hyper.global_loss:
+            value = value + entropy_of(context, z_shared, rows)
+        squares = [(a[i] - b[i]) ** 2 for a, b in zip(z_local, z_other, strict=True) for i in range(len(a))]
+        pushed = [
+            torch.clamp(hyper.alpha - (a - b).square().sum().sqrt(), min=0)
+            for a, b in zip(z_local, z_shared, strict=True)
+        ]
+        return value + hyper.pull * sum(squares) / len(squares) + hyper.push * sum(pushed) / len(pushed)
+
+    return loss
+
+
+def literally(tried: PrivateContextMethod, context: ClientContext) -> Loss:
+    if isinstance(tried, promptfolio.PromptFolio):
+        return folio_loss(context, tried.hyper.theta)
+    if isinstance(tried, fedpha.FedPHA):
+        return pha_loss(context, tried.hyper, k=tried.hyper.m // 2)
+    return per_loss(context)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("promptfolio", {}),
+    ("promptfolio", {"theta": 0.8}),
+    ("promptfl_per", {}),
+    ("promptfl_per", {"shared_tokens": 3}),
+    ("fedpha", {}),
+    ("fedpha", {"projection": "span", "pull": 40.0, "push": 3.0}),
+    ("fedpha", {"local_lengths": {"hospital-a": 7, "hospital-b": 2}, "pull": 40.0, "alpha": 0.9}),
+    ("fedpha", {"global_loss": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_training_equals_the_equations(
+    name: str, options: dict[str, Any], backbone: Backbone, make_context: Make
+) -> None:
+    context = make_context(5, round=2, epochs=1, batch_size=3, learning_rate=0.05, schedule="cosine")
+    tried = method(name, **options)
+    start = start_of(tried, context)
+    found = tried.train(context, {tried.shared.name: start[tried.shared.name]}, {})
+    rate = 0.05 / 2 * (1 + 0.5**0.5)  # the second of four rounds of a half cosine
+    wanted = literal_training(context, start, literally(tried, context), rate)
+    assert set(found.update) == {tried.shared.name}
+    assert set(found.private) == {LOCAL}
+    assert_moved_equally(found.update | found.private, wanted, start)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("promptfolio", {}), ("promptfl_per", {}), ("fedpha", {"m": 10, "ratio": 0.5, "pull": 40.0})],
+    ids=str,
+)
+def test_gradients_and_loss_equal_the_equations_at_77_tokens(
+    name: str, options: dict[str, Any], wide_backbone: Backbone, make_context: Make
+) -> None:
+    draws = torch.Generator().manual_seed(4)
+    context = wide_step(make_context, wide_backbone, draws)
+    tried = method(name, **options)
+    start = start_of(tried, context)
+    result = tried.train(context, {tried.shared.name: start[tried.shared.name]}, {})
+    leaves = {key: value.clone().requires_grad_() for key, value in start.items()}
+    loss = literally(tried, context)(leaves, torch.arange(3))
+    wanted = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    assert result.metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    for key, value in (result.update | result.private).items():
+        scale = float(wanted[key].abs().max())
+        assert float((start[key] - value - wanted[key]).abs().max()) <= 1e-4 * scale
+
+
+def test_the_mixture_is_not_normalised_again() -> None:
+    text = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    image = torch.tensor([0.6, 0.8])
+    assert float(image @ promptfolio.mixed(text, 0.2)[0]) == pytest.approx(0.64)
+
+
+def test_both_forms_of_the_mixtures_logits_agree(backbone: Backbone, make_context: Make) -> None:
+    """(2.2): the mixture's logits are the mixture of the logits."""
+    context, tried, rows = make_context(), method("promptfolio"), torch.arange(10)
+    start = start_of(tried, context)
+    payload = {"global_context": start["global_context"]}
+    found = tried.classifier(context, payload, {LOCAL: start[LOCAL]}).logits(context.train, rows)
+    ends = [
+        method("promptfolio", theta=theta)
+        .classifier(context, payload, {LOCAL: start[LOCAL]})
+        .logits(context.train, rows)
+        for theta in (0.0, 1.0)
+    ]
+    assert float((found - (0.6 * ends[0] + 0.4 * ends[1])).abs().max()) <= 1e-5 * float(found.abs().max())
+
+
+def test_a_share_of_nothing_is_promptfl_and_of_all_trains_the_private_one_alone(
+    backbone: Backbone, make_context: Make
+) -> None:
+    context = make_context(6, batch_size=3, learning_rate=0.05, epochs=2, weight_decay=0.01, momentum=0.0)
+    none, all_of_it = method("promptfolio", theta=0.0), method("promptfolio", theta=1.0)
+    start = start_of(none, context)
+    payload = {"global_context": start["global_context"]}
+    plain = make_method({"name": "promptfl", "m": M}).train(context, {"context": start["global_context"]}, {})
+    decayed = (1 - 0.05 * 0.01) ** 4
+    first = none.train(context, payload, {})
+    assert_moved_equally(
+        {"a": first.update["global_context"]}, {"a": plain.update["context"]}, {"a": start["global_context"]}
+    )
+    assert torch.allclose(first.private[LOCAL], start[LOCAL] * decayed, atol=1e-9)
+    second = all_of_it.train(context, payload, {})
+    assert torch.allclose(second.update["global_context"], start["global_context"] * decayed, atol=1e-9)
+    assert not torch.allclose(second.private[LOCAL], start[LOCAL] * decayed, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_all_clients_start_from_one_private_context(name: str, make_context: Make) -> None:
+    context, tried = make_context(), method(name, m=16, **({"ratio": 0.8} if name == "fedpha" else {}))
+    first = tried.local_context(context, {})
+    assert torch.equal(first, tried.local_context(replace(context, client="hospital-b"), {}))
+    assert float(first.std()) == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(first, tried.local_context(replace(context, seed=4), {}))
+    kept = torch.ones_like(first)
+    assert tried.local_context(context, {LOCAL: kept}) is kept
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_who_classifies_with_what(name: str, backbone: Backbone, make_context: Make) -> None:
+    """A trainer with both contexts, trained or as they start; an evaluator with the shared one; ``global`` as it."""
+    context, tried, rows = make_context(), method(name), torch.arange(4)
+    assert tried.personal
+    start = start_of(tried, context)
+    shared, payload = start[tried.shared.name], {tried.shared.name: start[tried.shared.name]}
+    features = context.train.features()[rows]
+    none = replace(context, train=MadeUpSplit(torch.empty(0, backbone.d_e), torch.empty(0, dtype=torch.long)))
+
+    def logits(vectors: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return backbone.logit_scale * features @ torch.stack(vectors).T
+
+    def both(local: Tensor) -> Tensor:
+        with torch.no_grad():
+            alone = texts(backbone, shared, NAMES)
+            own = texts(backbone, local, NAMES)
+            joined = texts(backbone, torch.cat([shared, local]), NAMES) if name == "promptfl_per" else []
+        if name == "promptfolio":
+            return logits([0.6 * a + 0.4 * b for a, b in zip(alone, own, strict=True)])
+        return logits(own if name == "fedpha" else joined)
+
+    trained = {LOCAL: torch.randn(start[LOCAL].shape, generator=torch.Generator().manual_seed(9)) * 0.1}
+    assert isinstance(tried, HasVariants)
+    alone = logits(texts(backbone, shared, NAMES))
+    for found, wanted in [
+        (tried.classifier(context, payload, trained), both(trained[LOCAL])),
+        (tried.classifier(context, payload, {}), both(start[LOCAL])),
+        (tried.classifier(none, payload, {}), alone),
+        (tried.variants(context, payload, trained)["global"], alone),
+    ]:
+        scored = found.logits(context.train, rows)
+        assert float((scored - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert tried.variants(none, payload, {}) == {}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_only_the_shared_context_is_state_and_travels(name: str) -> None:
+    tried = method(name, m=16, **({"ratio": 0.8} if name == "fedpha" else {}))
+    shape = BackboneShape(d_t=512, d_e=512, context_length=77)
+    server = ServerContext(TrainingSpec(), shape, NAMES, (), 3, 4)
+    length = 8 if name == "promptfl_per" else 16
+    state = tried.initial_state(server, initial_draws(3))
+    assert {key: tuple(value.shape) for key, value in state.items()} == {tried.shared.name: (length, 512)}
+    (phase,) = tried.phases(1, 4)
+    assert phase.mean
+    assert phase.up == phase.down == (tried.shared,)
+    dims = tried.dims(server)
+    sent = sum(torch.Size(spec.resolve(dims)).numel() * 4 for spec in phase.up)
+    assert sent == length * 512 * 4  # 32,768 bytes; 16,384 where half of the context is shared
+
+
+def test_the_mean_touches_the_shared_rows_alone(make_context: Make) -> None:
+    tried = method("promptfl_per")
+    (phase,) = tried.phases(1, 4)
+    updates = [
+        ClientUpdate(name, 0.5, {"context": torch.full((2, 3), value)}) for name, value in (("a", 1.0), ("b", 3.0))
+    ]
+    server = ServerContext(TrainingSpec(), BackboneShape(d_t=3, d_e=3), NAMES, (), 3, 4)
+
+    def mean(given: Any) -> Tensors:
+        return {"context": sum(update.weight * update.tensors["context"] for update in given)}
+
+    after = tried.aggregate({"context": torch.zeros(2, 3)}, phase, updates, mean, server)
+    assert torch.equal(after["context"], torch.full((2, 3), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "promptfolio", "theta": 1.1}, "method.theta"),
+        ({"name": "promptfl_per", "m": 4, "shared_tokens": 4}, "of m = 4 context vectors 4 would be shared"),
+        ({"name": "promptfl_per", "m": 1}, "of m = 1 context vectors 0 would be shared"),
+        ({"name": "fedpha", "m": 4}, "ratio 0.8 of m = 4 removes no direction: lower ratio or raise m"),
+        ({"name": "fedpha", "local_lengths": {"a": 65}}, "method.local_lengths.a"),
+        ({"name": "fedpha", "alpha": 3.0}, "method.alpha"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_spec({"name": "x", "method": options})
+    assert said in str(caught.value)
+    assert resolve_spec({"name": "x", "method": {"name": "fedpha", "m": 4, "pull": 0.0}}).method["pull"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "epochs", "batch", "rate"),
+    [("promptfolio", 10, 5, 16, 0.002), ("fedpha", 50, 1, 32, 0.001), ("promptfl_per", 10, 1, 32, 0.002)],
+)
+def test_defaults(name: str, rounds: int, epochs: int, batch: int, rate: float) -> None:
+    spec = resolve_spec({"name": "x", "method": {"name": name}})
+    training = spec.training
+    assert (spec.rounds, training.epochs, training.batch_size, training.learning_rate) == (rounds, epochs, batch, rate)
+    assert spec.method["m"] == 16
+
+
+# FedPHA's own
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("complement", [[0.0, 2, 3, 4]]), ("span", [[0.0, 2, 0, 0]])])
+def test_the_projection(kind: str, wanted: list[list[float]]) -> None:
+    shared = torch.tensor([[3.0, 0, 0, 0], [0, 1, 0, 0]])
+    basis = fedpha.directions(shared, fedpha.removed(2, 0.5), kind)
+    found = fedpha.project(torch.tensor([[1.0, 2, 3, 4]]), basis, kind)
+    assert torch.allclose(found, torch.tensor(wanted), atol=1e-6)
+
+
+def test_the_projection_of_a_context_of_lower_rank() -> None:
+    """Two equal vectors have one direction; a context of zeros has none, and nothing is removed."""
+    twice = torch.tensor([[0.0, 2, 0], [0, 2, 0]])
+    local = torch.tensor([[1.0, 2, 3]])
+    assert torch.allclose(
+        fedpha.project(local, fedpha.directions(twice, 2, "complement"), "complement"),
+        torch.tensor([[1.0, 0, 3]]),
+        atol=1e-6,
+    )
+    assert torch.equal(
+        fedpha.project(local, fedpha.directions(torch.zeros(2, 3), 1, "complement"), "complement"), local
+    )
+
+
+def test_how_many_directions_are_removed() -> None:
+    assert fedpha.removed(10, 0.8) == 2  # in binary 10·(1 − 0.8) is a little less
+    assert [fedpha.removed(16, ratio) for ratio in (0.8, 1.0, 0.0)] == [3, 0, 16]
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_a_length_of_ones_own_reads_its_own_end_token(length: int, backbone: Backbone, make_context: Make) -> None:
+    tried, context = method("fedpha"), make_context()
+    tried.take_own({"m_local": str(length)})
+    local = tried.local_context(context, {})
+    assert len(local) == length
+    weights = tried.personal_classifier(context, torch.zeros(M, backbone.d_t), local).weights()["class_weights"]
+    with torch.no_grad():
+        wanted = torch.stack(texts(backbone, local, NAMES))
+    assert float((weights - wanted).abs().max()) <= 1e-5
+
+
+def test_whose_length_counts(make_context: Make) -> None:
+    tried, context = method("fedpha", local_lengths={"hospital-a": 7}), make_context()
+    assert tried.local_length(context) == 7
+    assert tried.local_length(replace(context, client="other")) == M
+    tried.take_own({"m_local": "9"})
+    assert tried.local_length(context) == 9
+    for given, said in (({"m_local": "65"}, "m_local: Input should be less"), ({"n": "1"}, "it has m_local")):
+        with pytest.raises(MethodError, match=said):
+            tried.take_own(given)
+    with pytest.raises(MethodError, match="promptfolio has no option 'm_local' of a client's own: it has none"):
+        method("promptfolio").take_own({"m_local": "9"})
+
+
+def test_another_length_than_the_stored_one_is_refused(make_context: Make) -> None:
+    tried, context = method("fedpha"), make_context()
+    stored = {LOCAL: torch.zeros(9, 24)}
+    with pytest.raises(
+        MethodError, match=r"has 9 vectors, and m_local is 4 now: give m_local 9 again, or .*--reset-private"
+    ):
+        tried.local_context(context, stored)
+
+
+def test_lengths_must_fit_the_text_positions(backbone: Backbone) -> None:
+    shape = BackboneShape(d_t=24, d_e=8, context_length=18)
+    server = ServerContext(TrainingSpec(), shape, NAMES, (), 3, 4)
+    with pytest.raises(MethodError, match="a context of m = 16 vectors leaves no room"):
+        method("fedpha", local_lengths={"a": 16}).dims(server)
+    tried = method("fedpha")
+    tried.take_own({"m_local": "64"})
+    with pytest.raises(ValueError, match="shorten the name or the context"):
+        tried.check_texts(backbone, NAMES, "a photo of a {}.")
