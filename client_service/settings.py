@@ -76,6 +76,13 @@ class Settings(BaseSettings):
         Path | None,
         Field(description="folder of image features, which clients may share; default: in the state folder"),
     ] = None
+    keep_patches: Annotated[
+        bool,
+        Field(
+            description="keep the features of images' patches on disk (16 bits), for methods that need them; else the "
+            "image tower runs in every step"
+        ),
+    ] = True
     image_cache_mib: Annotated[
         int | None,
         Field(ge=0, description="preprocessed images kept in memory; default: 1024, for all clients of a process"),

@@ -22,7 +22,9 @@ from promptfed.shared.tensors import DTYPES, TensorSpec
 FOLDER = Path(__file__).parent / "methods"
 MARKED = re.compile(r"<!-- table: (\w+) (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)
 CLIENTS = 3  # trainers, each with a domain of its own, in the numbers
-VIT_B_16 = BackboneShape(d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16)
+VIT_B_16 = BackboneShape(
+    d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16, patch_tokens=196
+)
 MOST_NAMES = 6  # tensors that are named one by one
 EVERY, LAST = "every round", "after the last round"
 SYMBOLS = {"depth_t": "L_t", "depth_v": "L_v", "depth": "L"}

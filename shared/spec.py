@@ -77,6 +77,12 @@ class BackboneShape(Section):
     patch_size: Annotated[
         Annotated[int, Field(ge=1, le=4096)] | None, Field(description="side of the vision tower's patches, in pixels")
     ] = None
+    patch_tokens: Annotated[
+        Annotated[int, Field(ge=1, le=1 << 16)] | None,
+        Field(
+            description="patches of an image that have a feature each in the joint space, where the tower gives them"
+        ),
+    ] = None
 
 
 class BackboneSpec(Section):

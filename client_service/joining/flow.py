@@ -123,7 +123,7 @@ class Joining:
 
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
-        cache = parts.features or FeatureCache(settings.features_dir)
+        cache = parts.features or FeatureCache(settings.features_dir, keep_patches=settings.keep_patches)
         own = settings.image_cache_mib
         images = IMAGES if own is None else ImageCache(own << 20)
         data = ClientData(source, backbone, cache, self.compute.stopped, tests, images)
@@ -213,13 +213,28 @@ class Joining:
         if not method.needs.cached_features:
             return
         watched = self.parts.consent is not None
+        parts = [*([TRAIN] if self.settings.role == "trainer" else []), TEST, *work.data.tests]
+        if method.needs.patch_tokens:
+            self._tell_patch_cost(work, parts)
         try:
-            if self.settings.role == "trainer":
-                work.data.features(TRAIN, watched)
-            for name in (TEST, *work.data.tests):
+            for name in parts:
                 work.data.features(name, watched)
+                if method.needs.patch_tokens:
+                    work.data.keep_patches(name)
         except DataError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
+
+    def _tell_patch_cost(self, work: TaskWork, parts: Sequence[str]) -> None:
+        """Say what patch features will take on disk before any is computed; refuse where there is no room."""
+        cost = work.data.patch_cost(parts)
+        if not cost.images:
+            return
+        text = f"the patch features of {cost.images:,} images take {cost.bytes / 1e6:,.1f} MB in {cost.folder}"
+        if not cost.fits:
+            free = f"{cost.free / 1e6:,.1f} MB are free there"
+            remedy = "give --feature-cache a folder with room, fewer images, or --no-keep-patches"
+            raise ClientError(Exit.BAD_INPUT, f"{text}; {free}: {remedy}")
+        log.info("%s; %s MB are free there", text, f"{cost.free / 1e6:,.1f}")
 
     async def _agreement(
         self, info: EnrolmentInfo, method: Method, source: Source, tests: list[str]

@@ -72,6 +72,10 @@ class OneImage:
         """``(B, 3, H, W)``."""
         return self._pixels[indices]
 
+    def patches(self, indices: Tensor) -> Tensor:
+        """``(B, M, d_e)``, rounded as those of training images are."""
+        return self._backbone.encode_patches(self._pixels[indices]).half().float()
+
 
 class Predictor:
     """Holds what is served; ``predict`` may be called from any thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -16,7 +16,8 @@ from promptfed.client_service.training.augmentation import Views
 from promptfed.client_service.training.image_cache import IMAGES, HeldImages, ImageCache
 from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.features import ImageSplit
+from promptfed.shared.clip.patch_cache import PatchCost
+from promptfed.shared.clip.slots import ImageSplit
 from promptfed.shared.data import DataError, Domain, Source, Split, open_source
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.methods.core.training import TaskCancelled
@@ -37,11 +38,13 @@ class LocalSplit:
         features: Callable[[], Tensor],
         images: Callable[[Tensor], Tensor],
         raw_features: Callable[[], Tensor],
+        patches: Callable[[Tensor], Tensor],
     ):
         self.labels = labels
         self._features = features
         self._raw_features = raw_features
         self._images = images
+        self._patches = patches
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -57,6 +60,10 @@ class LocalSplit:
     def images(self, indices: Tensor) -> Tensor:
         """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
         return self._images(indices)
+
+    def patches(self, indices: Tensor) -> Tensor:
+        """``(B, M, d_e)`` float32, L2-normalised, on the backbone's device."""
+        return self._patches(indices)
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ class ClientData:
             lambda: self.features(which),
             lambda rows: self._images(which, rows),
             lambda: self.features(which, raw=True),
+            lambda rows: self._patches(self._splits[which], rows),
         )
 
     def augmented(self, label_space: tuple[str, ...], views: int, purpose: str) -> LocalSplit:
@@ -130,13 +138,14 @@ class ClientData:
             lambda: self._computed(shown, cache.features),
             lambda rows: shown.images(rows).to(device),
             lambda: self._computed(shown, cache.raw_features),
+            lambda rows: self._patches(shown, rows),
         )
 
     def no_images(self) -> LocalSplit:
         """An empty split, which is what an evaluator has to train on."""
         empty = torch.zeros(0, self._backbone.d_e, device=self._backbone.device)
         none = torch.zeros(0, dtype=torch.int64)
-        return LocalSplit(none, lambda: empty, lambda rows: empty[rows], lambda: empty)
+        return LocalSplit(none, lambda: empty, lambda rows: empty[rows], lambda: empty, lambda rows: empty[rows])
 
     def images_hash(self, which: str) -> str:
         """SHA-256 (hex) of a split's images in order."""
@@ -174,6 +183,27 @@ class ClientData:
             rows = range(start, min(start + CHUNK, len(split)))
             parts.append(read(self._backbone, split, indices=rows))
         return torch.cat(parts).to(self._backbone.device)
+
+    def patch_cost(self, parts: Sequence[str]) -> PatchCost:
+        """What the patch features of the splits ``parts`` would still take on disk."""
+        return self._cache.patches.cost(self._backbone, [self._splits[part] for part in parts])
+
+    def keep_patches(self, which: str) -> None:
+        """Compute the patch features of a split that are not kept yet.
+
+        Raises:
+            DataError: an image cannot be read.
+            TaskCancelled: the client was told to stop meanwhile.
+        """
+        split = self._splits[which]
+        for start in range(0, len(split), CHUNK):
+            if self._cancelled():
+                raise TaskCancelled
+            self._cache.patches.fill(self._backbone, split, range(start, min(start + CHUNK, len(split))))
+
+    def _patches(self, split: ImageSplit, rows: Tensor) -> Tensor:
+        found = self._cache.patches.features(self._backbone, split, rows.tolist())
+        return found.to(self._backbone.device)
 
     def _images(self, which: str, rows: Tensor) -> Tensor:
         return torch.stack([self._image(self._splits[which], int(row)) for row in rows]).to(self._backbone.device)

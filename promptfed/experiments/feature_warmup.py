@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip.patch_cache import PatchCost
 from promptfed.shared.data import Split
+
+log = logging.getLogger("promptfed.simulation")
 
 STEP = 2 * 32  # images between two looks at whether to stop: whole batches of the cache
 
@@ -36,16 +41,38 @@ class _Images:
 
 
 def warm(
-    cache: FeatureCache, backbone: Backbone, splits: Iterable[Split], threads: int, stopped: Callable[[], bool]
+    cache: FeatureCache,
+    backbone: Backbone,
+    splits: Iterable[Split],
+    threads: int,
+    stopped: Callable[[], bool],
+    patches: bool = False,
 ) -> None:
     """Put the features of all images into ``cache``, whose bits depend on the number of ``threads``.
 
+    With ``patches`` those of their patches too; what they take on disk is told first.
+
     Raises:
         DataError: an image cannot be read.
+        OSError: there is no room for the patches' features.
     """
     torch.set_num_threads(threads)
     images = _Images(splits)
+    if patches:
+        _tell_cost(cache.patches.cost(backbone, [images]))
     for start in range(0, len(images), STEP):
         if stopped():
             return
-        cache.features(backbone, images, indices=range(start, min(start + STEP, len(images))))
+        rows = range(start, min(start + STEP, len(images)))
+        cache.features(backbone, images, indices=rows)
+        if patches:
+            cache.patches.fill(backbone, images, rows)
+
+
+def _tell_cost(cost: PatchCost) -> None:
+    if not cost.images:
+        return
+    text = f"the patch features of {cost.images:,} images take {cost.bytes / 1e6:,.1f} MB in {cost.folder}"
+    if not cost.fits:
+        raise OSError(errno.ENOSPC, f"{text}; {cost.free / 1e6:,.1f} MB are free there: give a folder with room")
+    log.info("%s", text)

@@ -209,12 +209,13 @@ def _coordinator_settings(setup: SimulationSetup) -> Settings:
 
 async def _warm(setup: SimulationSetup) -> None:
     """Compute the features of all images that clients will ask for, where the method lets them be kept."""
-    if not method_for(setup.spec).needs.cached_features:
+    needs = method_for(setup.spec).needs
+    if not needs.cached_features:
         return
     splits = [split for client in setup.clients for split in client.splits()]
     stop = threading.Event()
     job = asyncio.create_task(
-        asyncio.to_thread(warm, setup.features, setup.backbone, splits, setup.threads, stop.is_set)
+        asyncio.to_thread(warm, setup.features, setup.backbone, splits, setup.threads, stop.is_set, needs.patch_tokens)
     )
     try:
         await asyncio.shield(job)

@@ -134,7 +134,9 @@ class AdaptedModel:
             rounds=self.rounds,
             phase="evaluation",
             seed=self.seed,
-            train=LocalSplit(none, lambda: features, lambda rows: features[rows], lambda: features),
+            train=LocalSplit(
+                none, lambda: features, lambda rows: features[rows], lambda: features, lambda rows: features[rows]
+            ),
         )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from promptfed.shared.clip import vision
+from promptfed.shared.clip import patches, vision
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
@@ -145,6 +145,16 @@ class Backbone:
     def encode_images(self, images: Tensor, *, normalize: bool = True) -> Tensor:
         """`(B, d_e)` for images `(B, 3, H, W)`, by any image tower."""
         return finish(self.model.encode_image(self._image_input(images), normalize=False), normalize)
+
+    @property
+    def patch_tokens(self) -> int | None:
+        """Patches of an image that have a feature each; None where the image tower gives none."""
+        return patches.patch_tokens(self.model.visual)
+
+    @torch.no_grad()
+    def encode_patches(self, images: Tensor, *, normalize: bool = True) -> Tensor:
+        """`(B, M, d_e)` features of the patches of images `(B, 3, H, W)`; BackboneError where the tower has none."""
+        return finish(patches.encode_patches(self.model.visual, self._image_input(images)), normalize)
 
     def encode_images_prompted(
         self, images: Tensor, prompts: Tensor, *, pooled: bool = False, normalize: bool = True
@@ -343,4 +353,5 @@ def shape_of(backbone: Backbone) -> BackboneShape:
         vision_layers=backbone.vision_layers or None,
         context_length=backbone.context_length if backbone.has_text else None,
         patch_size=backbone.patch_size,
+        patch_tokens=backbone.patch_tokens,
     )

@@ -1,21 +1,15 @@
 """Image features on the client's disk: the frozen tower sees each image once.
 
-Promise 4 of the protocol asks for the same bits whichever images are already kept. Two things are done for it: every
-batch has the same size (missing rows are zero), since the kernels of a matrix product depend on its shape; and only
-those places of the batch are used at which the same image gives the same feature bit for bit (measured once per
-backbone), since a row's bits may depend on its place too. What else may change bits (device, torch version, threads)
-is part of the folder's name.
+The same bits come whichever images are already kept (`slots`).
 """
 
 import hashlib
-import json
 import os
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -24,25 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.fingerprint import config_digest
+from promptfed.shared.clip.patch_cache import PART, PatchCache
+from promptfed.shared.clip.slots import SHARD_SUFFIX, ImageSplit, encode_in_slots, folder_name, kept_slots
 from promptfed.shared.files import write_whole
-
-BATCH = 32
-SHARD_SUFFIX = ".safetensors"
-SLOTS_FILE = "slots.json"
-PROBE_SEED = 20_240_301
-
-
-class ImageSplit(Protocol):
-    """What the cache needs of a data split."""
-
-    def __len__(self) -> int: ...
-
-    def image(self, index: int, /) -> Any:
-        """The PIL image."""
-
-    def digest(self, index: int, /) -> str:
-        """A digest of the image's content, as text."""
 
 
 @dataclass
@@ -61,11 +39,12 @@ class FeatureCache:
     A file holds one batch, is named by the digest of its bytes and appears by rename, so that several processes can
     share the folder; a file that does not match its name is dropped and its images are computed again. With
     `max_bytes` the files that were not used for longest are deleted first. `images_computed` counts the images that
-    went through the tower.
+    went through the tower. ``patches`` holds the other kind, without a bound; with ``keep_patches`` on the disk too.
     """
 
-    def __init__(self, root: Path, *, max_bytes: int | None = None) -> None:
+    def __init__(self, root: Path, *, max_bytes: int | None = None, keep_patches: bool = True) -> None:
         self._root = Path(root)
+        self.patches = PatchCache(self._root / PART, keep=keep_patches)
         self._max_bytes = max_bytes
         self._folders: dict[str, _Folder] = {}
         self._lock = threading.Lock()
@@ -94,7 +73,7 @@ class FeatureCache:
                 slots = self._slots(backbone, folder)
                 part, missing = missing[: len(slots)], missing[len(slots) :]
                 images = torch.stack([backbone.preprocess(split.image(place[digest])) for digest in part])
-                rows = _encode(backbone, images, slots)
+                rows = encode_in_slots(images, slots, partial(_with_lengths, backbone))
                 self.images_computed += len(part)
                 _write_file(folder, dict(zip(part, rows, strict=True)))
             located = [folder.rows[digest] for digest in digests]
@@ -103,13 +82,7 @@ class FeatureCache:
         return torch.stack([row for row, _ in located]) if located else torch.zeros(0, backbone.d_e + 1)
 
     def _folder(self, backbone: Backbone) -> _Folder:
-        identity = {
-            "fingerprint": backbone.fingerprint,
-            "transform": backbone.transform_id,
-            "compute": _compute_identity(backbone.device),
-            "row": "normalised, length",
-        }
-        name = config_digest(identity).removeprefix("sha256:")
+        name = folder_name(backbone, row="normalised, length")
         if name not in self._folders:
             path = self._root / name
             path.mkdir(parents=True, exist_ok=True)
@@ -117,14 +90,8 @@ class FeatureCache:
         return self._folders[name]
 
     def _slots(self, backbone: Backbone, folder: _Folder) -> list[int]:
-        """The largest set of places in a batch that agree bit for bit, measured once and kept beside the features."""
         if folder.slots is None:
-            file = folder.path / SLOTS_FILE
-            try:
-                folder.slots = [int(slot) for slot in json.loads(file.read_text())]
-            except (OSError, ValueError):
-                folder.slots = agreeing_slots(backbone)
-                write_whole(file, json.dumps(folder.slots).encode(), mode=0o600)
+            folder.slots = kept_slots(folder.path, backbone, backbone.encode_images)
         return folder.slots
 
     def _shrink(self, folder: _Folder, used: Iterable[str]) -> None:
@@ -143,37 +110,11 @@ class FeatureCache:
             total -= size
 
 
-def agreeing_slots(backbone: Backbone) -> list[int]:
-    """Places of a batch of 32 at which the same image gives the same bits: the largest such set."""
-    generator = torch.Generator().manual_seed(PROBE_SEED)
-    image = torch.randn(1, 3, *backbone.image_size, generator=generator)
-    rows = backbone.encode_images(image.expand(BATCH, -1, -1, -1)).cpu()
-    kinds = [row.numpy().tobytes() for row in rows]
-    most_common = Counter(kinds).most_common(1)[0][0]
-    return [slot for slot, kind in enumerate(kinds) if kind == most_common]
-
-
-def _encode(backbone: Backbone, images: Tensor, slots: list[int]) -> Tensor:
-    """`(k, d_e + 1)` features and lengths of k images at the first k slots of a batch that is zero elsewhere."""
-    batch = torch.zeros(BATCH, *images.shape[1:])
-    places = slots[: len(images)]
-    batch[places] = images
-    raw = backbone.encode_images(batch, normalize=False)
+def _with_lengths(backbone: Backbone, images: Tensor) -> Tensor:
+    """`(B, d_e + 1)` normalised features of images `(B, 3, H, W)` and the lengths that they had before."""
+    raw = backbone.encode_images(images, normalize=False)
     lengths = torch.linalg.vector_norm(raw, dim=-1, keepdim=True)
-    return torch.cat([F.normalize(raw, dim=-1), lengths], dim=1)[places].float().cpu()
-
-
-def _compute_identity(device: torch.device) -> dict[str, Any]:
-    """What, besides weights and image, may change the bits of a feature."""
-    identity: dict[str, Any] = {
-        "torch": torch.__version__,
-        "device": device.type,
-        "matmul": torch.get_float32_matmul_precision(),
-        "batch": BATCH,
-    }
-    if device.type == "cpu":
-        return identity | {"threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
-    return identity | {"name": torch.cuda.get_device_name(device)} if device.type == "cuda" else identity
+    return torch.cat([F.normalize(raw, dim=-1), lengths], dim=1)
 
 
 def _read_new_files(folder: _Folder) -> None:

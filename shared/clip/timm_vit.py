@@ -83,6 +83,13 @@ class VisualBackbone(Backbone):
         return int(height) if height == width else None
 
     @property
+    def patch_tokens(self) -> None:
+        """None: no text speaks to these patches."""
+
+    def encode_patches(self, images: Tensor, *, normalize: bool = True) -> NoReturn:
+        raise BackboneError(f"{self.model_name} gives no patch features: choose a CLIP model.")
+
+    @property
     def image_size(self) -> tuple[int, int]:
         """Height and width of a preprocessed image, in pixels."""
         _, height, width = self._preprocess["input_size"]

@@ -18,8 +18,10 @@ from promptfed.shared.methods.fedclip import FedCLIP
 from promptfed.shared.methods.fedcocoop import FedCoCoOp
 from promptfed.shared.methods.fedkgcoop import FedKgCoOp
 from promptfed.shared.methods.fedmaple import FedMaple
+from promptfed.shared.methods.fedotp import FedOTP
 from promptfed.shared.methods.fedpgp import FedPGP
 from promptfed.shared.methods.fedpha import FedPHA
+from promptfed.shared.methods.fedplot import FedPLOT
 from promptfed.shared.methods.fedprograd import FedProGrad
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.methods.fedvpt import FedVPT
@@ -47,10 +49,12 @@ _KINDS: tuple[type[Method], ...] = (
     FastPT,
     FedCLIP,
     FedPGP,
+    FedOTP,
     PromptFolio,
     FedPHA,
     PromptFLPer,
     FedProGrad,
+    FedPLOT,
     FedTPG,
     Plan,
     FedMaple,

@@ -21,7 +21,19 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-PAPERS = ("fedpgp", "fedtpg", "plan", "pfedpg", "fast_pt", "promptfolio", "fedpha", "promptfl_per", "fedprograd")
+PAPERS = (
+    "fedpgp",
+    "fedtpg",
+    "plan",
+    "pfedpg",
+    "fast_pt",
+    "promptfolio",
+    "fedpha",
+    "promptfl_per",
+    "fedprograd",
+    "fedotp",
+    "fedplot",
+)
 
 
 def load(name: str) -> ModuleType:

@@ -59,6 +59,7 @@ class OwnOptions(BaseModel):
 class Needs:
     """What a method needs, and what it allows.
 
+    ``patch_tokens``: the features of an image's patches, which cost hundreds of times the disk that pooled ones do.
     ``domain_descriptions``: of every trainer. ``join_when_extended``: newcomers may join when a round's first phase
     gets its second deadline; False where the shape of an update depends on who takes part, since others have trained.
     """
@@ -69,6 +70,7 @@ class Needs:
     late_join: bool = True
     join_when_extended: bool = True
     cached_features: bool = True
+    patch_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,12 @@ class Split(Protocol):
 
     def images(self, indices: Tensor) -> Tensor:
         """``(B, 3, H, W)`` preprocessed images at ``indices (B,)``, on the backbone's device."""
+
+    def patches(self, indices: Tensor) -> Tensor:
+        """``(B, M, d_e)`` float32, L2-normalised features of the patches of the images at ``indices (B,)``.
+
+        From the client's disk, rounded to float16 there, on the backbone's device; for methods that need them.
+        """
 
 
 @dataclass(frozen=True)
@@ -268,6 +276,12 @@ class Method(ABC):
         if self.needs.vision_transformer and shape.d_v is None:
             raise MethodError(
                 f"{self.name} needs a vision transformer that prompts can enter; this backbone's image tower is none"
+            )
+
+        if self.needs.patch_tokens and shape.patch_tokens is None:
+            raise MethodError(
+                f"{self.name} needs the features of an image's patches; this backbone's image tower gives none: choose "
+                "a CLIP model with a vision transformer that pools a token or the mean, or with a CLIP ResNet"
             )
 
     def check_classes(self, names: tuple[str, ...]) -> None:

@@ -118,6 +118,10 @@ class EmbeddedSplit:
         """Raises MethodError: only embeddings are transferred."""
         raise MethodError("transferred embeddings have no images")
 
+    def patches(self, indices: Tensor) -> Tensor:
+        """Raises MethodError: only embeddings are transferred."""
+        raise MethodError("transferred embeddings have no patches")
+
     @staticmethod
     def of(parts: Iterable[tuple[Tensor, Tensor]]) -> EmbeddedSplit:
         """Several embeddings with their labels as one split."""

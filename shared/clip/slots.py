@@ -1,0 +1,98 @@
+"""Batches of one size, of which only places that give the same bits are used: what both image caches compute with.
+
+Promise 4 of the protocol asks for the same bits whichever images are already kept. Two things are done for it: every
+batch has the same size (missing rows are zero), since the kernels of a matrix product depend on its shape; and only
+those places of the batch are used at which the same image gives the same feature bit for bit (measured once per
+backbone), since a row's bits may depend on its place too. What else may change bits (device, torch version, threads)
+is part of the folder's name.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from promptfed.shared.clip.backbone import Backbone
+from promptfed.shared.clip.fingerprint import config_digest
+from promptfed.shared.files import write_whole
+
+BATCH = 32
+SHARD_SUFFIX = ".safetensors"
+SLOTS_FILE = "slots.json"
+PROBE_SEED = 20_240_301
+
+Encode = Callable[[Tensor], Tensor]
+"""What a cache keeps of a batch of preprocessed images `(32, 3, H, W)`: a tensor with a row for each."""
+
+
+class ImageSplit(Protocol):
+    """What the cache needs of a data split."""
+
+    def __len__(self) -> int: ...
+
+    def image(self, index: int, /) -> Any:
+        """The PIL image."""
+
+    def digest(self, index: int, /) -> str:
+        """A digest of the image's content, as text."""
+
+
+def folder_name(backbone: Backbone, **more: str) -> str:
+    """The folder of what one backbone makes of images on one kind of machine; ``more`` says what a row is."""
+    identity = more | {
+        "fingerprint": backbone.fingerprint,
+        "transform": backbone.transform_id,
+        "compute": _compute_identity(backbone.device),
+    }
+    return config_digest(identity).removeprefix("sha256:")
+
+
+def kept_slots(folder: Path, backbone: Backbone, encode: Encode) -> list[int]:
+    """The largest set of places in a batch that agree bit for bit, measured once and kept in ``folder``."""
+    file = folder / SLOTS_FILE
+    try:
+        return [int(slot) for slot in json.loads(file.read_text())]
+    except (OSError, ValueError):
+        slots = agreeing_slots(backbone, encode)
+        write_whole(file, json.dumps(slots).encode(), mode=0o600)
+        return slots
+
+
+def agreeing_slots(backbone: Backbone, encode: Encode | None = None) -> list[int]:
+    """Places of a batch of 32 at which the same image gives the same bits: the largest such set.
+
+    encode: by default the image tower.
+    """
+    encode = encode or backbone.encode_images
+    generator = torch.Generator().manual_seed(PROBE_SEED)
+    image = torch.randn(1, 3, *backbone.image_size, generator=generator)
+    rows = encode(image.expand(BATCH, -1, -1, -1)).cpu()
+    kinds = [hashlib.sha256(row.numpy().tobytes()).digest() for row in rows]
+    most_common = Counter(kinds).most_common(1)[0][0]
+    return [slot for slot, kind in enumerate(kinds) if kind == most_common]
+
+
+def encode_in_slots(images: Tensor, slots: list[int], encode: Encode) -> Tensor:
+    """`(k, ...)` rows of k images at the first k slots of a batch that is zero elsewhere."""
+    batch = torch.zeros(BATCH, *images.shape[1:])
+    places = slots[: len(images)]
+    batch[places] = images
+    return encode(batch)[places].float().cpu()
+
+
+def _compute_identity(device: torch.device) -> dict[str, Any]:
+    """What, besides weights and image, may change the bits of a feature."""
+    identity: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": device.type,
+        "matmul": torch.get_float32_matmul_precision(),
+        "batch": BATCH,
+    }
+    if device.type == "cpu":
+        return identity | {"threads": torch.get_num_threads(), "cpu": torch.backends.cpu.get_cpu_capability()}
+    return identity | {"name": torch.cuda.get_device_name(device)} if device.type == "cuda" else identity

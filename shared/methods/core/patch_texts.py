@@ -1,0 +1,108 @@
+"""Logits of image patches against several text features of each class, weighed by a transport plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import ClientContext, Split
+from promptfed.shared.methods.core.transport import Plan, average, balanced, unbalanced
+
+MOST_ENTRIES = 1 << 23  # of a plan that is made at once: images are scored in parts
+
+Kind = Literal["unbalanced", "balanced", "average"]
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How plans are made: kind, mass γ (of unbalanced ones), entropy ε, stop, and the pooled feature's weight w."""
+
+    kind: Kind
+    mass: float
+    epsilon: float
+    iterations: int
+    threshold: float
+    pooled_weight: float = 0.0
+
+    def plan(self, similarities: Tensor) -> Plan:
+        """Of similarities ``(..., M, N)``."""
+        if self.kind == "average":
+            return average(similarities)
+        if self.kind == "balanced":
+            return balanced(similarities, self.epsilon, iterations=self.iterations, threshold=self.threshold)
+        return unbalanced(similarities, self.mass, self.epsilon, iterations=self.iterations, threshold=self.threshold)
+
+
+@dataclass
+class PlanStatistics:
+    """Means over the problems of a task's steps: how hard they were, and how many patches carry all they may."""
+
+    problems: int = 0
+    iterations: int = 0
+    unfinished: int = 0
+    patches: int = 0
+    capped: int = 0
+
+    def add(self, plan: Plan) -> None:
+        """Count the problems of one step."""
+        self.problems += plan.iterations.numel()
+        self.iterations += int(plan.iterations.sum())
+        self.unfinished += int((~plan.converged).sum())
+        self.patches += plan.capped.numel()
+        self.capped += int(plan.capped.sum())
+
+    def metrics(self) -> dict[str, float]:
+        """By the names that reports give them."""
+        problems, patches = max(1, self.problems), max(1, self.patches)
+        return {
+            "transport_iterations": self.iterations / problems,
+            "transport_not_converged": self.unfinished / problems,
+            "patches_at_their_cap": self.capped / patches,
+        }
+
+
+@dataclass
+class PatchTextLogits:
+    """logit = q·Σ_pn T_pn·S_pn + w·q·⟨f, normalise(mean_n z^n)⟩, with T a constant for gradients."""
+
+    scale: float
+    transport: Transport
+    statistics: PlanStatistics = field(default_factory=PlanStatistics)
+
+    def __call__(self, split: Split, indices: Tensor, text: Tensor) -> Tensor:
+        """``(B, C)`` of the images at ``indices (B,)`` and text features ``(N, C, d_e)``; gradients go to the text."""
+        prompts, classes, _ = text.shape
+        patches = split.patches(indices)
+        at_once = max(1, MOST_ENTRIES // max(1, classes * prompts * patches.shape[1]))
+        parts = [self._scores(part, text) for part in torch.split(patches, at_once)]
+        logits = self.scale * (torch.cat(parts) if parts else text.new_zeros(0, classes))
+        if self.transport.pooled_weight:
+            pooled = split.features()[indices.to(text.device)]
+            logits = logits + self.transport.pooled_weight * self.scale * pooled @ F.normalize(text.mean(0), dim=-1).T
+        return logits
+
+    def _scores(self, patches: Tensor, text: Tensor) -> Tensor:
+        """``(B, C)`` ⟨T, S⟩ of ``patches (B, M, d_e)``."""
+        prompts, classes, width = text.shape
+        flat = patches @ text.reshape(prompts * classes, width).T  # (B, M, N·C)
+        similarities = flat.reshape(*patches.shape[:2], prompts, classes).permute(0, 3, 1, 2)  # (B, C, M, N)
+        plan = self.transport.plan(similarities)
+        self.statistics.add(plan)
+        scores: Tensor = (plan.masses * similarities).sum(dim=(-2, -1))
+        return scores
+
+
+class PatchTextClassifier:
+    """Classifies by the patches of an image; there are no weights that plain code could use."""
+
+    def __init__(self, context: ClientContext, transport: Transport, text: Tensor):
+        """text: ``(N, C, d_e)``."""
+        self._logits, self._text = PatchTextLogits(context.backbone.logit_scale, transport), text
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return self._logits(split, indices, self._text)

@@ -1,0 +1,99 @@
+"""FedOTP: for each image and class a transport plan decides which patch speaks to the shared or the private context.
+
+Source: Li et al., "Global and Local Prompts Cooperation via Optimal Transport for Federated Learning" (FedOTP), CVPR
+2024. The plan is unbalanced: only a share γ of the patches speaks at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import ClientContext, Needs
+from promptfed.shared.methods.core.context import ContextHyper, class_prompts
+from promptfed.shared.methods.core.patch_texts import PatchTextClassifier, PatchTextLogits, Transport
+from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
+
+
+class FedOTPHyper(ContextHyper):
+    """A learned context, and how patches and prompts are matched."""
+
+    gamma: Annotated[float, Field(gt=0, le=1, description="γ, the mass that goes to the prompts: 1 is balanced")] = 0.8
+    epsilon: Annotated[float, Field(ge=0.01, le=10, description="weight ε of the plan's entropy")] = 0.1
+    iterations: Annotated[int, Field(ge=1, le=10_000, description="most pairs of scaling steps of a plan")] = 100
+    threshold: Annotated[
+        float, Field(ge=0, lt=1, description="relative change of a plan's column scaling at which it is done")
+    ] = 1e-3
+    transport: Annotated[
+        Literal["unbalanced", "balanced", "average"],
+        Field(description="the paper's plan, or its ablations: classical transport, or the mean similarity"),
+    ] = "unbalanced"
+    pooled_weight: Annotated[
+        float, Field(ge=0, le=1e3, description="weight of the pooled feature's logit beside the patches'; not FedOTP's")
+    ] = 0.0
+
+
+class TransportLoss(PairLoss):
+    """CE of the transported similarities."""
+
+    def __init__(self, context: ClientContext, m: int, transport: Transport):
+        self._backbone, self._split = context.backbone, context.train
+        self._prompts = class_prompts(context, m)
+        self._labels = context.train.labels.to(context.backbone.device)
+        self._logits = PatchTextLogits(context.backbone.logit_scale, transport)
+
+    def __call__(self, indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
+        """Both contexts ``(m, d_t)`` are encoded in one pass."""
+        text = self._backbone.encode_prompts(torch.stack([shared, local]), self._prompts)
+        return F.cross_entropy(self._logits(self._split, indices, text), self._labels[indices.to(self._labels.device)])
+
+    def metrics(self) -> dict[str, float]:
+        """How the plans came about."""
+        return self._logits.statistics.metrics()
+
+
+class FedOTP(PrivateContextMethod):
+    """CE of q·Σ_pn T_pn·⟨g_p, z^n⟩ over both contexts n, T constant for gradients; the shared context is averaged.
+
+    Evaluators have one prompt, the shared context's, to which all of γ goes.
+    """
+
+    name = "fedotp"
+    summary = "Optimal transport between an image's patches and a shared and a private context's class features."
+    paper = "Li et al., Global and Local Prompts Cooperation via Optimal Transport for Federated Learning, 2024"
+    needs = Needs(patch_tokens=True)
+    Hyper = FedOTPHyper
+    hyper: FedOTPHyper
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 10,
+        "training": {"epochs": 5, "batch_size": 32, "learning_rate": 0.001},
+    }
+
+    @property
+    def plans(self) -> Transport:
+        """How plans are made."""
+        hyper = self.hyper
+        made = Transport(hyper.transport, hyper.gamma, hyper.epsilon, hyper.iterations, hyper.threshold)
+        return replace(made, pooled_weight=hyper.pooled_weight)
+
+    def pair_loss(self, context: ClientContext) -> TransportLoss:
+        """CE over the transported similarities."""
+        return TransportLoss(context, self.hyper.m, self.plans)
+
+    def personal_classifier(self, context: ClientContext, shared: Tensor, local: Tensor) -> PatchTextClassifier:
+        """With both contexts."""
+        return self._with(context, torch.stack([shared.cpu(), local.cpu()]))
+
+    def global_classifier(self, context: ClientContext, shared: Tensor) -> PatchTextClassifier:
+        """With the shared context as the only prompt."""
+        return self._with(context, shared.unsqueeze(0))
+
+    def _with(self, context: ClientContext, contexts: Tensor) -> PatchTextClassifier:
+        with torch.no_grad():
+            text = context.backbone.encode_prompts(contexts, class_prompts(context, self.hyper.m))
+        return PatchTextClassifier(context, self.plans, text)

@@ -1,0 +1,113 @@
+"""FedPLOT: several shared contexts, matched with an image's patches by balanced transport (PLOT, federated).
+
+Source: Chen et al., "PLOT: Prompt Learning with Optimal Transport for Vision-Language Models", ICLR 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    MethodError,
+    Needs,
+    ServerContext,
+    TrainResult,
+)
+from promptfed.shared.methods.core.context import ContextHyper, SharedContextMethod, class_prompts
+from promptfed.shared.methods.core.patch_texts import PatchTextClassifier, PatchTextLogits, Transport
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+
+class FedPLOTHyper(ContextHyper):
+    """Several learned contexts, and how patches and prompts are matched."""
+
+    prompts: Annotated[int, Field(ge=1, le=16, description="N, contexts that each class is described with")] = 4
+    epsilon: Annotated[float, Field(ge=0.01, le=10, description="weight ε of the plan's entropy")] = 0.1
+    iterations: Annotated[int, Field(ge=1, le=10_000, description="most pairs of scaling steps of a plan")] = 100
+    threshold: Annotated[
+        float, Field(ge=0, lt=1, description="relative change of a plan's column scaling at which it is done")
+    ] = 1e-2
+    transport: Annotated[
+        Literal["balanced", "average"], Field(description="PLOT's plan, or the mean similarity to all contexts")
+    ] = "balanced"
+    pooled_weight: Annotated[
+        float, Field(ge=0, le=1e3, description="weight of the pooled feature's logit; 1 in PLOT's ImageNet runs")
+    ] = 0.0
+
+
+class FedPLOT(SharedContextMethod):
+    """CE of q·Σ_pn T_pn·⟨g_p, z^n⟩ over N shared contexts, T constant for gradients; the mean is index by index.
+
+    Each context starts from a draw of its own (equal ones would stay equal), the same at every client.
+    """
+
+    name = "fedplot"
+    summary = "Several shared contexts for every class, matched with an image's patches by optimal transport."
+    paper = "Chen et al., PLOT: Prompt Learning with Optimal Transport for Vision-Language Models, 2023"
+    needs = Needs(patch_tokens=True)
+    Hyper = FedPLOTHyper
+    hyper: FedPLOTHyper
+    shared = TensorSpec("contexts", ("N", "m", "d_t"))
+    defaults: ClassVar[dict[str, Any]] = {"training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.002}}
+
+    @property
+    def plans(self) -> Transport:
+        """How plans are made."""
+        hyper = self.hyper
+        return Transport(hyper.transport, 1.0, hyper.epsilon, hyper.iterations, hyper.threshold, hyper.pooled_weight)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``N``, ``m`` and the text tower's width ``d_t``."""
+        return {"N": self.hyper.prompts, **super().dims(context)}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """N draws from N(0, 0.02²); NeedsBackbone where words are part of them."""
+        drawn = [super(FedPLOT, self).initial_state(context, generator) for _ in range(self.hyper.prompts)]
+        return {self.shared.name: torch.stack([one[self.shared.name] for one in drawn])}
+
+    def start(self, backbone: Backbone, generator: Generator) -> Tensor:
+        """Contexts ``(N, m, d_t)`` that end with the given words; what stands before these differs."""
+        drawn = [super(FedPLOT, self).start(backbone, generator) for _ in range(self.hyper.prompts)]
+        if len(drawn) > 1 and torch.equal(drawn[0], drawn[1]):
+            raise MethodError(
+                f"context_init fills all m = {self.hyper.m} vectors, so that the {len(drawn)} contexts would stay "
+                "equal for ever: raise m, use fewer words, or prompts: 1"
+            )
+        return torch.stack(drawn)
+
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """Each of the contexts."""
+        return {f"contexts[{index}]": one for index, one in enumerate(state.get(self.shared.name, ()))}
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs from the shared contexts; sends the trained ones."""
+        backbone, split = context.backbone, context.train
+        learned = payload[self.shared.name].to(backbone.device).clone().requires_grad_()
+        prompts, labels = class_prompts(context, self.hyper.m), split.labels.to(backbone.device)
+        logits = PatchTextLogits(backbone.logit_scale, self.plans)
+
+        def loss(indices: Tensor) -> Tensor:
+            text = backbone.encode_prompts(learned, prompts)
+            return F.cross_entropy(logits(split, indices, text), labels[indices.to(labels.device)])
+
+        final = train(context, [learned], loss)
+        metrics = {"loss": final} | logits.statistics.metrics()
+        return TrainResult({self.shared.name: learned.detach().cpu()}, metrics=metrics)
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """With the shared contexts."""
+        with torch.no_grad():
+            text = context.backbone.encode_prompts(payload[self.shared.name], class_prompts(context, self.hyper.m))
+        return PatchTextClassifier(context, self.plans, text)

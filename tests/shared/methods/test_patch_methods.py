@@ -1,0 +1,252 @@
+"""FedOTP and FedPLOT against their equations written out, patch by patch, class by class and image by image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.clip import Backbone
+from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods.core.base import ClientContext, Method, MethodError, ServerContext
+from promptfed.shared.methods.core.insights import HasVariants
+from promptfed.shared.methods.core.private_context import LOCAL
+from promptfed.shared.methods.core.transport import balanced, unbalanced
+from promptfed.shared.methods.fedotp import FedOTP
+from promptfed.shared.methods.fedplot import FedPLOT
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.tensors import Tensors
+from tests.shared.methods.conftest import NAMES, MadeUpSplit
+from tests.shared.methods.test_text_baselines import Loss, assert_moved_equally, literal_training
+from tests.support import literal
+
+Make = Callable[..., ClientContext]
+M, PATCHES = 4, 6
+
+
+@dataclass
+class Patched(MadeUpSplit):
+    """Random features of images and of their patches."""
+
+    every: Tensor
+
+    def patches(self, indices: Tensor) -> Tensor:
+        return self.every[indices]
+
+
+def patched(context: ClientContext, patches: int = PATCHES) -> ClientContext:
+    draws = torch.Generator().manual_seed(8)
+    every = F.normalize(torch.randn(len(context.train), patches, context.backbone.d_e, generator=draws), dim=-1)
+    return replace(context, train=Patched(context.train.features(), context.train.labels, every))
+
+
+def otp(**hyper: Any) -> FedOTP:
+    made = make_method({"name": "fedotp", "m": M} | hyper)
+    assert isinstance(made, FedOTP)
+    return made
+
+
+def plot(**hyper: Any) -> FedPLOT:
+    made = make_method({"name": "fedplot", "m": M} | hyper)
+    assert isinstance(made, FedPLOT)
+    return made
+
+
+def start_of(tried: FedOTP, context: ClientContext) -> Tensors:
+    draws = torch.Generator().manual_seed(1)
+    shared = torch.randn(M, context.backbone.d_t, generator=draws) * 0.02
+    return {"global_context": shared, LOCAL: tried.local_context(context, {})}
+
+
+def literal_logits(context: ClientContext, contexts: list[Tensor], row: int, hyper: Any, kind: str) -> Tensor:
+    """(1.1) to (1.5) of one image; the plan, a constant, by the solver that has tests of its own."""
+    backbone, scores = context.backbone, []
+    patches = context.train.patches(torch.tensor([row]))[0]
+    image = context.train.features()[row]
+    for name in context.class_names:
+        texts = [literal.text_feature(backbone, vectors, name) for vectors in contexts]
+        similarities = torch.stack([torch.stack([torch.dot(patch, text) for text in texts]) for patch in patches])
+        if kind == "unbalanced":
+            plan = unbalanced(similarities, hyper.gamma, hyper.epsilon).masses
+        elif kind == "balanced":
+            plan = balanced(similarities, hyper.epsilon, threshold=hyper.threshold).masses
+        else:
+            plan = torch.full(similarities.shape, 1 / similarities.numel())
+        total = torch.zeros(())
+        for p in range(len(patches)):
+            for n in range(len(texts)):
+                total = total + plan[p, n].detach() * similarities[p, n]
+        mean = sum(texts) / len(texts)
+        scores.append(total + hyper.pooled_weight * torch.dot(image, mean / mean.norm()))
+    return backbone.logit_scale * torch.stack(scores)
+
+
+def otp_loss(context: ClientContext, hyper: Any) -> Loss:
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        contexts = [tensors["global_context"], tensors[LOCAL]]
+        losses = [
+            literal.cross_entropy(
+                literal_logits(context, contexts, row, hyper, hyper.transport), int(context.train.labels[row])
+            )
+            for row in rows.tolist()
+        ]
+        return torch.stack(losses).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gamma": 0.5, "epsilon": 0.05}, {"transport": "balanced"}, {"transport": "average"}, {"pooled_weight": 1.0}],
+    ids=str,
+)
+def test_fedotps_training_equals_the_equations(options: dict[str, Any], backbone: Backbone, make_context: Make) -> None:
+    context = patched(make_context(5, epochs=1, batch_size=3, learning_rate=0.05))
+    tried = otp(**options)
+    start = start_of(tried, context)
+    found = tried.train(context, {"global_context": start["global_context"]}, {})
+    wanted = literal_training(context, start, otp_loss(context, tried.hyper), 0.05)
+    assert set(found.update) == {"global_context"}
+    assert set(found.private) == {LOCAL}
+    assert_moved_equally(found.update | found.private, wanted, start)
+    assert {"transport_iterations", "transport_not_converged", "patches_at_their_cap"} <= set(found.metrics)
+    assert (found.metrics["transport_iterations"] > 0) == (options.get("transport") != "average")
+
+
+def test_the_loss_and_its_gradient_equal_the_equations(backbone: Backbone, make_context: Make) -> None:
+    plain = make_context(3, batch_size=3, learning_rate=1.0, momentum=0.0, weight_decay=0.0)
+    context, tried = patched(plain, 49), otp()
+    start = start_of(tried, context)
+    result = tried.train(context, {"global_context": start["global_context"]}, {})
+    leaves = {key: value.clone().requires_grad_() for key, value in start.items()}
+    loss = otp_loss(context, tried.hyper)(leaves, torch.arange(3))
+    wanted = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    assert result.metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    for key, value in (result.update | result.private).items():
+        scale = float(wanted[key].abs().max())
+        assert float((start[key] - value - wanted[key]).abs().max()) <= 1e-4 * scale
+
+
+def test_who_classifies_with_what(backbone: Backbone, make_context: Make) -> None:
+    """Trainers with both contexts; an evaluator, and ``global``, with the shared one, to which all of γ goes."""
+    context, tried, rows = patched(make_context()), otp(), torch.arange(4)
+    start = start_of(tried, context)
+    payload = {"global_context": start["global_context"]}
+    trained = {LOCAL: torch.randn(M, backbone.d_t, generator=torch.Generator().manual_seed(9)) * 0.1}
+    none = replace(context, train=MadeUpSplit(torch.empty(0, backbone.d_e), torch.empty(0, dtype=torch.long)))
+    assert isinstance(tried, HasVariants)
+
+    def literally(contexts: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return torch.stack([literal_logits(context, contexts, int(row), tried.hyper, "unbalanced") for row in rows])
+
+    alone = literally([start["global_context"]])
+    for found, wanted in [
+        (tried.classifier(context, payload, trained), literally([start["global_context"], trained[LOCAL]])),
+        (tried.classifier(context, payload, {}), literally([start["global_context"], start[LOCAL]])),
+        (tried.classifier(none, payload, {}), alone),
+        (tried.variants(context, payload, trained)["global"], alone),
+    ]:
+        scored = found.logits(context.train, rows)
+        assert float((scored - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
+        assert not hasattr(found, "weights"), "plain code cannot use it"
+
+
+def test_an_image_alone_and_among_others(backbone: Backbone, make_context: Make) -> None:
+    context, tried = patched(make_context(7), 49), otp()
+    start = start_of(tried, context)
+    classifier = tried.classifier(context, {"global_context": start["global_context"]}, {})
+    together = classifier.logits(context.train, torch.arange(7)) / backbone.logit_scale
+    for row in range(7):
+        alone = classifier.logits(context.train, torch.tensor([row])) / backbone.logit_scale
+        assert float((alone[0] - together[row]).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"prompts": 1}, {"transport": "average"}, {"pooled_weight": 1.0}], ids=str)
+def test_fedplots_training_equals_the_equations(
+    options: dict[str, Any], backbone: Backbone, make_context: Make
+) -> None:
+    context = patched(make_context(5, epochs=1, batch_size=3, learning_rate=0.05))
+    tried = plot(**options)
+    start = tried.initial_state_with(backbone, server_context(), initial_draws(3))
+
+    def loss(tensors: Tensors, rows: Tensor) -> Tensor:
+        contexts = list(tensors["contexts"])
+        each = [
+            literal.cross_entropy(
+                literal_logits(context, contexts, row, tried.hyper, tried.hyper.transport),
+                int(context.train.labels[row]),
+            )
+            for row in rows.tolist()
+        ]
+        return torch.stack(each).mean()
+
+    found = tried.train(context, start, {})
+    assert_moved_equally(found.update, literal_training(context, start, loss, 0.05), start)
+
+
+def server_context(**shape: Any) -> ServerContext:
+    given = {"d_t": 512, "d_e": 512, "context_length": 77, "patch_tokens": 196} | shape
+    return ServerContext(TrainingSpec(), BackboneShape(**given), NAMES, (), 3, 4)
+
+
+def test_two_shared_contexts_are_fedotps_balanced_transport(backbone: Backbone, make_context: Make) -> None:
+    context, rows = patched(make_context(), 49), torch.arange(5)
+    two = torch.randn(2, M, backbone.d_t, generator=torch.Generator().manual_seed(2)) * 0.05
+    ours = plot(prompts=2).classifier(context, {"contexts": two}, {}).logits(context.train, rows)
+    theirs = otp(transport="balanced", threshold=1e-2)
+    found = theirs.classifier(context, {"global_context": two[0]}, {LOCAL: two[1]}).logits(context.train, rows)
+    assert float((ours - found).abs().max()) <= 1e-5 * float(ours.abs().max())
+
+
+def test_equal_starts_are_refused(backbone: Backbone) -> None:
+    state = plot().initial_state(server_context(), initial_draws(3))["contexts"]
+    assert tuple(state.shape) == (4, M, 512)
+    assert len({tuple(one.flatten()[:5].tolist()) for one in state}) == 4
+    with_words = plot(m=6, context_init="a photo of a")
+    made = with_words.initial_state_with(backbone, server_context(), initial_draws(3))["contexts"]
+    assert torch.equal(made[0, 2:], made[3, 2:])
+    assert not torch.equal(made[0, :2], made[3, :2])
+    with pytest.raises(MethodError, match="would stay equal for ever: raise m, use fewer words, or prompts: 1"):
+        plot(context_init="a photo of a").initial_state_with(backbone, server_context(), initial_draws(3))
+    alone = plot(context_init="a photo of a", prompts=1)
+    assert alone.initial_state_with(backbone, server_context(), initial_draws(3))["contexts"].shape[0] == 1
+
+
+@pytest.mark.parametrize(("tried", "sent"), [(otp(m=16), 32_768), (otp(m=4), 8_192), (plot(m=16), 131_072)], ids=str)
+def test_what_travels(tried: Method, sent: int) -> None:
+    (phase,) = tried.phases(1, 4)
+    assert phase.mean
+    dims = tried.dims(server_context())
+    for specs in (phase.up, phase.down):
+        assert sum(torch.Size(spec.resolve(dims)).numel() * 4 for spec in specs) == sent
+    state = tried.initial_state(server_context(), initial_draws(3))
+    assert [spec.name for spec in tried.state_tensors()] == list(state)
+
+
+@pytest.mark.parametrize("name", ["fedotp", "fedplot"])
+def test_towers_without_patches_are_refused(name: str) -> None:
+    tried = make_method({"name": name})
+    tried.check_backbone(server_context().shape)
+    with pytest.raises(MethodError, match="needs the features of an image's patches; this backbone's image tower"):
+        tried.check_backbone(server_context(patch_tokens=None).shape)
+
+
+def test_defaults_and_refusals() -> None:
+    spec = resolve_spec({"name": "x", "method": {"name": "fedotp"}})
+    assert (spec.rounds, spec.training.epochs, spec.training.batch_size) == (10, 5, 32)
+    assert spec.training.learning_rate == 0.001
+    given = {key: spec.method[key] for key in ("m", "gamma", "epsilon", "iterations", "threshold", "transport")}
+    assert given == {
+        "m": 16, "gamma": 0.8, "epsilon": 0.1, "iterations": 100, "threshold": 1e-3, "transport": "unbalanced",
+    }  # fmt: skip
+    assert resolve_spec({"name": "x", "method": {"name": "fedplot"}}).method["prompts"] == 4
+    for options in ({"epsilon": 0.001}, {"gamma": 0.0}, {"gamma": 1.1}, {"transport": "sliced"}):
+        with pytest.raises(SpecError, match=f"method.{next(iter(options))}"):
+            resolve_spec({"name": "x", "method": {"name": "fedotp"} | options})
