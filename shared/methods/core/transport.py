@@ -7,7 +7,7 @@ weight of the entropy, T the plan. Every problem stops by itself, so that none d
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ def balanced(similarities: Tensor, epsilon: float, *, iterations: int = 100, thr
     def fill(kernel_v: Tensor) -> Tensor:
         return 1 / patches / kernel_v.clamp_min(TINY)
 
-    return _scaled(similarities, 1.0, epsilon, iterations, threshold, fill, start_with_u=True)
+    plan = _scaled(similarities, 1.0, epsilon, iterations, threshold, fill, start_with_u=True)
+    return replace(plan, capped=torch.ones_like(plan.capped))
 
 
 def average(similarities: Tensor) -> Plan:
