@@ -123,6 +123,7 @@ def test_what_it_says_of_itself() -> None:
         "vision_layers": 3,
         "context_length": None,
         "patch_size": 8,
+        "patch_tokens": None,
     }
     assert backbone.image_size == (32, 32)
 
