@@ -30,6 +30,15 @@ TOLERATE = 0.2
 CAPPED_FROM = 5  # clients: of fewer, one may well have most of the images
 VIEWS = 8
 
+_ADAPTIVE = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
+SERVER_DEFAULTS: dict[str, dict[str, float]] = {
+    "none": {},
+    "momentum": {"learning_rate": 1.0, "momentum": 0.9},
+    "adagrad": {"learning_rate": 0.01, "beta1": 0.0, "tau": 1e-3},
+    "adam": _ADAPTIVE,
+    "yogi": _ADAPTIVE,
+}
+
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 ClassName = Annotated[str, Field(min_length=1, max_length=200)]
 Width = Annotated[int, Field(ge=1, le=1 << 15)]
@@ -147,6 +156,37 @@ class ParticipationSpec(Section):
         return max(1, ceil_fraction(self.quorum, self.min_clients))
 
 
+class ServerOptimizerSpec(Section):
+    """A step of the coordinator's own on the mean's change: FedAvgM, FedAdagrad, FedAdam or FedYogi.
+
+    x ← x + η·v with v ← β·v + Δ (momentum), or x ← x + η·m/(√v + τ) with m ← β₁·m + (1 − β₁)·Δ (the others).
+    """
+
+    optimizer: Literal["none", "momentum", "adagrad", "adam", "yogi"] = "none"
+    learning_rate: Annotated[
+        float | None, Field(gt=0, le=1000, description="η; default: 1 for momentum, 0.01 for the others")
+    ] = None
+    momentum: Annotated[float | None, Field(ge=0, lt=1, description="β of momentum; default: 0.9")] = None
+    beta1: Annotated[float | None, Field(ge=0, lt=1, description="β₁; default: 0 for adagrad, else 0.9")] = None
+    beta2: Annotated[float | None, Field(ge=0, lt=1, description="β₂ of adam and yogi; default: 0.99")] = None
+    tau: Annotated[float | None, Field(gt=0, le=1000, description="τ, outside the root; default: 0.001")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _what_an_optimizer_takes(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        kind = given.get("optimizer", "none")
+        if not isinstance(kind, str) or kind not in SERVER_DEFAULTS:
+            return given
+        own = {key: value for key, value in given.items() if value is not None}
+        others = [key for key in own if key in cls.model_fields and key not in (*SERVER_DEFAULTS[kind], "optimizer")]
+        if others:
+            takes = ", ".join(SERVER_DEFAULTS[kind]) or "none"
+            raise ValueError(f"optimizer {kind} has no {others[0]}: leave it out (it takes: {takes})")
+        return {**SERVER_DEFAULTS[kind], **own}
+
+
 class AggregationSpec(Section):
     """How updates become one. ``max_weight_share`` caps what one client can weigh (1: no cap).
 
@@ -178,6 +218,7 @@ class AggregationSpec(Section):
     max_weight_share: Annotated[
         float | None, Field(gt=0, le=1, description="null: twice its even share where five or more answer; 1: no cap")
     ] = None
+    server: ServerOptimizerSpec = ServerOptimizerSpec()
 
     @model_validator(mode="before")
     @classmethod

@@ -21,6 +21,7 @@ METADATA_KEY = "promptfed"
 MAX_HEADER_BYTES = 1_000_000
 CHUNK = 1 << 14  # entries that are worked on together: what is made of them in float64 fits a processor's cache
 UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
+SERVER = "server."  # before the names of what a server optimizer keeps in a global state
 DTYPES = {"float32": torch.float32, "int64": torch.int64}
 
 
@@ -47,6 +48,11 @@ class TensorSpec:
     def resolve(self, dims: Mapping[str, int]) -> Shape:
         """The shape in numbers, with symbols looked up in ``dims``. Raises KeyError for an unknown symbol."""
         return tuple(dims[size] if isinstance(size, str) else size for size in self.shape)
+
+
+def method_part(state: Tensors) -> Tensors:
+    """A global state without the moments of a server optimizer, which are nobody's to learn from."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith(SERVER)}
 
 
 def state_hash(tensors: Mapping[str, Tensor]) -> str:

@@ -14,12 +14,13 @@ from sqlalchemy.orm import Session
 from torch import Tensor
 
 from promptfed.coordinator.aggregation.rules import Rule
+from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContext
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.tensors import Shape, Tensors, TensorSpec, check, decode, decode_file
+from promptfed.shared.tensors import SERVER, Shape, Tensors, TensorSpec, check, decode, decode_file, method_part
 
 READ_AT_ONCE = 16  # small updates lie in the database, and are no more than 4 MB together
 
@@ -44,18 +45,34 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
         tensors = federation.method.adopt(supplied, context)
     else:
         tensors = federation.method.initial_state(context, initial_draws(federation.spec.seed))
+    server = federation.spec.aggregation.server
+    moments = moment_tensors(server, federation.method, federation.spec.rounds)
+    tensors = tensors | fresh_moments(server, moments, federation.method.dims(context))
     check_state(federation, tensors, context)
     return tensors
 
 
 def joined(federation: Federation, state: Tensors, roster: Sequence[str], newcomers: Iterable[str]) -> Tensors:
     """The state after ``newcomers`` joined those of ``roster`` one by one; each sees a roster that ends with itself."""
-    present = list(roster)
+    present, moments = list(roster), server_part(state)
+    state = method_part(state)
     for name in newcomers:
         present.append(name)
         state = federation.method.join(state, federation.clients[name].info(), federation.context(present))
+    state = state | moments
     check_state(federation, state, federation.context(present))
     return state
+
+
+def forgotten(federation: Federation, state: Tensors, client: str, context: ServerContext) -> Tensors:
+    """The state without what it keeps of ``client`` alone; the same object where it keeps nothing."""
+    own = method_part(state)
+    after = federation.method.forget(own, federation.clients[client].info(), context)
+    if after is own:
+        return state
+    after = after | server_part(state)
+    check_state(federation, after, context)
+    return after
 
 
 def after_phase(
@@ -66,10 +83,20 @@ def after_phase(
     rule: Rule,
     context: ServerContext,
 ) -> Tensors:
-    """The state after ``phase`` of these updates, which ``rule`` makes one where the method takes their mean."""
-    after = federation.method.aggregate(state, phase, updates, rule, context)
+    """The state after ``phase`` of these updates, which ``rule`` makes one where the method takes their mean.
+
+    The spec's server optimizer takes its step on what the rule gives.
+    """
+    optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
+    after = federation.method.aggregate(method_part(state), phase, updates, optimizer.wrap(rule), context)
+    after = after | server_part(state) | optimizer.moments
     check_state(federation, after, context)
     return after
+
+
+def server_part(state: Tensors) -> Tensors:
+    """The moments of the server optimizer."""
+    return {name: tensor for name, tensor in state.items() if name.startswith(SERVER)}
 
 
 def check_state(federation: Federation, tensors: Tensors, context: ServerContext) -> None:
@@ -78,9 +105,10 @@ def check_state(federation: Federation, tensors: Tensors, context: ServerContext
     A symbol that the method's dims do not have is free: as many prompts as clients have answered, for one.
     """
     dims = federation.method.dims(context)
+    moments = moment_tensors(federation.spec.aggregation.server, federation.method, federation.spec.rounds)
     expected = {
         spec.name: (_shape(spec, tensors.get(spec.name), dims), spec.dtype)
-        for spec in federation.method.state_tensors()
+        for spec in (*federation.method.state_tensors(), *moments)
     }
     check(tensors, expected)
 

@@ -124,9 +124,12 @@ def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> 
     status_code=status.HTTP_204_NO_CONTENT,
     responses=problems.for_callers(problems.WrongState, problems.StorageFull),
 )
-def delete_updates(registry: RegistryOf, federation: Operated, client_id: ClientId) -> None:
-    """Delete the tensors that a client has sent, once it is withdrawn or all is over; reports keep their figures."""
-    federations.delete_updates(registry, federation.id, client_id)
+async def delete_updates(registry: RegistryOf, federation: Operated, client_id: ClientId) -> None:
+    """Delete the tensors that a client has sent, once it is withdrawn or all is over; reports keep their figures.
+
+    Where the state keeps a part of this client alone, it goes on without it.
+    """
+    await federations.delete_updates(registry, federation.id, client_id)
 
 
 @router.post("/clients/{client_id}/reset", responses=problems.for_callers(problems.StorageFull))

@@ -125,7 +125,7 @@ class Federation:
             training=self.spec.training,
             shape=self.shape,
             class_names=tuple(self.spec.class_names) if self.spec.class_names is not None else None,
-            clients=tuple(self.clients[name].info() for name in sorted(names)),
+            clients=tuple(self._info(name) for name in sorted(names)),
             seed=self.spec.seed,
             rounds=self.spec.rounds,
         )
@@ -134,6 +134,11 @@ class Federation:
         """This federation with who is asked following from ``secret``; None: from its spec's seed."""
         draw = self.spec.seed if secret is None else secret
         return replace(self, draw_secret=secret, rules=replace(self.rules, draw=draw))
+
+    def _info(self, name: str) -> ClientInfo:
+        """A client as a method sees it now."""
+        known, member = self.clients[name].info(), self.run.members.get(name)
+        return known if member is None or member.active else replace(known, active=False)
 
     def peers(self) -> list[Peer]:
         """The active clients that the state knows, in order of name."""

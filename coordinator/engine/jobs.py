@@ -25,9 +25,11 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
-from promptfed.shared.methods.core.base import MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.methods.core.base import Method, MethodError, NeedsBackbone, Phase, ServerContext
 from promptfed.shared.methods.core.insights import Measured, MeasuresPhases
-from promptfed.shared.tensors import TensorError, Tensors, encode, state_hash
+from promptfed.shared.tensors import TensorError, Tensors, encode, method_part, state_hash
+
+FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
 
 
 def start(registry: Registry, id: str) -> None:
@@ -119,6 +121,26 @@ def join(registry: Registry, id: str) -> None:
             change.send(events.JobDone(clock.monotonic()))
 
 
+def forget(registry: Registry, id: str, client: str) -> None:
+    """Take out of the state what it keeps of ``client`` alone; doing it again changes nothing."""
+    federation = registry.get(id)
+    member = federation.run.members[client]
+    if federation.run.state == "enrolling" or not member.joined:
+        return
+    with registry.database.read() as session:
+        state = current_state(registry, session, id)
+    global_state.use_threads(federation)
+    after = global_state.forgotten(federation, state, client, federation.context())
+    if after is state:
+        return
+    with registry.blobs.hold() as held:
+        content = encode(after)
+        held.put(content)
+        with registry.change(id) as change:
+            _commit_state(change, after, content, FORGOTTEN, None)
+            change.emit("client-forgotten", client=client)
+
+
 def aggregate(registry: Registry, id: str) -> None:
     """Compute the state after the closed phase from its stored updates, and commit it once."""
     federation = registry.get(id)
@@ -138,7 +160,7 @@ def aggregate(registry: Registry, id: str) -> None:
         phase = federation.method_phase(run.round, run.step)
         after = global_state.after_phase(federation, state, phase, stream, rule, context)
         method = federation.method
-        measures = method.measure(state, phase, after, context) if isinstance(method, MeasuresPhases) else Measured()
+        measures = _measured(method, method_part(state), phase, method_part(after), context)
         measured = {**_finite(measures), "changes": _finite_numbers(changed)}
     point("aggregate-computed")
     with registry.blobs.hold() as held:
@@ -190,6 +212,10 @@ def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Tensors]:
     return payload_of
 
 
+def _measured(method: Method, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
+    return method.measure(before, phase, after, context) if isinstance(method, MeasuresPhases) else Measured()
+
+
 def _finite(measured: Measured) -> dict[str, Any]:
     """What a report keeps of ``measured``."""
     clients = {name: _finite_numbers(numbers) for name, numbers in sorted(measured.clients.items())}
@@ -205,7 +231,7 @@ def fill_payloads(registry: Registry, id: str) -> None:
     federation = registry.get(id)
     pending = [task for task in federation.tasks.values() if task.payload_sha256 is None]
     with registry.database.read() as session:
-        state = current_state(registry, session, id)
+        state = method_part(current_state(registry, session, id))
     global_state.use_threads(federation)
     context = federation.context()
     with registry.blobs.hold() as held:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation import global_state
@@ -212,21 +214,39 @@ def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
         ) from None
 
 
-def delete_updates(registry: Registry, id: str, client: str) -> None:
-    """Delete the tensors that a client has sent, in all rounds; what the reports say of them stays.
+async def delete_updates(registry: Registry, id: str, client: str) -> None:
+    """Delete the tensors that a client has sent, in all rounds, and what the state keeps of it alone from now on.
+
+    What the reports say of it stays.
 
     Raises:
         NotFound, WrongState: there is no such client, it still takes part, or an update of its is yet to be counted.
     """
+    name = await asyncio.to_thread(_name_of_deletable, registry, id, client)
+    # Where all tensor work is done, so that no aggregate is made of the state before.
+    await registry.compute(lambda: jobs.forget(registry, id, name))
+    await asyncio.to_thread(_delete_updates, registry, id, client)
+
+
+def _name_of_deletable(registry: Registry, id: str, client: str) -> str:
+    federation = registry.get(id)
+    with registry.database.read() as session:
+        return _expect_deletable(federation, session, client)
+
+
+def _expect_deletable(federation: Federation, session: Session, client: str) -> str:
+    name, run = client_name(federation, client), federation.run
+    if run.state not in ENDED and run.members[name].active:
+        raise problems.WrongState(f"{name!r} takes part in {federation.name}: withdraw it first", state=run.state)
+    if run.state not in ENDED and retention.awaits_computing(session, federation.id, name):
+        text = f"an update of {name!r} is yet to be counted: wait for its phase, or withdraw with discard=true"
+        raise problems.WrongState(text, state=run.state)
+    return name
+
+
+def _delete_updates(registry: Registry, id: str, client: str) -> None:
     with registry.change(id) as change:
-        name, run = client_name(change.federation, client), change.federation.run
-        if run.state not in ENDED and run.members[name].active:
-            raise problems.WrongState(
-                f"{name!r} takes part in {change.federation.name}: withdraw it first", state=run.state
-            )
-        if run.state not in ENDED and retention.awaits_computing(change.session, id, name):
-            text = f"an update of {name!r} is yet to be counted: wait for its phase, or withdraw with discard=true"
-            raise problems.WrongState(text, state=run.state)
+        name = _expect_deletable(change.federation, change.session, client)
         digests = retention.remove_updates(change.session, id, name)
         change.emit("updates-deleted", client=name)
         change.note("updates-deleted", client=name)

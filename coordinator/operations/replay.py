@@ -17,6 +17,7 @@ from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.aggregation.weights import shares
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.engine.jobs import FORGOTTEN
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import NoState, NotAMean, NotFound, TooFewUpdates, UpdatesGone
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow
@@ -48,6 +49,7 @@ class _Step:
     newcomers: tuple[str, ...]
     step: int = 0
     updates: tuple[global_state.Counted, ...] = ()
+    forgotten: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,12 @@ def _steps(session: Session, federation: Federation, round: int) -> list[_Step]:
         return []
     previous = select(StateRow).where(*mine, StateRow.id < rows[0].id).order_by(StateRow.id.desc()).limit(1)
     before = session.scalars(previous).one_or_none()
-    newcomers = _newcomers(session, federation)
+    newcomers, forgotten = _newcomers(session, federation), _forgotten(session, federation)
     steps = []
     for row in rows:
         if not row.stored or (before is not None and not before.stored):
             raise _gone(federation, round)
-        steps.append(_step(session, row, before, newcomers))
+        steps.append(_step(session, row, before, newcomers, forgotten))
         before = row
     return steps
 
@@ -139,8 +141,25 @@ def _newcomers(session: Session, federation: Federation) -> dict[int, list[str]]
     return {id: list(data["clients"]) for id, data in zip(ids, events, strict=False)}
 
 
-def _step(session: Session, row: StateRow, before: StateRow | None, newcomers: Mapping[int, list[str]]) -> _Step:
+def _forgotten(session: Session, federation: Federation) -> dict[int, str]:
+    """Who was forgotten, by the id of the state that was made for it: each such state is followed by one event."""
+    mine = (StateRow.federation_id == federation.id, StateRow.origin == FORGOTTEN)
+    told = (EventRow.federation_id == federation.id, EventRow.kind == "client-forgotten")
+    ids = session.scalars(select(StateRow.id).where(*mine).order_by(StateRow.id))
+    events = session.scalars(select(EventRow.data).where(*told).order_by(EventRow.id))
+    return {id: str(data["client"]) for id, data in zip(ids, events, strict=False)}
+
+
+def _step(
+    session: Session,
+    row: StateRow,
+    before: StateRow | None,
+    newcomers: Mapping[int, list[str]],
+    forgotten: Mapping[int, str],
+) -> _Step:
     roster = [name for id, names in newcomers.items() if id < row.id for name in names]
+    if row.id in forgotten:
+        return _Step(row.origin, row, before, tuple(roster), (), forgotten=forgotten[row.id])
     if row.phase_id is None:
         return _Step(row.origin, row, before, tuple(roster), tuple(newcomers[row.id]))
     phase = session.get_one(PhaseRow, row.phase_id)
@@ -158,6 +177,8 @@ def _again(registry: Registry, federation: Federation, round: int, step: _Step, 
     before = _stored(registry, step.before) if step.before is not None else {}
     if step.before is None:
         made = global_state.initial_state(registry.blobs, federation, context)
+    elif step.forgotten is not None:
+        made = global_state.forgotten(federation, before, step.forgotten, context)
     elif step.newcomers:
         made = global_state.joined(federation, before, step.roster, step.newcomers)
     else:

@@ -10,7 +10,7 @@ from promptfed.coordinator.problems import InvalidRequest, NotAGenerator
 from promptfed.coordinator.reports import rounds
 from promptfed.shared.api_schemas import GenerateRequest, PromptsView, TensorView
 from promptfed.shared.methods.core.insights import GeneratesPrompts
-from promptfed.shared.tensors import decode
+from promptfed.shared.tensors import decode, method_part
 
 
 def generate(registry: Registry, federation: Federation, request: GenerateRequest, round: int | None) -> PromptsView:
@@ -32,6 +32,6 @@ def generate(registry: Registry, federation: Federation, request: GenerateReques
         raise InvalidRequest(text, errors=[{"path": "body.text_features", "detail": text}])
     state, _ = decode(registry.blobs.read(stored.sha256))
     torch.set_num_threads(federation.spec.training.threads)
-    made = federation.method.generate(state, torch.tensor(request.text_features), context)
+    made = federation.method.generate(method_part(state), torch.tensor(request.text_features), context)
     tensors = {name: TensorView.of(tensor) for name, tensor in sorted(made.items())}
     return PromptsView(round=stored.round, state_hash=stored.state_hash, tensors=tensors)

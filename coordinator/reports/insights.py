@@ -22,7 +22,7 @@ from promptfed.coordinator.store.lexicon import Lexicon, read_lexicon
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
 from promptfed.shared import insight_schemas as schemas
 from promptfed.shared.methods.core.insights import GeneratesPrompts, LearnsContexts, PlacesClients, learned_prompts
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors import Tensors, method_part
 
 KEPT = 5000  # results in memory; each is a few numbers, a matrix of similarities a few thousand
 MOST_ROUNDS = 200  # points of the drift; of more rounds evenly spaced ones are taken
@@ -234,4 +234,4 @@ def _words(known: Lexicon, contexts: Tensors) -> schemas.WordsView:
 
 
 def _state(registry: Registry, digest: str) -> Tensors:
-    return registry.blobs.tensors(digest)[0]
+    return method_part(registry.blobs.tensors(digest)[0])

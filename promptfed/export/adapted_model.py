@@ -25,7 +25,7 @@ from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Fixed,
 from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.spec import BackboneShape, BackboneSpec, SpecError, TrainingSpec
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors import Tensors, method_part
 
 TEMPLATE = "a photo of a {}."
 NOBODY = ClientInfo("nobody", "evaluator", 0, ())
@@ -61,7 +61,7 @@ class AdaptedModel:
             round=result.round,
             seed=spec.seed,
             domains=tuple(client.domain for client in result.clients if client.role == "trainer" and client.domain),
-            state=result.state,
+            state=method_part(result.state),
         )
 
     def make_method(self) -> Method:

@@ -57,7 +57,7 @@ def export(result: FederationResult, out: Path, options: ExportOptions, backbone
     model = AdaptedModel.of(result)
     names = options.class_names or class_names_of(result)
     why_none, weights = _why_no_weights(model, names), None
-    files = {STATE_FILE: result.body}
+    files = {STATE_FILE: result.body if len(model.state) == len(result.state) else encode(model.state)}
     if why_none is None and names is not None:
         backbone = backbone or open_backbone_of(model, options.allow_backbone)
         weights = weights_of(model.serve(backbone, names))

@@ -22,7 +22,7 @@ from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec import BackboneSpec, TrainingSpec
-from promptfed.shared.tensors import Tensors, canonical_json, encode
+from promptfed.shared.tensors import Tensors, canonical_json, encode, state_hash
 
 FORMAT = 1
 STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (
@@ -160,7 +160,7 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
             why_not_open_clip=contents.why_none,
         ),
         hashes={
-            "state": result.state_hash,
+            "state": state_hash(model.state),
             "backbone": model.backbone.fingerprint,
             "spec": "sha256:" + hashlib.sha256(canonical_json(result.spec).encode()).hexdigest(),
         },

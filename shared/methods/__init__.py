@@ -26,9 +26,12 @@ from promptfed.shared.methods.fedprograd import FedProGrad
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.methods.fedvpt import FedVPT
 from promptfed.shared.methods.fedvpt_deep import FedVPTDeep
+from promptfed.shared.methods.pfedmoap import PFedMoAP
 from promptfed.shared.methods.pfedpg import PFedPG
+from promptfed.shared.methods.pfedprompt import PFedPrompt
 from promptfed.shared.methods.plan import Plan
 from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.methods.promptfl_amp import PromptFLAMP
 from promptfed.shared.methods.promptfl_ft import PromptFLFT
 from promptfed.shared.methods.promptfl_per import PromptFLPer
 from promptfed.shared.methods.promptfl_prox import PromptFLProx
@@ -51,8 +54,11 @@ _KINDS: tuple[type[Method], ...] = (
     FedPGP,
     FedOTP,
     PromptFolio,
+    PFedMoAP,
     FedPHA,
     PromptFLPer,
+    PromptFLAMP,
+    PFedPrompt,
     FedProGrad,
     FedPLOT,
     FedTPG,

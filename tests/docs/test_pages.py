@@ -33,6 +33,9 @@ PAPERS = (
     "fedprograd",
     "fedotp",
     "fedplot",
+    "pfedmoap",
+    "promptfl_amp",
+    "pfedprompt",
 )
 
 

@@ -44,7 +44,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        rule = self.changes.get("aggregation", {}).get("rule")
+        aggregation = self.changes.get("aggregation", {})
+        rule = aggregation.get("rule") or aggregation.get("server", {}).get("optimizer")
         return str(self.method["name"]) + (f" with {rule}" if rule else "")
 
     def spec(self) -> dict[str, Any]:
@@ -63,6 +64,9 @@ CASES = {
     for case in (
         Case({"name": "promptfl", "m": 4}, rounds=8),
         Case({"name": "promptfl", "m": 4}, rounds=8, clients=5, changes={"aggregation": {"rule": "multi_krum"}}),
+        Case({"name": "promptfl", "m": 4}, rounds=8, changes={"aggregation": {"server": {"optimizer": "adam"}}}),
+        Case({"name": "pfedmoap", "m": 4}, rounds=8),
+        Case({"name": "promptfl_amp", "m": 4}, rounds=8),
         Case({"name": "two_phase"}, rounds=6),
         Case({"name": "plan", "m": 2}, rounds=6),
         Case({"name": "pfedpg", "m": 4}, rounds=8),

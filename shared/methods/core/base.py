@@ -98,6 +98,7 @@ class ClientInfo:
     num_samples: int
     class_names: tuple[str, ...]
     domain: Domain | None = None
+    active: bool = True  # False once the operator has withdrawn it
 
 
 def without_text(shape: BackboneShape) -> bool:
@@ -339,6 +340,13 @@ class Method(ABC):
 
     def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
         """The state after ``client`` joined a federation that has started."""
+        return state
+
+    def forget(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """The state without what it keeps of ``client`` alone, whose updates are deleted; the same object if nothing.
+
+        An aggregate that others have a part in stays as it is.
+        """
         return state
 
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:

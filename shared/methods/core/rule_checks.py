@@ -24,9 +24,12 @@ def check_rule(method: Method, spec: FederationSpec) -> None:
 def check_means(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError where ``spec.aggregation`` is not the plain mean and the method's phases are no means."""
     given = spec.aggregation
-    if given.is_plain_mean:
+    if given.is_plain_mean and given.server.optimizer == "none":
         return
-    wanted = f"the rule {given.rule}" if given.rule != "mean" else "clip_norm"
+    if given.is_plain_mean:
+        wanted = f"the server optimizer {given.server.optimizer}"
+    else:
+        wanted = f"the rule {given.rule}" if given.rule != "mean" else "clip_norm"
     phases = {phase.name: phase for round in (1, 2, spec.rounds) for phase in method.phases(round, spec.rounds)}
     if not any(phase.up for phase in phases.values()):
         raise MethodError(f"{wanted} has nothing to work on: {method.name} sends nothing up; leave it out")

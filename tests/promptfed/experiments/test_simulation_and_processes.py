@@ -91,6 +91,9 @@ def assert_same(simulated: FederationResult, real: FederationResult) -> None:
         ("plan", {}, SITES[:2]),  # two phases, deep prompts
         pytest.param("promptfl", {"m": 4}, SITES, marks=pytest.mark.slow),
         pytest.param("fedpgp", {}, SITES, marks=pytest.mark.slow),  # private state
+        pytest.param("pfedmoap", {}, SITES, marks=pytest.mark.slow),  # rows, gates, payloads of their own
+        pytest.param("promptfl_amp", {}, SITES, marks=pytest.mark.slow),
+        pytest.param("pfedprompt", {}, SITES, marks=pytest.mark.slow),
         pytest.param("fedotp", {}, SITES, marks=pytest.mark.slow),  # private state, patch features
         pytest.param("fedplot", {}, SITES, marks=pytest.mark.slow),
         pytest.param("promptfolio", {}, SITES, marks=pytest.mark.slow),

@@ -1,0 +1,106 @@
+"""What methods share whose coordinator keeps each client's last context: a row for every client that the state knows.
+
+Notation: ``n`` clients in order of name, ``m`` context vectors, ``d_t`` width of the text tower. Rows are nobody's to
+download as they are; a method says what it makes of them for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Generator, Tensor
+
+from promptfed.shared.methods.core.base import ClientInfo, ClientUpdate, ServerContext
+from promptfed.shared.methods.core.context import CONTEXT, ContextMethod
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+ROWS = TensorSpec("client_contexts", ("n", "m", "d_t"), shared_with_clients=False)
+ANSWERED = TensorSpec("answered", ("n",), dtype="int64", shared_with_clients=False)
+
+
+class ClientRowsMethod(ContextMethod):
+    """A context that all start from, and the last counted context of every client.
+
+    ``answered`` is the round of a client's last counted answer, 0 before its first. A newcomer gets an empty row; a
+    withdrawn client's is handed to nobody from the next payload on, and emptied when its updates are deleted.
+    """
+
+    one_payload = False  # what a client downloads is chosen or made for it
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The common context and the rows."""
+        return (CONTEXT, ROWS, ANSWERED)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``m``, ``d_t`` and ``n``, the clients that the state knows."""
+        return {**super().dims(context), "n": len(context.clients)}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """The common start, and empty rows."""
+        return self.adopt(super().initial_state(context, generator), context)
+
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+        """The same, made where a backbone is at hand."""
+        return self.adopt(super().initial_state_with(backbone, context, generator), context)
+
+    def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
+        """A supplied start with an empty row for each client that there is."""
+        count, start = len(context.clients), state[CONTEXT.name]
+        empty = {
+            ROWS.name: torch.zeros(count, *start.shape),
+            ANSWERED.name: torch.zeros(count, dtype=torch.int64),
+        }
+        return state | empty
+
+    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """An empty row for the newcomer where its name stands."""
+        at, rows, answered = row_of(client.name, context), state[ROWS.name], state[ANSWERED.name]
+        return state | {
+            ROWS.name: torch.cat([rows[:at], rows.new_zeros(1, *rows.shape[1:]), rows[at:]]),
+            ANSWERED.name: torch.cat([answered[:at], answered.new_zeros(1), answered[at:]]),
+        }
+
+    def forget(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """The client's row emptied, as if it had never answered."""
+        at = row_of(client.name, context)
+        if not int(state[ANSWERED.name][at]):
+            return state
+        rows, answered = state[ROWS.name].clone(), state[ANSWERED.name].clone()
+        rows[at], answered[at] = 0, 0
+        return state | {ROWS.name: rows, ANSWERED.name: answered}
+
+    def with_answers(self, state: Tensors, updates: Iterable[ClientUpdate], context: ServerContext) -> Tensors:
+        """The rows of those counted are their contexts; the others stay."""
+        rows, answered = state[ROWS.name].clone(), state[ANSWERED.name].clone()
+        round = int(answered.max()) + 1 if len(answered) else 1  # every round counts somebody
+        for update in updates:
+            at = row_of(update.client, context)
+            rows[at], answered[at] = update.tensors[CONTEXT.name], round
+        return state | {ROWS.name: rows, ANSWERED.name: answered}
+
+    def usable(self, state: Tensors, context: ServerContext) -> list[int]:
+        """Rows of active trainers that have answered, in order of name; of an exported state, all that are filled."""
+        answered = state[ANSWERED.name].tolist()
+        known = context.clients if len(context.clients) == len(answered) else None
+        return [
+            row
+            for row, round in enumerate(answered)
+            if round and (known is None or (known[row].active and known[row].role == "trainer"))
+        ]
+
+    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """The clients' last contexts; of a state that knows them all, since rows go by the roster."""
+        rows, answered = state.get(ROWS.name, torch.zeros(0)), state.get(ANSWERED.name, torch.zeros(0)).tolist()
+        if len(rows) != len(context.clients):
+            return {}
+        return {client.name: rows[row].flatten() for row, client in enumerate(context.clients) if answered[row]}
+
+
+def row_of(name: str, context: ServerContext) -> int:
+    """Where the client's row stands: the roster is in order of name."""
+    return [client.name for client in context.clients].index(name)

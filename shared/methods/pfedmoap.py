@@ -1,0 +1,277 @@
+"""pFedMoAP: each client downloads the contexts of others as frozen experts, and a private gate mixes them per image.
+
+Source: Luo, Chen and Wu, "Mixture of Experts Made Personalized: Federated Prompt Learning for Vision-Language Models",
+ICLR 2025. Notation: ``B`` images, ``C`` classes, ``E`` experts and the client's own context in the first place, ``g``
+width of the gate, ``h`` its heads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientInfo,
+    ClientUpdate,
+    Combine,
+    Disclosed,
+    MethodError,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
+from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
+from promptfed.shared.methods.core.context import (
+    CONTEXT,
+    ContextHyper,
+    TextPromptClassifier,
+    class_prompts,
+    train_context,
+)
+from promptfed.shared.methods.core.training import Group, train
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+log = logging.getLogger("promptfed.methods")
+
+EXPERTS = TensorSpec("experts", ("E", "m", "d_t"))
+OWN, GATE = "own_context", "gate."
+PARTS = ("query", "key", "value", "output")
+MANY_CLIENTS = 2000
+MOST_ENTRIES = 1 << 22  # of (B, C, g) that are made at once
+TIE = 1e-12  # of the largest squared distance: nearer ones are the same, and the name decides
+
+
+class PFedMoAPHyper(ContextHyper):
+    """A learned context, the experts and the gate."""
+
+    experts: Annotated[int, Field(ge=0, le=256, description="K, contexts of other clients that each downloads")] = 9
+    selection: Annotated[
+        Literal["nearest", "random"],
+        Field(description="the contexts nearest to the client's own, or any, seeded by round and client"),
+    ] = "nearest"
+    local_weight: Annotated[
+        float, Field(ge=0, le=1e3, description="λ of the own context's logit beside the gate's")
+    ] = 0.5
+    gate_width: Annotated[int, Field(ge=1, le=4096, description="g, at most the joint embedding's width")] = 128
+    heads: Annotated[int, Field(ge=1, le=64, description="h, heads of the gate; must divide its width")] = 8
+    gate_scaling: Annotated[
+        float, Field(gt=0, le=1e4, description="s, which the gate's scores are multiplied by before the softmax")
+    ] = 10.0
+    gate_learning_rate: Annotated[float, Field(gt=0, le=1000, description="rate of the gate, constant")] = 0.01
+    similarity: Annotated[
+        Literal["dot", "cosine"],
+        Field(description="of an image's feature and the gate's output; cosine normalises both"),
+    ] = "dot"
+
+
+def pooled(features: Tensor, width: int) -> Tensor:
+    """π: the entries at ⌊i·d_e/g⌋ of features ``(..., d_e)``."""
+    places = torch.arange(width, device=features.device) * features.shape[-1] // width
+    return features[..., places]
+
+
+class Gate:
+    """Multi-head attention from an image's feature to the class features of own context and experts (Eq. 3.1, 3.2)."""
+
+    def __init__(self, parameters: Tensors, hyper: PFedMoAPHyper, scale: float):
+        self.parameters, self._hyper, self._scale = parameters, hyper, scale
+        self._width = len(parameters["query.bias"])
+
+    def _linear(self, part: str, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.parameters[f"{part}.weight"], self.parameters[f"{part}.bias"])
+
+    def mixed(self, images: Tensor, texts: Tensor) -> Tensor:
+        """O ``(B, C, g)`` of image features ``(B, d_e)`` and class features ``(1 + E, C, d_e)``."""
+        heads = self._hyper.heads
+
+        def split(rows: Tensor) -> Tensor:
+            return rows.reshape(*rows.shape[:-1], heads, self._width // heads)
+
+        query = split(self._linear("query", pooled(images, self._width)))  # (B, h, g/h)
+        known = pooled(texts, self._width)
+        key, value = split(self._linear("key", known)), split(self._linear("value", known))  # (1 + E, C, h, g/h)
+        scores = torch.einsum("bhd,echd->bhec", query, key) * self._hyper.gate_scaling
+        shares = scores.softmax(dim=2)
+        return self._linear("output", torch.einsum("bhec,echd->bchd", shares, value).flatten(2))
+
+    def logits(self, images: Tensor, texts: Tensor) -> Tensor:
+        """``(B, C)`` q·(⟨π(f), O⟩ + λ·⟨f, z_own⟩)."""
+        feature, mixed = pooled(images, self._width), self.mixed(images, texts)
+        if self._hyper.similarity == "cosine":
+            feature, mixed = F.normalize(feature, dim=-1), F.normalize(mixed, dim=-1)
+        score = torch.einsum("bg,bcg->bc", feature, mixed) + self._hyper.local_weight * images @ texts[0].T
+        return self._scale * score
+
+
+class GatedClassifier:
+    """Classifies with own context, experts and gate; plain code has no use for its texts."""
+
+    def __init__(self, gate: Gate, texts: Tensor):
+        """texts: ``(1 + E, C, d_e)``, the own context's first."""
+        self._gate, self._texts = gate, texts
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        images = split.features()[indices.to(self._texts.device)]
+        at_once = max(1, MOST_ENTRIES // max(1, self._texts.shape[1] * len(self._gate.parameters["query.bias"])))
+        return torch.cat([self._gate.logits(part, self._texts) for part in torch.split(images, at_once)])
+
+
+class PFedMoAP(ClientRowsMethod):
+    """Every participation starts from the mean of the last round's participants; the pool of contexts feeds the gates.
+
+    Without experts (a first participation, an evaluator) it is PromptFL. Experts are chosen from the contexts as they
+    were before the round.
+    """
+
+    name = "pfedmoap"
+    summary = "Other clients' contexts as frozen experts, mixed with the own one by a private attention gate."
+    paper = "Luo et al., Mixture of Experts Made Personalized: Federated Prompt Learning (pFedMoAP), 2025"
+    personal = True
+    Hyper = PFedMoAPHyper
+    hyper: PFedMoAPHyper
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 10,
+        "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.002},
+    }
+
+    def __init__(self, hyper: PFedMoAPHyper):
+        super().__init__(hyper)
+        # All payloads of a state are chosen by one matrix of distances.
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """Contexts are handed on as they are."""
+        return (
+            Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
+            Disclosed(
+                "sites",
+                "this client's last uploaded context, without its name; those whose own is most like it get it first, "
+                "and with two sites the sender is plain",
+            ),
+        )
+
+    # Server half
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """One exchange a round: the mean and the experts down, the trained context up."""
+        return (Phase("train", down=(CONTEXT, EXPERTS), up=(CONTEXT,)),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``m``, ``d_t``, ``n`` and ``E``, the most experts. Raises MethodError where the heads do not divide g."""
+        width = min(self.hyper.gate_width, context.shape.d_e)
+        if width % self.hyper.heads:
+            raise MethodError(
+                f"a gate of width {width} cannot have {self.hyper.heads} heads: give heads, or a gate_width up to "
+                f"{context.shape.d_e}, so that one divides the other"
+            )
+        return {**super().dims(context), "E": self.hyper.experts}
+
+    def check_clients(self, context: ServerContext) -> None:
+        """Few clients have nothing to exchange, and many make the state large: both are only warned of."""
+        trainers = sum(client.role == "trainer" for client in context.clients)
+        if trainers < 2:
+            log.warning("pfedmoap with %d trainer has no experts: it is promptfl", trainers)
+        if trainers > MANY_CLIENTS:
+            size = trainers * self.hyper.m * (context.shape.d_t or 0) * 4 / 1e6
+            log.warning("pfedmoap keeps the contexts of %d clients in its state: %.0f MB each round", trainers, size)
+
+    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+        """The mean context, and contexts of other active clients for one that has answered."""
+        chosen: list[int] = []
+        names = [other.name for other in context.clients]
+        if client.role == "trainer" and client.name in names:
+            at = row_of(client.name, context)
+            if int(state[ANSWERED.name][at]):
+                chosen = self._chosen(state, at, client, context)
+        return {CONTEXT.name: state[CONTEXT.name], EXPERTS.name: state[ROWS.name][chosen]}
+
+    def _chosen(self, state: Tensors, at: int, client: ClientInfo, context: ServerContext) -> list[int]:
+        others = [row for row in self.usable(state, context) if row != at]
+        if self.hyper.selection == "random":
+            draws = generator(context.seed, "experts", int(state[ANSWERED.name].max()), client.name)
+            order = torch.randperm(len(others), generator=draws).tolist()
+            return [others[place] for place in order[: self.hyper.experts]]
+        distances = self._distances(state[ROWS.name])[at]
+        # The sort is stable and rows are in order of name.
+        return sorted(others, key=lambda row: float(distances[row]))[: self.hyper.experts]
+
+    def _distances(self, rows: Tensor) -> Tensor:
+        """``(n, n)`` squared distances in units of a tie, float64."""
+        if self._last is None or self._last[0] is not rows:
+            flat = rows.double().flatten(1)
+            products = flat @ flat.T
+            squares = products.diagonal()
+            found = (squares[:, None] + squares[None, :] - 2 * products).clamp_min(0)
+            self._last = (rows, (found / (TIE * found.max().clamp_min(1e-300))).round())
+        return self._last[1]
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The rows of those counted become their contexts, the common one their mean."""
+        counted = list(updates)
+        return self.with_answers(state, counted, context) | combine(counted)
+
+    # Client half
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs from the mean: PromptFL's without experts, over context and gate with them; sends the context."""
+        start, experts = payload[CONTEXT.name], payload[EXPERTS.name]
+        kept = {name: tensor for name, tensor in private.items() if name.startswith(GATE)}
+        if not len(experts):
+            learned, final = train_context(context, start)
+            return TrainResult({CONTEXT.name: learned}, kept | {OWN: learned}, {"loss": final})
+        backbone, device = context.backbone, context.backbone.device
+        own = start.to(device).clone().requires_grad_()
+        gate = self._gate(context, kept, trainable=True)
+        prompts, others = class_prompts(context, self.hyper.m), self._texts(context, experts)
+        features, labels = context.train.features(), context.train.labels.to(device)
+
+        def loss(indices: Tensor) -> Tensor:
+            rows = indices.to(device)
+            texts = torch.cat([backbone.encode_prompts(own, prompts).unsqueeze(0), others])
+            return F.cross_entropy(gate.logits(features[rows], texts), labels[rows])
+
+        group = Group(list(gate.parameters.values()), self.hyper.gate_learning_rate, constant=True)
+        final = train(context, [own], loss, groups=[group])
+        learned = own.detach().cpu()
+        trained = {GATE + name: value.detach().cpu() for name, value in gate.parameters.items()}
+        return TrainResult({CONTEXT.name: learned}, trained | {OWN: learned}, {"loss": final})
+
+    def _texts(self, context: ClientContext, contexts: Tensor) -> Tensor:
+        """Class features ``(k, C, d_e)`` of fixed ``contexts (k, m, d_t)``."""
+        with torch.no_grad():
+            return context.backbone.encode_prompts(contexts, class_prompts(context, self.hyper.m))
+
+    def _gate(self, context: ClientContext, private: Tensors, trainable: bool = False) -> Gate:
+        """The client's gate, or the one that all start with: U(±1/√g), as torch's linear layers begin."""
+        given = {name.removeprefix(GATE): value for name, value in private.items() if name.startswith(GATE)}
+        if not given:
+            width = min(self.hyper.gate_width, context.backbone.d_e)
+            draws, bound = generator(context.seed, self.name, "gate"), width**-0.5
+            for part in PARTS:
+                for name, shape in ((f"{part}.weight", (width, width)), (f"{part}.bias", (width,))):
+                    given[name] = (torch.rand(shape, generator=draws) * 2 - 1) * bound
+        device = context.backbone.device
+        parameters = {name: value.to(device).clone().requires_grad_(trainable) for name, value in given.items()}
+        return Gate(parameters, self.hyper, context.backbone.logit_scale)
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """Own context, gate and experts; without gate or experts the own context, and before any training the mean."""
+        experts, own = payload[EXPERTS.name], private.get(OWN, payload[CONTEXT.name])
+        if not len(experts) or not any(name.startswith(GATE) for name in private):
+            return TextPromptClassifier(context.backbone, own, class_prompts(context, self.hyper.m))
+        texts = self._texts(context, torch.cat([own.unsqueeze(0), experts]))
+        return GatedClassifier(self._gate(context, private), texts)

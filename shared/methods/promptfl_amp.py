@@ -1,0 +1,149 @@
+"""Prompt+AMP: each client gets a mixture of all contexts, in which those like its own count most (FedAMP, for prompts).
+
+Source: Huang et al., "Personalized Cross-Silo Federated Learning on Non-IID Data" (FedAMP, HeurFedAMP), AAAI 2021.
+Notation: w_i the last context of client i as one vector, u_i the mixture that it is sent, ``a`` contexts in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from promptfed.shared.methods.core.base import (
+    ClientContext,
+    ClientInfo,
+    ClientUpdate,
+    Combine,
+    Disclosed,
+    Phase,
+    ServerContext,
+    TrainResult,
+)
+from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
+from promptfed.shared.methods.core.context import (
+    CONTEXT,
+    ContextHyper,
+    Penalty,
+    TextPromptClassifier,
+    class_prompts,
+    train_context,
+)
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+MESSAGE = TensorSpec("message", ("m", "d_t"))
+COSINE_SIGMA = 10.0
+
+
+class PromptFLAMPHyper(ContextHyper):
+    """A learned context, and how much others' count."""
+
+    similarity: Annotated[
+        Literal["distance", "cosine"],
+        Field(description="FedAMP's weights e^(−‖w_i − w_j‖²/σ)/a, or HeurFedAMP's, in proportion to e^(σ·cos)"),
+    ] = "distance"
+    sigma: Annotated[
+        float | None,
+        Field(gt=0, le=1e6, description="σ; default: the median of the squared distances, or 10 for cosine"),
+    ] = None
+    proximal: Annotated[
+        float, Field(ge=0, le=1e6, description="weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α")
+    ] = 1.0
+
+
+def mixing_weights(rows: Tensor, similarity: str, sigma: float | None) -> Tensor:
+    """ξ ``(a, a)`` float64 of contexts ``(a, ...)``, each row summing to 1 (Eq. 6.1)."""
+    flat = rows.double().flatten(1)
+    count = len(flat)
+    if count == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    if similarity == "cosine":
+        lengths = flat.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        cosines = (flat / lengths) @ (flat / lengths).T
+        others = torch.exp((sigma or COSINE_SIGMA) * (cosines - 1)).fill_diagonal_(0)
+        weights = others / others.sum(1, keepdim=True) * (1 - 1 / count)
+    else:
+        squares = torch.stack([(flat - one).square().sum(1) for one in flat])
+        scale = sigma or median(squares[i, j].item() for i in range(count) for j in range(i))
+        weights = torch.exp(-squares / scale) / count if scale > 0 else torch.full_like(squares, 1 / count)
+        weights.fill_diagonal_(0)
+    return weights + torch.diag(1 - weights.sum(1))
+
+
+class PromptFLAMP(ClientRowsMethod):
+    """CE + (λ/2)·‖w − u‖² from the client's own last context; nothing is averaged, everybody gets a mixture.
+
+    Who has no row yet gets the mean of the rows, and before round 2 the common start; so do evaluators.
+    """
+
+    name = "promptfl_amp"
+    summary = "Each client trains a context of its own, held near a mixture of all that are like it."
+    paper = "Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data (FedAMP), 2021; PromptFL as above"
+    personal = True
+    Hyper = PromptFLAMPHyper
+    hyper: PromptFLAMPHyper
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """Mixtures are made of single clients' contexts."""
+        return (
+            Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
+            Disclosed(
+                "sites",
+                "mixtures in which this client's last context has a part; with two sites the other can work it out",
+            ),
+        )
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """One exchange a round: the mixture down, the client's own context up."""
+        return (Phase("train", down=(MESSAGE,), up=(CONTEXT,)),)
+
+    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+        """u_i, the mixture for this client."""
+        usable = self.usable(state, context)
+        if not usable:
+            return {MESSAGE.name: state[CONTEXT.name]}
+        rows = state[ROWS.name][usable]
+        at = row_of(client.name, context) if any(other.name == client.name for other in context.clients) else None
+        if at not in usable:
+            return {MESSAGE.name: rows.double().mean(0).float()}
+        weights = mixing_weights(rows, self.hyper.similarity, self.hyper.sigma)[usable.index(at)]
+        return {MESSAGE.name: torch.einsum("a,amd->md", weights, rows.double()).float()}
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The rows of those counted become their contexts."""
+        return self.with_answers(state, updates, context)
+
+    def prompts(self, state: Tensors) -> Tensors:
+        """The mean of the clients' contexts, before there is one the start."""
+        answered = [row for row, round in enumerate(state[ANSWERED.name].tolist()) if round]
+        if not answered:
+            return {CONTEXT.name: state[CONTEXT.name]}
+        return {CONTEXT.name: state[ROWS.name][answered].double().mean(0).float()}
+
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+        """The same, as vectors that words can be near."""
+        return self.prompts(state) if ANSWERED.name in state else {}
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs from the client's last context, held near the mixture; sends the context."""
+        learned, loss = train_context(context, self._own(payload, private), self._penalty(context, payload))
+        return TrainResult({CONTEXT.name: learned}, {CONTEXT.name: learned}, {"loss": loss})
+
+    def _penalty(self, context: ClientContext, payload: Tensors) -> Penalty | None:
+        mixture, weight = payload[MESSAGE.name].to(context.backbone.device), self.hyper.proximal
+        return (lambda learned, text: weight / 2 * (learned - mixture).square().sum()) if weight else None
+
+    def _own(self, payload: Tensors, private: Tensors) -> Tensor:
+        return private.get(CONTEXT.name, payload[MESSAGE.name])
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+        """With the client's own context; with what it was sent where it has trained none."""
+        prompts = class_prompts(context, self.hyper.m)
+        return TextPromptClassifier(context.backbone, self._own(payload, private), prompts)
