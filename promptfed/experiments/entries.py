@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.methods import make_method, method_class, resolve_spec
 from promptfed.shared.spec import FederationSpec, SpecError, merged
 
-OPTION = ":"
+OPTION, ENTRY = (re.compile(rf"{mark}(?![^{{}}]*\}})") for mark in ":,")  # outside of braces, which hold a mapping
 
 RawSpec = dict[str, Any]  # a spec, or some of its keys, as written: its method's defaults are not yet laid under it
 
@@ -64,7 +65,7 @@ def parse_entry(text: str, label: str = "") -> Entry:
     Raises:
         CommandError: an unknown method, or an option that is not ``key=value``.
     """
-    name, *options = text.strip().split(OPTION)
+    name, *options = OPTION.split(text.strip())
     try:
         method_class(name)
     except SpecError as error:
@@ -91,7 +92,7 @@ def parse_entries(text: str) -> list[Entry]:
     Raises:
         CommandError: none, one twice, or one that cannot be read.
     """
-    entries = [parse_entry(entry) for entry in text.split(",") if entry.strip()]
+    entries = [parse_entry(entry) for entry in ENTRY.split(text) if entry.strip()]
     labels = [entry.label for entry in entries]
     if not labels:
         raise CommandError("no method is given: write --methods promptfl,fedpgp", Exit.BAD_INPUT)

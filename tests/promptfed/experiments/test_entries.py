@@ -51,3 +51,10 @@ def test_bad_entries_are_refused(text: str, complaint: str) -> None:
 def test_an_entry_that_makes_no_spec_is_named(text: str, path: str) -> None:
     with pytest.raises(CommandError, match=f"{text}: .*{path}"):
         parse_entry(text).spec({"name": "x"})
+
+
+def test_a_mapping_stands_in_braces() -> None:
+    first, second = parse_entries("fedpha:local_lengths={a: 4, b: 32}:m=8:rounds=3,promptfl")
+    assert first.method == {"name": "fedpha", "local_lengths": {"a": 4, "b": 32}, "m": 8}
+    assert first.changes == {"rounds": 3}
+    assert second.method == {"name": "promptfl"}
