@@ -144,6 +144,10 @@ class Batch:
         """As `features`: random images have no lengths that a step's time depends on."""
         return self.features()
 
+    def patches(self, indices: Tensor) -> Tensor:
+        """None are kept here: `benchmarks.patch_step` has them."""
+        raise AssertionError("this benchmark keeps no patch features")
+
     def images(self, indices: Tensor) -> Tensor:
         """Images at ``indices``."""
         return self.pixels[indices % len(self.pixels)]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core.base import ClientContext, Needs
 from promptfed.shared.methods.core.context import ContextHyper, class_prompts
-from promptfed.shared.methods.core.patch_texts import PatchTextClassifier, PatchTextLogits, Transport
+from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
 
 
@@ -69,6 +69,7 @@ class FedOTP(PrivateContextMethod):
     needs = Needs(patch_tokens=True)
     Hyper = FedOTPHyper
     hyper: FedOTPHyper
+    metrics = ("loss", *PLAN_METRICS)
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 10,
         "training": {"epochs": 5, "batch_size": 32, "learning_rate": 0.001},

@@ -22,7 +22,7 @@ from promptfed.shared.methods.core.base import (
     TrainResult,
 )
 from promptfed.shared.methods.core.context import ContextHyper, SharedContextMethod, class_prompts
-from promptfed.shared.methods.core.patch_texts import PatchTextClassifier, PatchTextLogits, Transport
+from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -59,6 +59,7 @@ class FedPLOT(SharedContextMethod):
     needs = Needs(patch_tokens=True)
     Hyper = FedPLOTHyper
     hyper: FedPLOTHyper
+    metrics = ("loss", *PLAN_METRICS)
     shared = TensorSpec("contexts", ("N", "m", "d_t"))
     defaults: ClassVar[dict[str, Any]] = {"training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.002}}
 

@@ -73,6 +73,7 @@ class FedProGrad(PromptFL):
     paper = "Zhu et al., Prompt-aligned Gradient for Prompt Tuning (ProGrad), 2023; PromptFL as above"
     Hyper = FedProGradHyper
     hyper: FedProGradHyper
+    metrics = ("loss", "conflicting_steps")
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""

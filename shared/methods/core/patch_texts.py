@@ -14,6 +14,8 @@ from promptfed.shared.methods.core.transport import Plan, average, balanced, unb
 
 MOST_ENTRIES = 1 << 23  # of a plan that is made at once: images are scored in parts
 
+PLAN_METRICS = ("transport_iterations", "transport_not_converged", "patches_at_their_cap")
+
 Kind = Literal["unbalanced", "balanced", "average"]
 
 
@@ -58,11 +60,8 @@ class PlanStatistics:
     def metrics(self) -> dict[str, float]:
         """By the names that reports give them."""
         problems, patches = max(1, self.problems), max(1, self.patches)
-        return {
-            "transport_iterations": self.iterations / problems,
-            "transport_not_converged": self.unfinished / problems,
-            "patches_at_their_cap": self.capped / patches,
-        }
+        values = (self.iterations / problems, self.unfinished / problems, self.capped / patches)
+        return dict(zip(PLAN_METRICS, values, strict=True))
 
 
 @dataclass
