@@ -46,7 +46,7 @@ def cost(name: str) -> str:
     """What travels in each phase and direction for one client: tensors, numbers as a formula, and with ViT-B/16."""
     method = make_method({"name": name})
     context = _context()
-    sizes = {"K": CLIENTS, **method.dims(context)}
+    sizes = {"K": CLIENTS, "E": getattr(method.hyper, "experts", 0), **method.dims(context)}  # E: the most experts
     travelling: dict[tuple[str, str], tuple[str, tuple[TensorSpec, ...]]] = {}
     for phase, when in _phases(method.phases):
         for way, specs in (("down", phase.down), ("up", phase.up)):

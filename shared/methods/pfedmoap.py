@@ -169,14 +169,14 @@ class PFedMoAP(ClientRowsMethod):
         return (Phase("train", down=(CONTEXT, EXPERTS), up=(CONTEXT,)),)
 
     def dims(self, context: ServerContext) -> dict[str, int]:
-        """``m``, ``d_t``, ``n`` and ``E``, the most experts. Raises MethodError where the heads do not divide g."""
+        """``m``, ``d_t`` and ``n``; ``E`` is free. Raises MethodError where the heads do not divide g."""
         width = min(self.hyper.gate_width, context.shape.d_e)
         if width % self.hyper.heads:
             raise MethodError(
                 f"a gate of width {width} cannot have {self.hyper.heads} heads: give heads, or a gate_width up to "
                 f"{context.shape.d_e}, so that one divides the other"
             )
-        return {**super().dims(context), "E": self.hyper.experts}
+        return super().dims(context)
 
     def check_clients(self, context: ServerContext) -> None:
         """Few clients have nothing to exchange, and many make the state large: both are only warned of."""
@@ -196,6 +196,10 @@ class PFedMoAP(ClientRowsMethod):
             if int(state[ANSWERED.name][at]):
                 chosen = self._chosen(state, at, client, context)
         return {CONTEXT.name: state[CONTEXT.name], EXPERTS.name: state[ROWS.name][chosen]}
+
+    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+        """The same to be evaluated with as to train from."""
+        return (CONTEXT, EXPERTS)
 
     def _chosen(self, state: Tensors, at: int, client: ClientInfo, context: ServerContext) -> list[int]:
         others = [row for row in self.usable(state, context) if row != at]

@@ -114,6 +114,10 @@ class PromptFLAMP(ClientRowsMethod):
         weights = mixing_weights(rows, self.hyper.similarity, self.hyper.sigma)[usable.index(at)]
         return {MESSAGE.name: torch.einsum("a,amd->md", weights, rows.double()).float()}
 
+    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+        """The mixture, to be evaluated with as to train from."""
+        return (MESSAGE,)
+
     def aggregate(
         self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
     ) -> Tensors:

@@ -341,7 +341,8 @@ def test_options_of_ones_own_stay_and_change_only_with_a_new_private_context(
         return make_worker(coordinator, settings=settings.model_copy(update=changes))
 
     fedpha = {"name": "fedpha", "m": 4, "ratio": 0.5}
-    coordinator = make_coordinator(rounds=1, method=fedpha)
+    coordinator = make_coordinator(rounds=9, method=fedpha)
+    coordinator.plan = [("evaluate", 0), ("train", 1), ("evaluate", 1)]
     error = ends(again(method_option=["n=3"]))
     assert (error.exit, str(error)) == (
         Exit.USAGE,
@@ -352,11 +353,13 @@ def test_options_of_ones_own_stay_and_change_only_with_a_new_private_context(
     committed = settings.state_dir / "committed.safetensors"
     assert len(decode(committed.read_bytes())[0]["local_context"]) == 9
     assert not any(b"m_local" in body for body in coordinator.received)
-    coordinator = make_coordinator(rounds=1, method=fedpha)
+    coordinator = make_coordinator(rounds=9, method=fedpha)
+    coordinator.plan = [("evaluate", 2), ("train", 3), ("evaluate", 3)]
     assert asyncio.run(again(method_option=["m_local=5"]).run()) is Exit.OK
     told = "give m_local 9 again, or start the private context anew with --reset-private"
     assert [told in failure["detail"] for failure in coordinator.failures] == [True] * 3
-    coordinator = make_coordinator(rounds=1, method=fedpha)
+    coordinator = make_coordinator(rounds=9, method=fedpha)
+    coordinator.plan = [("evaluate", 4), ("train", 5), ("evaluate", 5)]
     assert asyncio.run(again(method_option=["m_local=5"], reset_private=True).run()) is Exit.OK
     assert len(decode(committed.read_bytes())[0]["local_context"]) == 5
     assert not coordinator.failures
