@@ -137,6 +137,7 @@ def forget(registry: Registry, id: str, client: str) -> None:
         content = encode(after)
         held.put(content)
         with registry.change(id) as change:
+            change.keep(held)
             _commit_state(change, after, content, FORGOTTEN, None)
             change.emit("client-forgotten", client=client)
 
