@@ -90,6 +90,7 @@ class PrivateState:
         self._disk = _Disk(synced=not ephemeral)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)  # also where it was there before: nobody else reads a client's private state
             self._lock = None if ephemeral else os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ClientError(Exit.STATE, f"the state folder {folder} cannot be used: {error.strerror}") from None

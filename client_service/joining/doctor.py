@@ -201,7 +201,10 @@ class Examination:
         space = label_space(method, info, source.class_names)
         method.check_classes(space)
         method.check_texts(backbone, space, info.template or source.template)
-        declared = declaration(settings, source, domain_of(source), backbone)
+        domain = domain_of(source)
+        if domain is not None and settings.role == "trainer":
+            method.check_domain(backbone, space, domain)
+        declared = declaration(settings, source, domain, backbone)
         enrol_request(declared, NOBODY, backbone)
         terms = terms_of(info, method, settings.coordinator, settings.role, list(settings.tests))
         return disclose(terms, info, method, declared, shape_of(backbone))

@@ -204,6 +204,8 @@ class Joining:
         try:
             for names, template in spaces:
                 method.check_texts(work.backbone, names, info.template or template)
+            if data.domain is not None and self.settings.role == "trainer":
+                method.check_domain(work.backbone, spaces[0][0], data.domain)
         except BackboneError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +14,7 @@ from promptfed.cli.data import data_app
 from promptfed.cli.federation import federation_app
 from promptfed.cli.operators import audit_app, operator_app
 from promptfed.cli.prompts import prompts_app
-from promptfed.sdk.client import open_coordinator
+from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, open_coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import reporting_errors
 
@@ -53,6 +54,22 @@ Validation = Annotated[
     float | None, typer.Option(help="test on this share of the training images, to choose hyperparameters")
 ]
 ClassesOf = Annotated[str | None, typer.Option("--data", help="data URI whose class names are taken instead")]
+
+
+@app.callback()
+def connection(
+    ca_file: Annotated[
+        Path | None, typer.Option(help=f"PEM file of the coordinator's authority; default: ${CA_VARIABLE}")
+    ] = None,
+    allow_plain_http: Annotated[
+        bool, typer.Option(help=f"send the operator token unencrypted to another machine; default: ${PLAIN_VARIABLE}")
+    ] = False,
+) -> None:
+    """How the operator's commands reach a coordinator; what they start finds it in the environment."""
+    if ca_file is not None:
+        os.environ[CA_VARIABLE] = str(ca_file)
+    if allow_plain_http:
+        os.environ[PLAIN_VARIABLE] = "1"
 
 
 @app.command()

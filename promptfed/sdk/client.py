@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.net import is_loopback
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
+CA_VARIABLE, PLAIN_VARIABLE = "PROMPTFED_CA_FILE", "PROMPTFED_ALLOW_PLAIN_HTTP"
 RESTART_SECONDS = 60.0
 RETRY_SECONDS = 0.2
 TOKEN_VARIABLE = "PROMPTFED_OPERATOR_TOKEN"  # noqa: S105 (a variable's name)
@@ -87,12 +91,16 @@ class Coordinator:
 
     Where the coordinator is our own process, ``meanwhile`` (which starts it again) is called while it is away, and what
     can be asked again without harm is asked again for a minute.
+
+    Raises:
+        CommandError: the token would go to another machine unencrypted, or the authority's file cannot be used.
     """
 
     def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
         self.url = url.rstrip("/")
         self._meanwhile = meanwhile
-        self._http = httpx.Client(base_url=self.url, headers=_authorization(token), timeout=timeout)
+        verify = _authorities(self.url)
+        self._http = httpx.Client(base_url=self.url, headers=_authorization(token), timeout=timeout, verify=verify)
 
     def __enter__(self) -> Self:
         return self
@@ -183,6 +191,21 @@ def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str,
     if response.status_code in (401, 403):
         return f"{text}: give the operator token with --token-file or {TOKEN_VARIABLE}", Exit.NOT_ALLOWED
     return text, Exit.REFUSED if response.status_code < 500 else Exit.FAILED
+
+
+def _authorities(url: str) -> ssl.SSLContext | bool:
+    """Whose certificates are believed; nobody's are needed where nothing leaves this machine."""
+    parts = urlsplit(url)
+    if parts.scheme == "http" and not is_loopback(parts.hostname or "") and not os.environ.get(PLAIN_VARIABLE):
+        text = f"{url} would carry the operator token unencrypted: use https://, or promptfed --allow-plain-http"
+        raise CommandError(f"{text} (or ${PLAIN_VARIABLE})", Exit.BAD_INPUT)
+    ca_file = os.environ.get(CA_VARIABLE)
+    if not ca_file or parts.scheme != "https":
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise CommandError(f"--ca-file {ca_file} cannot be used: {error}", Exit.BAD_INPUT) from None
 
 
 def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:

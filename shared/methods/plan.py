@@ -22,7 +22,6 @@ from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.base import (
     AGGREGATE,
     ClientContext,
-    ClientInfo,
     ClientUpdate,
     Combine,
     Disclosed,
@@ -269,12 +268,8 @@ class Plan(Method):
         """The first block's text prompts: deeper ones stand beside hidden states, not beside words."""
         return {prompts_of(TEXT).name: state[prompts_of(TEXT).name][0]}
 
-    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
-        """What the phase names; for an evaluation the global prompts."""
-        return {spec.name: state[spec.name] for spec in (GLOBAL if phase is None else phase.down)}
-
     def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
-        """As `payload`."""
+        """What the phase names; for an evaluation the global prompts."""
         return GLOBAL if phase is None else phase.down
 
     def aggregate(

@@ -225,3 +225,69 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ClientError, match=r"state folder .*file/state cannot be used"):
         PrivateState(tmp_path / "file" / "state")
+
+
+def test_a_folder_that_was_there_before_is_closed_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    PrivateState(folder).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+Synced = list[tuple[str, str]]
+
+
+def synced_by(monkeypatch: pytest.MonkeyPatch, folder: Path, change: Callable[[], None]) -> Synced:
+    """What ``change`` does in order: files and folders that it syncs, and names that come in by renaming."""
+    found: Synced = []
+    sync, renamed, replaced = os.fsync, os.rename, os.replace
+
+    def name(path: Any) -> str:
+        return str(Path(path).relative_to(folder.parent))
+
+    def fsync(handle: int) -> None:
+        found.append(("sync", name(os.readlink(f"/proc/self/fd/{handle}"))))
+        sync(handle)
+
+    def rename(source: Any, target: Any) -> None:
+        found.append(("rename", name(target)))
+        renamed(source, target)
+
+    def replace(source: Any, target: Any) -> None:
+        found.append(("rename", name(target)))
+        replaced(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(os, "rename", rename)
+        patch.setattr(os, "replace", replace)
+        change()
+    return found
+
+
+def test_each_file_is_synced_before_its_rename_and_its_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "s"
+    state = PrivateState(folder)
+    state._disk._sync = lambda handle: os.fsync(handle)  # looked up anew, so that it is seen
+    assert synced_by(monkeypatch, folder, lambda: state.write_note("note", "text")) == [
+        ("sync", "s/note.tmp"), ("rename", "s/note"), ("sync", "s"),
+    ]  # fmt: skip
+    files = ("update.safetensors", "private.safetensors", "about.json")
+    assert synced_by(monkeypatch, folder, lambda: state.write_pending(b"update", vector(1.0), ROUND_1)) == [
+        *(("sync", f"s/pending.tmp/{file}") for file in files),
+        ("sync", "s/pending.tmp"), ("rename", "s/pending"), ("sync", "s"),
+    ]  # fmt: skip
+    assert synced_by(monkeypatch, folder, state.commit) == [
+        ("rename", "s/committed.safetensors"), ("sync", "s"), ("rename", "s/discarded"), ("sync", "s"),
+    ]  # fmt: skip
+    state.close()
+
+
+def test_a_client_s_folder_is_synced_by_the_system_s_own_call(tmp_path: Path) -> None:
+    state, passing = PrivateState(tmp_path / "s"), PrivateState(tmp_path / "t", ephemeral=True)
+    assert state._disk._sync is os.fsync
+    assert passing._disk._sync is not os.fsync
+    state.close()

@@ -350,12 +350,11 @@ class Method(ABC):
         return state
 
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
-        """What ``client`` downloads in ``phase``, or for an evaluation (``phase`` is None): all that is shared."""
-        shared = {spec.name for spec in self.state_tensors() if spec.shared_with_clients}
-        return {name: tensor for name, tensor in state.items() if name in shared}
+        """What ``client`` downloads in ``phase``, or for an evaluation (``phase`` is None): `payload_tensors`."""
+        return {spec.name: state[spec.name] for spec in self.payload_tensors(phase)}
 
     def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
-        """What `payload` holds in ``phase``, or in an evaluation: a client takes nothing else."""
+        """What `payload` holds in ``phase``, or in an evaluation (all that is shared): a client takes nothing else."""
         if phase is not None:
             return phase.down
         return tuple(spec for spec in self.state_tensors() if spec.shared_with_clients)
@@ -390,6 +389,9 @@ class Method(ABC):
         """Raise BackboneError where a class name is too long for the texts that this method makes of it."""
         if self.needs.text_tower:
             template_features(backbone, template, class_names)
+
+    def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:  # noqa: B027
+        """Raise BackboneError where the words of the client's own ``domain`` are too long for what is made of them."""
 
     def label_space(self, federation: tuple[str, ...] | None, client: tuple[str, ...]) -> tuple[str, ...]:
         """Class names over which training and local accuracy take their softmax (``hyper.label_space``)."""

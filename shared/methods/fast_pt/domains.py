@@ -5,8 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.base import ClientContext, ClientInfo, MethodError
+from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Disclosed, MethodError, ServerContext
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.spec import BackboneShape
+
+DESCRIPTION = 200  # characters of a domain's description
+WORDS = Disclosed("sites", "this client's name and the words that describe its domain")
+OF_DOMAIN_PROMPTS = (
+    Disclosed("sites", "this client's own domain prompt as it trained it, after the last round, with whose it is"),
+    Disclosed("operator", "mixtures of image features: the domain classifier's gradients are sums of them"),
+)
+SPECIAL = 2  # tokens of every text that are no words: its start and its end
 
 
 def wording(description: str) -> str:
@@ -51,3 +62,56 @@ def domain_names(keys: Sequence[int], clients: Iterable[ClientInfo], own: Domain
     if own is not None:
         known.setdefault(domain_key(own.description), own)
     return tuple(known[key].name if key in known else f"domain {place}" for place, key in enumerate(keys, 1))
+
+
+def check_description(
+    client: ClientInfo, former: ClientInfo | None, context: ServerContext, merge_domains: bool
+) -> None:
+    """Refuse words of a trainer's domain that say nothing, are too many, another's, or not those it came with before.
+
+    Raises:
+        MethodError: which of these, and what to do.
+    """
+    description = client.domain.description if client.domain is not None else ""
+    if not any(letter.isalnum() for letter in description):
+        raise MethodError(f"the domain description {description!r} says nothing: use words, as in 'a sketch of a {{}}'")
+    _check_length(description, context.shape)
+    key = domain_key(description)
+    before = former.domain if former is not None else None
+    if before is not None and domain_key(before.description) != key:
+        raise MethodError(
+            f"{client.name!r} took part with the domain {before.description!r}: come back with it, or enrol "
+            f"{description!r} under another name"
+        )
+    same = [other.name for other in context.clients if key in trainer_domains([other])]
+    if same and not merge_domains:
+        raise MethodError(
+            f"{same[0]!r} describes its domain as {description!r} too: say what sets this one apart, or set "
+            "method.merge_domains to make them one domain"
+        )
+
+
+def _check_length(description: str, shape: BackboneShape) -> None:
+    """Others' texts are made of it: what can fit no text tower of this kind is refused before it is theirs.
+
+    Only tokens tell whether it does fit, and the coordinator has none; each word is one at least.
+    """
+    words, room = len(description.split()), shape.context_length
+    if len(description) > DESCRIPTION or (room is not None and words > room - SPECIAL):
+        text = f"the domain description has {words} words and {len(description)} characters"
+        most = f" and {room - SPECIAL} words" if room is not None else ""
+        raise MethodError(f"{text}; there is room for {DESCRIPTION} characters{most}: say it in fewer")
+
+
+def fits(domain: Domain, context: ClientContext) -> bool:
+    """Whether the texts of a peer's domain fit into the text tower: one site's long words must not stop the others."""
+    try:
+        template_features(context.backbone, domain.description, context.for_training().class_names)
+    except BackboneError:
+        return False
+    return True
+
+
+def too_long(context: ClientContext) -> list[str]:
+    """Names of the peers' domains whose words are too long here: nothing is transferred to them."""
+    return [domain.name for domain in described_domains(context.peers).values() if not fits(domain, context)]

@@ -48,6 +48,7 @@ from promptfed.shared.methods.core.context import (
     text_width,
     train_context,
 )
+from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.fast_pt.domain_mixture import (
     BIAS,
@@ -60,11 +61,15 @@ from promptfed.shared.methods.fast_pt.domain_mixture import (
     rows_for,
 )
 from promptfed.shared.methods.fast_pt.domains import (
+    OF_DOMAIN_PROMPTS,
+    WORDS,
+    check_description,
     described_domains,
-    domain_key,
     domain_names,
+    fits,
     own_domain,
     own_key,
+    too_long,
     trainer_domains,
 )
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
@@ -151,13 +156,7 @@ class FastPT(ContextMethod):
     @property
     def disclosures(self) -> tuple[Disclosed, ...]:
         """The description goes to all; with domain prompts the classifier's updates and the list at the end."""
-        told = [AGGREGATE, Disclosed("sites", "this client's name and the words that describe its domain")]
-        if self._by_domain:
-            text = "this client's own domain prompt as it trained it, after the last round, with whose it is"
-            told.append(Disclosed("sites", text))
-            text = "mixtures of image features: the domain classifier's gradients are sums of them"
-            told.append(Disclosed("operator", text))
-        return tuple(told)
+        return (AGGREGATE, WORDS, *(OF_DOMAIN_PROMPTS if self._by_domain else ()))
 
     # Server half
 
@@ -184,25 +183,8 @@ class FastPT(ContextMethod):
         """A trainer's description must say something, be no other's (unless merged), and stay what it was."""
         if former is not None and former.role != client.role:
             raise MethodError(f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name")
-        if client.role != "trainer" or client.domain is None:
-            return
-        description = client.domain.description
-        if not any(letter.isalnum() for letter in description):
-            raise MethodError(
-                f"the domain description {description!r} says nothing: use words, as in 'a sketch of a {{}}'"
-            )
-        key = domain_key(description)
-        if former is not None and former.domain is not None and domain_key(former.domain.description) != key:
-            raise MethodError(
-                f"{client.name!r} took part with the domain {former.domain.description!r}: come back with it, or enrol "
-                f"{description!r} under another name"
-            )
-        same = [other.name for other in context.clients if key in trainer_domains([other])]
-        if same and not self.hyper.merge_domains:
-            raise MethodError(
-                f"{same[0]!r} describes its domain as {description!r} too: say what sets this one apart, or set "
-                "method.merge_domains to make them one domain"
-            )
+        if client.role == "trainer" and client.domain is not None:
+            check_description(client, former, context, self.hyper.merge_domains)
 
     def check_clients(self, context: ServerContext) -> None:
         """Style transfer and the classifier need two domains."""
@@ -252,12 +234,8 @@ class FastPT(ContextMethod):
         own = {f"domain_prompts {row}: {name}": prompt for row, (name, prompt) in rows}
         return super().contexts(state, context, class_features) | own
 
-    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
-        """What the phase needs; for an evaluation all there is."""
-        return {spec.name: state[spec.name] for spec in (self.state_tensors() if phase is None else phase.down)}
-
     def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
-        """As `payload`."""
+        """What the phase needs; for an evaluation all there is."""
         return self.state_tensors() if phase is None else phase.down
 
     def aggregate(
@@ -281,6 +259,10 @@ class FastPT(ContextMethod):
         super().check_texts(backbone, class_names, template)
         backbone.class_prompts(class_names, self.hyper.m * (self._general + self._by_domain))
 
+    def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:
+        """The own description must fit with every class name, as it has to for the others."""
+        template_features(backbone, domain.description, class_names)
+
     def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
         """A transform to every other domain; those that are there stay as they are."""
         if not self.hyper.mst:
@@ -295,7 +277,7 @@ class FastPT(ContextMethod):
         """The domains to transfer to: the other trainers', and the evaluators' where the ablation wants them."""
         everybody = self.hyper.target_descriptions
         domains = described_domains(context.peers) if everybody else trainer_domains(context.peers)
-        return {key: domain for key, domain in domains.items() if key != own_key(context)}
+        return {key: domain for key, domain in domains.items() if key != own_key(context) and fits(domain, context)}
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """A phase's epochs: the domain prompt under the global one that came down, then P^G and φ."""
@@ -378,6 +360,7 @@ class FastPT(ContextMethod):
         """What style transfer achieved, reported once with the first update after it."""
         metrics: dict[str, float] = {}
         if self.hyper.mst:
+            metrics |= {f"mst_too_long[{name}]": 1.0 for name in too_long(context)}
             transfer = StyleTransfer(context, self.hyper)
             for target in self._targets(context).values():
                 report = transfer.report(private, target)

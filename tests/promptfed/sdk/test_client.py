@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import promptfed
 from promptfed.cli.main import app
 from promptfed.sdk import operations
-from promptfed.sdk.client import Answer, AsyncCoordinator, Coordinator
+from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, Answer, AsyncCoordinator, Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.summary import FederationList, FederationSummary
@@ -125,3 +125,37 @@ def test_both_transports_refuse_alike(server: InThread, api: Coordinator, tmp_pa
     with Coordinator(server.url, "0" * 64) as stranger, pytest.raises(CommandError, match="operator token") as refusal:
         stranger.send(operations.get_federation("eyes"))
     assert refusal.value.exit == Exit.NOT_ALLOWED
+
+
+def test_the_operator_s_token_goes_to_other_machines_encrypted_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(PLAIN_VARIABLE, "")
+    monkeypatch.setenv(CA_VARIABLE, "")
+    for url in ("http://coordinator.example.org", "http://10.0.0.7:8080", "http://127.0.0.1.example.org"):
+        with pytest.raises(CommandError, match="would carry the operator token unencrypted"):
+            Coordinator(url, "token")
+        found = CliRunner().invoke(
+            app, ["federation", "list", "--coordinator", url], env={"PROMPTFED_OPERATOR_TOKEN": "t"}
+        )
+        assert found.exit_code == Exit.BAD_INPUT
+    for url in ("https://coordinator.example.org", "http://localhost:1", "http://[::1]:1", "http://127.0.0.1:1"):
+        Coordinator(url, "token").close()
+    monkeypatch.setenv(PLAIN_VARIABLE, "1")
+    Coordinator("http://coordinator.example.org", "token").close()
+    monkeypatch.setenv(CA_VARIABLE, str(tmp_path / "none.pem"))
+    with pytest.raises(CommandError, match="--ca-file .* cannot be used"):
+        Coordinator("https://coordinator.example.org", "token")
+
+
+def test_the_options_of_the_connection_stand_before_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(PLAIN_VARIABLE, "")
+    monkeypatch.setenv(CA_VARIABLE, "")
+    environment = {"PROMPTFED_OPERATOR_TOKEN": "t"}
+    line = ["--ca-file", str(tmp_path / "none.pem"), "federation", "list", "--coordinator", "https://127.0.0.1:9"]
+    found = CliRunner().invoke(app, line, env=environment)
+    assert found.exit_code == Exit.BAD_INPUT
+    line = ["--allow-plain-http", "federation", "list", "--coordinator", "http://coordinator.invalid:9"]
+    assert CliRunner().invoke(app, line, env=environment).exit_code != Exit.BAD_INPUT  # asked, and not found

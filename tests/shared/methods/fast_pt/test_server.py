@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from promptfed.coordinator.aggregation.weights import weighted_mean
-from promptfed.shared.clip import Backbone
+from promptfed.shared.clip import Backbone, BackboneError
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.base import ClientInfo, ClientUpdate, MethodError, NeedsBackbone
 from promptfed.shared.methods.fast_pt.method import FastPT
@@ -220,3 +220,34 @@ def test_a_backbone_without_room_for_both_prompts_is_refused() -> None:
 def test_a_trainer_without_a_description_is_told_so(make_context: Make, backbone: Backbone) -> None:
     with pytest.raises(MethodError, match="no domain description"):
         fast_pt().train(replace(make_context(), phase="global"), payload_of(backbone), {})
+
+
+@pytest.mark.parametrize("words", ["very " * 39 + "{}", "x" * 198 + " {}"])
+def test_a_description_that_no_text_tower_reads_is_refused_where_it_is_enrolled(words: str) -> None:
+    context = server(B)
+    context = replace(context, shape=context.shape.model_copy(update={"context_length": 32}))
+    long = client("long", Domain(name="long", description=words))
+    with pytest.raises(MethodError, match="say it in fewer"):
+        fast_pt().admit(long, None, context)
+    fast_pt().admit(A, None, context)
+
+
+def test_one_peer_with_too_many_words_stops_nobody(make_context: Make, backbone: Backbone) -> None:
+    """It got in, as 200 characters of rare signs are more tokens than words: nothing is transferred to it."""
+    rare = Domain(name="rare", description="❄☃⚘♞ " * 12 + "{}")
+    context = replace(make_context(), domain=SKETCH, peers=(A, B, client("rare", rare)), phase="global")
+    with pytest.raises(BackboneError):
+        fast_pt().check_domain(backbone, context.class_names, rare)
+    method = fast_pt()
+    private = method.prepare(context, {})
+    payload = {
+        "global_prompt": drawn(1, 3, backbone.d_t),
+        "classifier_weight": torch.zeros(3, backbone.d_e),
+        "classifier_bias": torch.zeros(3),
+        "domains": keys(NEON, rare, SKETCH),
+    }
+    result = method.train(context, payload, private)
+    assert result.metrics["mst_too_long[rare]"] == 1.0
+    assert "mst_too_long[neon]" not in result.metrics
+    assert result.update["classifier_weight"].shape == (3, backbone.d_e)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in result.update.values())
