@@ -144,7 +144,7 @@ def test_the_operator_s_token_goes_to_other_machines_encrypted_only(
     monkeypatch.setenv(PLAIN_VARIABLE, "1")
     Coordinator("http://coordinator.example.org", "token").close()
     monkeypatch.setenv(CA_VARIABLE, str(tmp_path / "none.pem"))
-    with pytest.raises(CommandError, match="--ca-file .* cannot be used"):
+    with pytest.raises(CommandError, match=r"--ca-file .* cannot be used"):
         Coordinator("https://coordinator.example.org", "token")
 
 
