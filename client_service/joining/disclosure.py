@@ -10,7 +10,8 @@ from typing import Any
 from promptfed.client_service.agreement import Terms
 from promptfed.client_service.training.payloads import ROUNDS, known_sizes
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
-from promptfed.shared.methods.core.base import Disclosed, Method
+from promptfed.shared.methods.core.base import Method
+from promptfed.shared.methods.core.disclosures import Disclosed
 from promptfed.shared.plain_text import plain
 from promptfed.shared.spec import BackboneShape
 from promptfed.shared.tensors import DTYPES, TensorSpec

@@ -45,15 +45,7 @@ def load_backbone(
     import open_clip
 
     random = pretrained in (None, "random")
-    if model == tiny.MODEL:
-        weights = _tiny_weights(pretrained, random)
-        options: dict[str, Any] = {}
-    elif model == emoji.MODEL:
-        _check_emoji_weights(pretrained, random)
-        weights, options = None, {}
-    else:
-        model = model if ":" in model else model.replace("/", "-")
-        weights, options = _resolve(model, pretrained, random, allow_unregistered)
+    model, weights, options = _weights_of(model, pretrained, random, allow_unregistered)
     config = _config(model)
     try:
         built = _create(open_clip, model, weights, random, precision, device, options)
@@ -71,6 +63,19 @@ def load_backbone(
     if precision != "fp32":
         check_runs(backbone)
     return backbone
+
+
+def _weights_of(
+    model: str, pretrained: str | None, random: bool, allow_unregistered: bool
+) -> tuple[str, str | None, dict[str, Any]]:
+    """The name that open_clip knows the model by, its weights where open_clip reads them, and options to build it."""
+    if model == tiny.MODEL:
+        return model, _tiny_weights(pretrained, random), {}
+    if model == emoji.MODEL:
+        _check_emoji_weights(pretrained, random)
+        return model, None, {}
+    model = model if ":" in model else model.replace("/", "-")
+    return model, *_resolve(model, pretrained, random, allow_unregistered)
 
 
 def _check_device(device: str) -> None:

@@ -21,11 +21,9 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core.base import (
-    AGGREGATE,
     ClientContext,
     ClientUpdate,
     Combine,
-    Disclosed,
     Hyperparameters,
     Method,
     Phase,
@@ -34,6 +32,7 @@ from promptfed.shared.methods.core.base import (
     TrainResult,
 )
 from promptfed.shared.methods.core.context import cosine_logits
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec

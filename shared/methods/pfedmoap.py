@@ -22,7 +22,6 @@ from promptfed.shared.methods.core.base import (
     ClientInfo,
     ClientUpdate,
     Combine,
-    Disclosed,
     MethodError,
     Phase,
     ServerContext,
@@ -37,6 +36,7 @@ from promptfed.shared.methods.core.context import (
     class_prompts,
     train_context,
 )
+from promptfed.shared.methods.core.disclosures import Disclosed
 from promptfed.shared.methods.core.training import Group, train
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec

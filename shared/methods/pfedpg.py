@@ -25,13 +25,13 @@ from promptfed.shared.methods.core.base import (
     ClientInfo,
     ClientUpdate,
     Combine,
-    Disclosed,
     Method,
     MethodError,
     Phase,
     ServerContext,
     TrainResult,
 )
+from promptfed.shared.methods.core.disclosures import Disclosed
 from promptfed.shared.methods.core.heads import LinearHead, head_width
 from promptfed.shared.methods.core.row_optimizers import MEAN, SQUARE, STEPS, adam, sgd
 from promptfed.shared.methods.core.visual import (

@@ -20,16 +20,15 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.base import (
-    AGGREGATE,
     ClientContext,
     ClientUpdate,
     Combine,
-    Disclosed,
     Method,
     Phase,
     ServerContext,
     TrainResult,
 )
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.insights import Measured
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.methods.zero_shot import TemplateClassifier

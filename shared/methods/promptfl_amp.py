@@ -19,7 +19,6 @@ from promptfed.shared.methods.core.base import (
     ClientInfo,
     ClientUpdate,
     Combine,
-    Disclosed,
     Phase,
     ServerContext,
     TrainResult,
@@ -33,6 +32,7 @@ from promptfed.shared.methods.core.context import (
     class_prompts,
     train_context,
 )
+from promptfed.shared.methods.core.disclosures import Disclosed
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 MESSAGE = TensorSpec("message", ("m", "d_t"))

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Generator, Tensor
 
 from promptfed.shared.messages import Domain
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.text_features import same_in_a_text, template_features
 from promptfed.shared.spec import BackboneShape, FederationSpec, TrainingSpec
 from promptfed.shared.tensors import Shape, Tensors, TensorSpec
@@ -222,17 +223,6 @@ class Mixes(Protocol):
 
     def shares(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, k)`` shares of the domains in ``domain_names``, which sum to 1, of the images at ``indices (B,)``."""
-
-
-@dataclass(frozen=True)
-class Disclosed:
-    """What taking part tells of a client's data beyond the tensors' names: ``what``, a clause, and to whom."""
-
-    to: Literal["operator", "sites"]
-    what: str
-
-
-AGGREGATE = Disclosed("sites", "the aggregate of all updates, in which this client's has its share")
 
 
 class Method(ABC):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Disclosed, MethodError, ServerContext
+from promptfed.shared.methods.core.base import ClientContext, ClientInfo, MethodError, ServerContext
+from promptfed.shared.methods.core.disclosures import Disclosed
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.spec import BackboneShape
 

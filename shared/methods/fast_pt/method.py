@@ -16,22 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.base import (
-    AGGREGATE,
     Classifier,
     ClientContext,
     ClientInfo,
     ClientUpdate,
     Combine,
-    Disclosed,
     MethodError,
     Needs,
     Phase,
@@ -41,13 +38,13 @@ from promptfed.shared.methods.core.base import (
 from promptfed.shared.methods.core.context import (
     INIT_STD,
     BatchCrossEntropy,
-    ContextHyper,
     ContextMethod,
     TextPromptClassifier,
     class_prompts,
     text_width,
     train_context,
 )
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.fast_pt.domain_mixture import (
@@ -72,7 +69,8 @@ from promptfed.shared.methods.fast_pt.domains import (
     too_long,
     trainer_domains,
 )
-from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer, StyleTransferHyper
+from promptfed.shared.methods.fast_pt.objective import FastPTHyper, contrastive_loss
+from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -83,47 +81,6 @@ GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))
 PROMPT = TensorSpec("domain_prompt", ("m", "d_t"))
 PROMPTS = TensorSpec("domain_prompts", ("k", "m", "d_t"))  # none before the end
 LISTED = TensorSpec("listed_domains", ("k",), "int64")  # whose they are
-
-
-class FastPTHyper(ContextHyper, StyleTransferHyper):
-    """Both prompts are of length m. The switches are the paper's ablations (Table 3)."""
-
-    m: Annotated[int, Field(ge=1, le=64, description="vectors of the global prompt, and of a domain prompt")] = 4
-    classifier_learning_rate: Annotated[
-        float, Field(gt=0, le=1000, description="rate of the domain classifier; the prompts' is training.learning_rate")
-    ] = 0.01
-    mixture: Annotated[
-        Mixture,
-        Field(
-            description="an image's domain prompt: its likeliest domain's, or the average by the classifier's softmax"
-        ),
-    ] = "hard"
-    merge_domains: Annotated[
-        bool, Field(description="let clients whose descriptions are the same be one domain, instead of refusing")
-    ] = False
-    prompts: Annotated[
-        Literal["both", "global", "domain"],
-        Field(description="ablation: the global prompt alone, or the domain prompts (and the classifier) alone"),
-    ] = "both"
-    contrastive: Annotated[
-        bool, Field(description="ablation: the contrastive term; without a global prompt there is none")
-    ] = True
-    mst: Annotated[bool, Field(description="ablation: style transfer; else the own embeddings only")] = True
-    target_descriptions: Annotated[
-        bool, Field(description="ablation: transfer to the evaluators' domains too, for the global prompt")
-    ] = False
-
-
-def contrastive_loss(prompt: Tensor, description: Tensor, general: Tensor) -> Tensor:
-    """−log(e^{sim(P^D,t)} / (e^{sim(P^D,t)} + e^{sim(P^D,P^G)})) of token embeddings ``(·, d_t)`` (Eq. 6).
-
-    sim is the cosine of the means over tokens.
-    """
-
-    def similarity(other: Tensor) -> Tensor:
-        return F.cosine_similarity(prompt.mean(dim=0), other.mean(dim=0), dim=0)
-
-    return F.softplus(similarity(general) - similarity(description))
 
 
 class FastPT(ContextMethod):

@@ -219,7 +219,11 @@ def test_equal_starts_are_refused(backbone: Backbone) -> None:
     assert alone.initial_state_with(backbone, server_context(), initial_draws(3))["contexts"].shape[0] == 1
 
 
-@pytest.mark.parametrize(("tried", "sent"), [(otp(m=16), 32_768), (otp(m=4), 8_192), (plot(m=16), 131_072)], ids=str)
+@pytest.mark.parametrize(
+    ("tried", "sent"),
+    [(otp(m=16), 32_768), (otp(m=4), 8_192), (plot(m=16), 131_072)],
+    ids=["fedotp-16", "fedotp-4", "fedplot-16"],
+)
 def test_what_travels(tried: Method, sent: int) -> None:
     (phase,) = tried.phases(1, 4)
     assert phase.mean
