@@ -94,15 +94,9 @@ class Joining:
             Refused: the coordinator does not take this client.
             FederationEnded: it is over, and nothing is to be served.
         """
-        settings, parts = self.settings, self.parts
+        settings = self.settings
         identity = self.state.identity(settings.name, settings.role)
-        source = parts.source
-        if source is None:
-            source = await self.compute.run(lambda: open_data(settings.data, settings.name, settings.domain))
-        tests = parts.tests
-        if tests is None:
-            tests = await self.compute.run(lambda: {name: open_data(uri) for name, uri in settings.tests.items()})
-        domain_of(source)  # refuses one that cannot be declared, before anybody is asked anything
+        source, tests = await self._data()
 
         self.monitor.stage("enrolling")
         token = self._enrolment_token(identity)
@@ -123,29 +117,42 @@ class Joining:
 
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
-        cache = parts.features or FeatureCache(settings.features_dir, keep_patches=settings.keep_patches)
-        own = settings.image_cache_mib
-        images = IMAGES if own is None else ImageCache(own << 20)
-        data = ClientData(source, backbone, cache, self.compute.stopped, tests, images)
-        if settings.reset_private:
-            self.state.reset_private()
-        work = TaskWork(
-            settings.name,
-            settings.role,
-            backbone,
-            data,
-            self.state,
-            self.predictor,
-            agreement,
-            parts.record,
-            settings.method_options,
-        )
+        work = self._work(backbone, agreement, source, tests)
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         request = enrol_request(replace(declared, device=describe_device(backbone.device)), identity.secret, backbone)
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
+
+    async def _data(self) -> tuple[Source, Mapping[str, Source]]:
+        """The client's data and its test sets. One that cannot be declared is refused before anybody is asked."""
+        settings, source, tests = self.settings, self.parts.source, self.parts.tests
+        if source is None:
+            source = await self.compute.run(lambda: open_data(settings.data, settings.name, settings.domain))
+        if tests is None:
+            tests = await self.compute.run(lambda: {name: open_data(uri) for name, uri in settings.tests.items()})
+        domain_of(source)
+        return source, tests
+
+    def _work(self, backbone: Backbone, agreement: Agreement, source: Source, tests: Mapping[str, Source]) -> TaskWork:
+        settings, parts = self.settings, self.parts
+        cache = parts.features or FeatureCache(settings.features_dir, keep_patches=settings.keep_patches)
+        own = settings.image_cache_mib
+        images = IMAGES if own is None else ImageCache(own << 20)
+        if settings.reset_private:
+            self.state.reset_private()
+        return TaskWork(
+            settings.name,
+            settings.role,
+            backbone,
+            ClientData(source, backbone, cache, self.compute.stopped, tests, images),
+            self.state,
+            self.predictor,
+            agreement,
+            parts.record,
+            settings.method_options,
+        )
 
     async def _backbone(self, info: EnrolmentInfo, method: Method) -> Backbone:
         backbone = self.parts.backbone
