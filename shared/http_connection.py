@@ -23,9 +23,10 @@ REFUSED = "Invalid HTTP request received."
 
 # llhttp skips the body of a request that asks for another protocol: what follows would be taken for a request. Nobody
 # gets another protocol here, and a server may ignore that it is asked (RFC 9110, section 7.8).
-UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:[^\r\n]*(?=\r\n)", re.IGNORECASE)
+UPGRADE = re.compile(rb"\r\nupgrade:[\t -~]*(?=\r\n)", re.IGNORECASE)
 # llhttp takes several spaces, other versions, whole addresses and fragments.
 REQUEST_LINE = re.compile(rb"[A-Z-]+ /[!\"$-~]* HTTP/1\.[01]\r\n")
+CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[^\r\n]*)?\r\n")
 
 
 class Connection(HttpToolsProtocol):
@@ -38,8 +39,7 @@ class Connection(HttpToolsProtocol):
         self._unread = b""
         self._in_head = False
         self._in_body = False
-        self._left: int | None = None  # bytes of the body; None: it is chunked
-        self._besides = 0  # bytes of a chunked body since the last that were content: extensions and trailers
+        self._body: _Counted | _Chunked = _Counted(0)
         self._overdue: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -101,30 +101,11 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _feed_body(self) -> None:
-        if self._left is None:
-            data, self._unread = self._unread, b""
-            self._besides += len(data)
-        else:
-            data, self._unread = self._unread[: self._left], self._unread[self._left :]
-            self._left -= len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError:
-            if self._in_body:
-                raise
-            # Whole, but something follows a chunked body in what was read with its end, and is lost: without
-            # a connection whoever sent it knows that it was not answered.
-            self.cycle.keep_alive = False
-            if self.cycle.response_complete:
-                self.transport.close()
-        if self._in_body and self._besides > HEAD_BYTES:
-            raise ValueError("chunk extensions or trailers are too long")
-
-    def on_message_begin(self) -> None:
-        """Of a head that was handed over, and not of what follows a chunked body."""
-        if not self._in_head:
-            raise ValueError("a request behind a chunked body")
-        super().on_message_begin()
+        size = self._body.within(self._unread)
+        data, self._unread = self._unread[:size], self._unread[size:]
+        self.parser.feed_data(data)
+        if self._in_body is self._body.ended:
+            raise ValueError("the body does not end where it seems to")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; a trailer is dropped."""
@@ -134,17 +115,13 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begin the request unless its head can be read in two ways. Raises ValueError."""
         version = self.parser.get_http_version()
-        self._left = _length(self.headers, version)
+        self._body = _body_of(self.headers, version)
         if version == "1.0":
             self.expect_100_continue = False
         if self.parser.should_upgrade():
-            raise ValueError("CONNECT is for proxies")
+            raise ValueError("CONNECT, or an Upgrade in odd characters")
         super().on_headers_complete()
-        self._in_head, self._in_body, self._besides = False, True, 0
-
-    def on_body(self, body: bytes) -> None:
-        self._besides = 0
-        super().on_body(body)
+        self._in_head, self._in_body = False, True
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -191,8 +168,66 @@ def _has_bare_newline(data: bytes) -> bool:
     return data.count(b"\n") != data.count(b"\r\n")
 
 
-def _length(headers: list[tuple[bytes, bytes]], version: str) -> int | None:
-    """Bytes of the body, None where it is chunked. Raises ValueError where two readers could see two bodies."""
+class _Counted:
+    """Where a body ends whose length is told."""
+
+    def __init__(self, length: int):
+        self._left = length
+
+    @property
+    def ended(self) -> bool:
+        return self._left == 0
+
+    def within(self, data: bytes) -> int:
+        """How many of the next bytes are still the body's."""
+        size = min(self._left, len(data))
+        self._left -= size
+        return size
+
+
+class _Chunked:
+    """The same of chunks: whether they are right is llhttp's to say, but it would read on behind the last."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._content = 0  # bytes left of a chunk and its line's end
+        self._line = b""
+        self._trailers: int | None = None  # bytes of them so far, once the last chunk was there
+
+    def within(self, data: bytes) -> int:
+        """As of a counted one. Raises ValueError where a line is none, or too long."""
+        at = 0
+        while at < len(data) and not self.ended:
+            if self._content:
+                step = min(self._content, len(data) - at)
+                self._content, at = self._content - step, at + step
+                continue
+            end = data.find(b"\n", at) + 1 or len(data)
+            self._line, at = self._line + data[at:end], end
+            if len(self._line) + (self._trailers or 0) > HEAD_BYTES:
+                raise ValueError("chunk extensions or trailers are too long")
+            if self._line.endswith(b"\n"):
+                self._take(self._line)
+                self._line = b""
+        return at
+
+    def _take(self, line: bytes) -> None:
+        if self._trailers is not None:
+            self._trailers += len(line)
+            self.ended = line == b"\r\n"
+            return
+        found = CHUNK_LINE.fullmatch(line)
+        if found is None:
+            raise ValueError("no size of a chunk")
+        size = int(found[1], 16)
+        if size:
+            self._content = size + len(b"\r\n")
+        else:
+            self._trailers = 0
+
+
+def _body_of(headers: list[tuple[bytes, bytes]], version: str) -> _Counted | _Chunked:
+    """How the body ends. Raises ValueError where two readers could see two bodies."""
     of_host = sum(name == b"host" for name, _ in headers)
     if of_host > 1 or (version == "1.1" and of_host == 0):
         raise ValueError("one Host header, or none in HTTP/1.0")
@@ -201,10 +236,10 @@ def _length(headers: list[tuple[bytes, bytes]], version: str) -> int | None:
     if not codings:
         if len(lengths) > 1:
             raise ValueError("two lengths")
-        return int(lengths[0]) if lengths else 0
+        return _Counted(int(lengths[0]) if lengths else 0)
     if lengths or version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]:
         raise ValueError("chunked, and nothing else")
-    return None
+    return _Chunked()
 
 
 class _UntilTheEnd:

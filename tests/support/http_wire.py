@@ -83,7 +83,7 @@ async def _converse(pieces: Iterable[bytes]) -> Conversation:
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         body, more = b"", True
-        while more:
+        while more and not (scope["path"] == "/early" and body):
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
