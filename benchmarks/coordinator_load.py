@@ -5,10 +5,17 @@ their tasks at the same moment, fetch the payload and send an update of the want
 
     python -m benchmarks.coordinator_load --json load.json
     python -m benchmarks.coordinator_load --cases 32:100 --databases sqlite
+    python -m benchmarks.coordinator_load --beside flower --repeat 3 --json benchmarks/coordinator.json
+    python -m benchmarks.coordinator_tables          # docs/speed.md from the latter
+
+With ``--beside flower`` the same number of clients sends updates of the same size to Flower's in-memory gRPC server
+(``benchmarks/flower.py``), in the same minutes, case by case. It takes a Python with flwr (``--flower-python``); one
+is made for the run in a temporary folder, from the package index, where none is named.
 
 - updates/s: updates accepted in all training rounds, over the time from a round's first poll answered to its last 201.
 - p50, p99: from sending an update's first byte to its 201. A 503 before it (too many uploads at once) is not in it but
   counted; the client waits as long as ``Retry-After`` says.
+- CPU per update: of the coordinator's process, from the first poll of the first round to the end, over all updates.
 - peak: the most memory that the coordinator process ever had (VmHWM), and how much of it before anybody enrolled.
 """
 
@@ -20,6 +27,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -27,20 +35,23 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import parser, table, write
+from benchmarks import beside_flower
+from benchmarks import coordinator_tables as tables
+from benchmarks.beside_flower import ROUNDS, SHAPES
+from benchmarks.harness import machine, parser, write
 from tests.support.coordinators import CoordinatorProcess
 from tests.support.postgres import PostgresServer
 
-SHAPES = {32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of a float32 context
 CASES = ((32, 10), (32, 100), (32, 1000), (5120, 10), (5120, 100))
-ROUNDS = {10: 20, 100: 5, 1000: 2}
 FINGERPRINT = "sha256:" + "ab" * 32
-ENROLLING = 20  # at once
+ENROLLING = 100  # at once
 WHOLE_SECONDS = 300.0
 
 
@@ -69,9 +80,10 @@ class Connection:
         return int(head[0].split()[1]), answered, content
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up; the next request opens another connection."""
         if self._streams is not None:
             self._streams[1].close()
+        self._streams = None
 
 
 @dataclass
@@ -81,6 +93,17 @@ class Record:
     spans: list[tuple[int, float, float]] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
     too_many: int = 0
+
+    def seconds(self) -> float:
+        """Of all rounds, each from its first poll answered to its last 201."""
+        rounds: dict[int, list[tuple[float, float]]] = {}
+        for number, begun, ended in self.spans:
+            rounds.setdefault(number, []).append((begun, ended))
+        return sum(max(ended for _, ended in some) - min(begun for begun, _ in some) for some in rounds.values())
+
+    def whole_seconds(self) -> float:
+        """From the first round's first poll answered to the last round's last 201, with what lies between rounds."""
+        return max(ended for _, _, ended in self.spans) - min(begun for _, begun, _ in self.spans)
 
 
 class LoadClient:
@@ -95,8 +118,8 @@ class LoadClient:
         self._shape = shape
         self._record = record
 
-    async def enrol(self, token: str) -> None:
-        """Enrol with a secret of its own."""
+    async def enrol(self, token: str, places: asyncio.Semaphore) -> None:
+        """Enrol with a secret of its own, over a connection of its own, when one of the ``places`` is free."""
         body = {
             "name": self.name,
             "secret": self._secret,
@@ -105,9 +128,10 @@ class LoadClient:
             "backbone_fingerprint": FINGERPRINT,
             "backbone_shape": {"d_t": self._shape[1], "d_e": 8},
         }
-        http = Connection(self._port, token)
-        await expect(http, 201, "POST", "/v1/federations/load/clients", json.dumps(body).encode())
-        http.close()
+        async with places:
+            http = Connection(self._port, token)
+            await expect(http, 201, "POST", "/v1/federations/load/clients", json.dumps(body).encode())
+            http.close()
 
     async def work(self) -> None:
         """Answer tasks until the federation has ended."""
@@ -204,6 +228,12 @@ def footprint(pid: int) -> Footprint:
     return Footprint(megabytes["VmRSS"], megabytes["VmHWM"], len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
+def cpu_seconds_of(pid: int) -> float:
+    """CPU seconds that a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def load_spec(kilobytes: int, clients: int, rounds: int, retention: str, deadline: float) -> dict[str, Any]:
     """Of the federation ``load``: evaluated before the first and after the last round only."""
     return {
@@ -233,28 +263,39 @@ async def play(
     asked = json.dumps({"uses": len(clients)}).encode()
     token = json.loads(await expect(http, 201, "POST", "/v1/federations/load/enrolment-tokens", asked))["token"]
     begun = time.perf_counter()
-    for start in range(0, len(clients), ENROLLING):
-        await asyncio.gather(*(client.enrol(token) for client in clients[start : start + ENROLLING]))
+    places = asyncio.Semaphore(ENROLLING)
+    await asyncio.gather(*(client.enrol(token, places) for client in clients))
     enrolled = time.perf_counter()
     working = asyncio.gather(*(client.work() for client in clients))
     await expect(http, 200, "POST", "/v1/federations/load/start")
     async with asyncio.timeout(seconds):
         await asyncio.gather(working, *([watch()] if watch else []))
     ended = time.perf_counter()
+    http.close()  # It may have been unused for longer than the coordinator keeps one.
     state = json.loads(await expect(http, 200, "GET", "/v1/federations/load"))["state"]
     if state != "finished":
         raise SystemExit(f"the federation is {state}")
     return enrolled - begun, ended - enrolled
 
 
-async def burst(port: int, operator: str, kilobytes: int, count: int, record: Record) -> float:
-    """A federation of ``count`` clients; seconds that enrolling took."""
+async def burst(
+    port: int, operator: str, kilobytes: int, count: int, record: Record, begin: Callable[[], None]
+) -> float:
+    """A federation of ``count`` clients; seconds that enrolling took. ``begin`` is called when its rounds begin."""
+
+    async def watch() -> None:
+        begin()
+
     http, content = Connection(port, operator), content_of(kilobytes)
     clients = [LoadClient(port, f"client-{k:04}", content, SHAPES[kilobytes], record) for k in range(count)]
     spec = load_spec(kilobytes, count, ROUNDS[count], "last_round", 600)
-    enrolling, _ = await play(http, spec, clients, WHOLE_SECONDS)
+    enrolling, _ = await play(http, spec, clients, WHOLE_SECONDS, watch)
     http.close()
     return enrolling
+
+
+def _note_cpu(pid: int, used: list[float]) -> None:
+    used.append(cpu_seconds_of(pid))
 
 
 def measure(database: str, options: list[str], size: int, count: int) -> dict[str, Any]:
@@ -266,20 +307,20 @@ def measure(database: str, options: list[str], size: int, count: int) -> dict[st
     ):
         idle = footprint(pid).peak_mb
         operator = (Path(folder) / "data" / "operator.token").read_text().strip()
-        enrolling = asyncio.run(burst(port, operator, size, count, record))
+        used: list[float] = []
+        begin = partial(_note_cpu, pid, used)
+        enrolling = asyncio.run(burst(port, operator, size, count, record, begin))
+        begin()
         peak = footprint(pid).peak_mb
-    rounds = {number for number, _, _ in record.spans}
-    seconds = sum(
-        max(end for k, _, end in record.spans if k == round) - min(begun for k, begun, _ in record.spans if k == round)
-        for round in rounds
-    )
     latencies = np.array(record.accepted)
     return {
         "database": database,
         "kilobytes": size,
         "clients": count,
         "updates": len(latencies),
-        "updates_per_second": len(latencies) / seconds,
+        "updates_per_second": len(latencies) / record.seconds(),
+        "whole_run_updates_per_second": len(latencies) / record.whole_seconds(),
+        "cpu_ms_per_update": (used[1] - used[0]) / len(latencies) * 1e3,
         "p50_ms": float(np.percentile(latencies, 50)) * 1e3,
         "p99_ms": float(np.percentile(latencies, 99)) * 1e3,
         "too_many_uploads": record.too_many,
@@ -287,23 +328,6 @@ def measure(database: str, options: list[str], size: int, count: int) -> dict[st
         "idle_mb": idle,
         "peak_mb": peak,
     }
-
-
-def update_size(kilobytes: int) -> str:
-    """As a table shows it."""
-    return f"{kilobytes} KB" if kilobytes < 1024 else f"{kilobytes // 1024} MB"
-
-
-def markdown(cases: list[dict[str, Any]]) -> str:
-    """The table of the cases."""
-    columns = ["database", "update", "clients", "updates/s", "p50", "p99", "503s per update", "peak memory (idle)"]
-    rows = []
-    for case in cases:
-        cells = [case["database"], update_size(case["kilobytes"]), f"{case['clients']:,}"]
-        cells += [f"{case['updates_per_second']:.0f}", f"{case['p50_ms']:.0f} ms", f"{case['p99_ms']:.0f} ms"]
-        cells.append(f"{case['too_many_uploads'] / case['updates']:.2f}")
-        rows.append([*cells, f"{case['peak_mb']:.0f} MB ({case['idle_mb']:.0f})"])
-    return table(columns, rows)
 
 
 def allow_many_connections() -> None:
@@ -328,25 +352,43 @@ def main() -> None:
     command.add_argument("--cases", type=parse_cases, default=CASES, help="KB:clients, with commas between")
     command.add_argument("--databases", default="sqlite,postgresql")
     command.add_argument("--repeat", type=int, default=1, help="the case with the median updates/s is shown")
+    command.add_argument("--beside", choices=["flower"], help="the same clients at another server, in turn")
+    command.add_argument("--flower-python", help="a Python with flwr; without, one is made for the run")
     options = command.parse_args()
     allow_many_connections()
-    rows, shown = [], []
+    cases: list[dict[str, Any]] = []
+    load = os.getloadavg()
     with contextlib.ExitStack() as stack:
-        server = None
-        if "postgresql" in options.databases:
-            server = PostgresServer(fsync=True)
-            stack.callback(server.remove)
+        measures: dict[str, Callable[[int, int], dict[str, Any]]] = {}
+        for database in options.databases.split(","):
+            server = stack.enter_context(postgres()) if database == "postgresql" else None
+            measures[database] = partial(_measure_on, database, server)
+        if options.beside:
+            python = options.flower_python or stack.enter_context(beside_flower.own_python())
+            measures[beside_flower.NAME] = partial(beside_flower.measure, python)
         for size, count in options.cases:
-            for database in options.databases.split(","):
-                runs = []
-                for _ in range(options.repeat):
-                    where = ["--database-url", server.schema()] if server and database == "postgresql" else []
-                    runs.append(measure(database, where, size, count))
-                    print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-                rows += runs
-                shown.append(sorted(runs, key=lambda run: run["updates_per_second"])[len(runs) // 2])
-    print(markdown(shown))
-    write(options.json, rows, indent=2)
+            for _, (name, measure_) in product(range(options.repeat), measures.items()):
+                if name == beside_flower.NAME and size > beside_flower.MOST_KILOBYTES:
+                    continue
+                cases.append(measure_(size, count))
+                print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
+    numbers = {"machine": machine() | {"cores": os.cpu_count()}, "load": [load, os.getloadavg()], "cases": cases}
+    print(tables.whole(numbers))
+    write(options.json, numbers, indent=2)
+
+
+@contextlib.contextmanager
+def postgres() -> Iterator[PostgresServer]:
+    """A server that syncs what it commits."""
+    server = PostgresServer(fsync=True)
+    try:
+        yield server
+    finally:
+        server.remove()
+
+
+def _measure_on(database: str, server: PostgresServer | None, size: int, count: int) -> dict[str, Any]:
+    return measure(database, ["--database-url", server.schema()] if server is not None else [], size, count)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.beside_flower import SHAPES
 from benchmarks.coordinator_load import (
-    SHAPES,
     Connection,
     Footprint,
     LoadClient,
@@ -41,8 +41,8 @@ from benchmarks.coordinator_load import (
     footprint,
     load_spec,
     play,
-    update_size,
 )
+from benchmarks.coordinator_tables import update_size
 from benchmarks.harness import parser, table, write
 
 LEGS = "32:1000:200:all,5120:50:20:last_round"

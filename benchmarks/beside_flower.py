@@ -1,0 +1,85 @@
+"""The same clients at Flower's in-memory server (``benchmarks/flower.py``), which has a Python of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "flower"
+SHAPES = {32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of a float32 context
+ROUNDS = {10: 20, 100: 5, 1000: 2}
+MOST_KILOBYTES = 32  # what the comparison is about
+WANTED = "flwr>=1.41,<1.43"
+SCRIPT = Path(__file__).with_name("flower.py")
+WHOLE_SECONDS = 300.0
+
+
+@contextlib.contextmanager
+def own_python() -> Iterator[str]:
+    """A Python with flwr, made for the length of a block."""
+    with tempfile.TemporaryDirectory(prefix="promptfed-flower-") as folder:
+        venv.create(folder, with_pip=True)
+        python = str(Path(folder) / "bin" / "python")
+        print(f"installing {WANTED} for this run", file=sys.stderr)
+        subprocess.run([python, "-m", "pip", "install", "-q", WANTED], check=True)  # noqa: S603 (ourselves)
+        yield python
+
+
+def measure(python: str, kilobytes: int, clients: int) -> dict[str, Any]:
+    """One case, as ``coordinator_load.measure`` tells of ours; an update is not answered, so nothing waits for it."""
+    rounds, shape = ROUNDS[clients], SHAPES[kilobytes]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    about = [str(number) for number in (port, clients)]
+    sizes = [str(number) for number in shape]
+    server = _start(python, "server", *about, str(rounds), *sizes)
+    players = None
+    try:
+        _wait_for(server, port)
+        players = _start(python, "clients", *about, *sizes)
+        told, _ = server.communicate(timeout=WHOLE_SECONDS)
+        if server.returncode or players.wait(WHOLE_SECONDS):
+            raise SystemExit(f"Flower's run with {clients} clients failed: {server.returncode}, {players.returncode}")
+    finally:
+        for process in (server, players):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+    numbers = json.loads(told.splitlines()[-1])
+    updates = rounds * clients
+    return {
+        "database": NAME,
+        "flwr": numbers["flwr"],
+        "kilobytes": kilobytes,
+        "clients": clients,
+        "updates": updates,
+        "updates_per_second": updates / sum(numbers["seconds"]),
+        "whole_run_updates_per_second": updates / numbers["whole_seconds"],
+        "cpu_ms_per_update": numbers["cpu_seconds"] / updates * 1e3,
+        "idle_mb": numbers["idle_mb"],
+        "peak_mb": numbers["peak_mb"],
+    }
+
+
+def _start(python: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [python, str(SCRIPT), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # noqa: S603
+
+
+def _wait_for(server: subprocess.Popen[str], port: int) -> None:
+    end = time.monotonic() + WHOLE_SECONDS
+    while server.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+    raise SystemExit("Flower's server does not start: is flwr 1.41 or 1.42 installed there?")

@@ -1,0 +1,130 @@
+"""Flower's in-memory server and clients that answer at once: run by a Python that has flwr, and nothing of ours.
+
+    python benchmarks/flower.py server PORT CLIENTS ROUNDS ROWS COLUMNS
+    python benchmarks/flower.py clients PORT CLIENTS ROWS COLUMNS
+
+The server is the one behind flwr's legacy ``start_server``: bidirectional gRPC streams, FedAvg, everything in memory.
+It prints one line of JSON: for each round the seconds from sending the first instruction to holding the last answer
+(aggregating is not in it); wall and CPU seconds from the first instruction of all to the last answer of all, with what
+lies between rounds; its memory when idle and at its peak. The clients are all in one process, each on a connection of
+its own, as those of ``benchmarks.coordinator_load`` are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import io
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from flwr.common import ndarrays_to_parameters
+from flwr.proto import transport_pb2, transport_pb2_grpc
+from flwr.server.client_manager import SimpleClientManager
+from flwr.server.server import Server
+from flwr.server.strategy import FedAvg
+from flwr.server.superlink.fleet.grpc_bidi.grpc_server import start_grpc_server
+
+MESSAGE_BYTES = 512 << 20
+
+
+def memory_mb(key: str) -> float:
+    """``VmRSS`` or ``VmHWM`` of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+class Timed(FedAvg):
+    """Federated averaging that looks at the clock when a round's instructions go out and when all answers are in."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.seconds: list[float] = []
+
+    def configure_fit(self, *arguments: Any, **named: Any) -> Any:
+        asked = super().configure_fit(*arguments, **named)
+        self._begun = time.perf_counter(), time.process_time()
+        if not self.seconds:
+            self.first = self._begun
+        return asked
+
+    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+        self.seconds.append(time.perf_counter() - self._begun[0])
+        self.whole = time.perf_counter() - self.first[0], time.process_time() - self.first[1]
+        if failures:
+            raise SystemExit(f"{len(failures)} clients failed: {failures[0]}")
+        return super().aggregate_fit(server_round, results, failures)
+
+
+def serve(port: int, clients: int, rounds: int, shape: tuple[int, int]) -> None:
+    """A whole run."""
+    strategy = Timed(
+        fraction_fit=1.0,
+        fraction_evaluate=0.0,
+        min_fit_clients=clients,
+        min_available_clients=clients,
+        initial_parameters=ndarrays_to_parameters([np.zeros(shape, np.float32)]),
+    )
+    manager = SimpleClientManager()
+    server = Server(client_manager=manager, strategy=strategy)
+    grpc_server = start_grpc_server(manager, f"127.0.0.1:{port}", max_concurrent_workers=max(1000, clients + 10))
+    idle = memory_mb("VmRSS")
+    print("listening", file=sys.stderr, flush=True)
+    server.fit(num_rounds=rounds, timeout=None)
+    server.disconnect_all_clients(timeout=10)
+    grpc_server.stop(1)
+    told = {"seconds": strategy.seconds, "whole_seconds": strategy.whole[0], "cpu_seconds": strategy.whole[1]}
+    told |= {"idle_mb": idle, "peak_mb": memory_mb("VmHWM"), "flwr": importlib.metadata.version("flwr")}
+    print(json.dumps(told), flush=True)
+
+
+async def answer(port: int, content: bytes) -> None:
+    """One client: an update of ``content`` for every instruction."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        stream = transport_pb2_grpc.FlowerServiceStub(channel).Join()
+        update = transport_pb2.ClientMessage.FitRes(
+            status=transport_pb2.Status(code=transport_pb2.Code.OK),
+            parameters=transport_pb2.Parameters(tensors=[content], tensor_type="numpy.ndarray"),
+            num_examples=10,
+        )
+        while (message := await stream.read()) is not grpc.aio.EOF:
+            kind = message.WhichOneof("msg")
+            if kind == "fit_ins":
+                await stream.write(transport_pb2.ClientMessage(fit_res=update))
+            elif kind == "reconnect_ins":
+                gone = transport_pb2.ClientMessage.DisconnectRes(reason=transport_pb2.Reason.ACK)
+                await stream.write(transport_pb2.ClientMessage(disconnect_res=gone))
+                await stream.done_writing()
+                return
+            else:
+                raise SystemExit(f"the server asks for {kind}")
+
+
+async def play(port: int, clients: int, shape: tuple[int, int]) -> None:
+    """All clients."""
+    file = io.BytesIO()
+    np.save(file, np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
+    await asyncio.gather(*(answer(port, file.getvalue()) for _ in range(clients)))
+
+
+def main() -> None:
+    """Run one side."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    side, *numbers = sys.argv[1:]
+    given = [int(number) for number in numbers]
+    if side == "server":
+        serve(given[0], given[1], given[2], (given[3], given[4]))
+    else:
+        asyncio.run(play(given[0], given[1], (given[2], given[3])))
+
+
+if __name__ == "__main__":
+    main()
