@@ -66,7 +66,7 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
         ),
     },
 )
-def post_client(
+async def post_client(
     connection: Request,
     registry: RegistryOf,
     federation: EnrollingAt,
@@ -76,7 +76,7 @@ def post_client(
 ) -> EnrolResponse:
     """Enrol under a name, with a secret of the client's own making; from then on it is its bearer token."""
     check_certificate(connection, request.name)
-    client, new = enrol(registry, federation.id, request, token)
+    client, new = await enrol(registry, federation.id, request, token)
     if not new:
         response.status_code = status.HTTP_200_OK
     return EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name)

@@ -167,8 +167,14 @@ class Federation:
 
     def with_clients(self, *clients: Client) -> Federation:
         """This federation with ``clients`` added or replaced."""
-        known = {**self.clients, **{client.name: client for client in clients}}
-        by_secret = {client.secret_digest: client for client in known.values() if client.secret_digest is not None}
+        known, by_secret = dict(self.clients), dict(self.by_secret)
+        for client in clients:
+            before = known.get(client.name)
+            if before is not None and before.secret_digest is not None:
+                del by_secret[before.secret_digest]
+            if client.secret_digest is not None:
+                by_secret[client.secret_digest] = client
+            known[client.name] = client
         return replace(self, clients=known, by_secret=by_secret)
 
 

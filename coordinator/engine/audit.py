@@ -7,6 +7,7 @@ where a request's token is, and travels with the request's context into the thre
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.store.batch import Batch
 from promptfed.coordinator.store.tables import AuditRow
 from promptfed.shared.access_schemas import FIRST_LINK, AuditEntry
 
@@ -32,14 +34,34 @@ class Actor:
 ITSELF = Actor("the coordinator")
 actor: ContextVar[Actor] = ContextVar("actor", default=ITSELF)
 
+LAST = select(AuditRow.number, AuditRow.hash).order_by(AuditRow.number.desc()).limit(1)
+
+
+@contextmanager
+def acting(who: Actor) -> Iterator[None]:
+    """A block in which ``who`` acts, wherever it runs."""
+    before = actor.set(who)
+    try:
+        yield
+    finally:
+        actor.reset(before)
+
 
 def note(session: Session, act: str, federation: Federation | None = None, **detail: Any) -> None:
     """Write down an act, in the transaction that carries it out. Transactions take turns, and so does the chain."""
+    batch = Batch()
+    add(session, batch, act, federation, **detail)
+    batch.write(session)
+
+
+def add(session: Session, batch: Batch, act: str, federation: Federation | None = None, **detail: Any) -> None:
+    """The same for a transaction that writes ``batch`` at its end: the chain goes on behind what waits in there."""
     who = actor.get()
-    last = session.execute(
-        select(AuditRow.number, AuditRow.hash).order_by(AuditRow.number.desc()).limit(1)
-    ).one_or_none()
-    number, previous = (last[0], last[1]) if last is not None else (0, FIRST_LINK)
+    if batch.audit:
+        number, previous = batch.audit[-1]["number"], batch.audit[-1]["hash"]
+    else:
+        last = session.connection().execute(LAST).one_or_none()
+        number, previous = (last[0], last[1]) if last is not None else (0, FIRST_LINK)
     entry = AuditEntry(
         number=number + 1,
         at=clock.now(),
@@ -53,8 +75,7 @@ def note(session: Session, act: str, federation: Federation | None = None, **det
         previous=previous,
         hash="",
     )
-    session.add(AuditRow(**entry.model_copy(update={"hash": entry.computed_hash()}).model_dump()))
-    session.flush()
+    batch.audit.append(entry.model_copy(update={"hash": entry.computed_hash()}).model_dump())
 
 
 def entries(session: Session, after: int, limit: int) -> Iterator[AuditEntry]:

@@ -70,7 +70,7 @@ class Change:
 
     def note(self, act: str, /, **detail: Any) -> None:
         """Write the act into the audit log, under whoever asked for it."""
-        audit.note(self.session, act, self.federation, **detail)
+        audit.add(self.session, self.batch, act, self.federation, **detail)
 
     def keep(self, held: Held) -> None:
         """Write down the small blobs of ``held``: call it where rows that name them are written."""
@@ -93,6 +93,8 @@ class Change:
 
     def client_row(self, name: str) -> ClientRow:
         """The row of the client called ``name``."""
+        if self.batch.clients:
+            self.flush()  # It may have enrolled in this very group.
         mine = (ClientRow.federation_id == self.federation.id, ClientRow.name == name)
         return self.session.scalars(select(ClientRow).where(*mine)).one()
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation
 from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import ClientRow, TokenRow
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
-from promptfed.shared.methods.core.base import MethodError
+from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.spec import BackboneShape
 
 # All different names of a federation together, in UTF-8; ImageNet-21k's have 0.4 MB. They are kept in memory, go to
@@ -44,40 +44,57 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
     )
 
 
-def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest: str) -> tuple[Client, bool]:
-    """The client, and whether it is new (or back after its name was reset).
+async def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest: str) -> tuple[Client, bool]:
+    """The client, and whether it is new (or back after its name was reset). Those who come together are one commit.
 
     Raises:
         A refusal of ``promptfed.coordinator.problems``: see ``_check`` and ``_check_token``.
     """
-    with registry.change(id) as change:
-        federation = change.federation
+    entry = _Enrolment(id, request, token_digest, audit.actor.get())
+    new = await registry.committer.submit(entry)
+    if new:
+        point("client-enrolled")
+    return registry.get(id).clients[request.name], new
+
+
+@dataclass(frozen=True)
+class _Enrolment:
+    """A client that asks to come in, to be entered; ``actor`` is whom the audit log names."""
+
+    federation: str
+    request: EnrolRequest
+    token_digest: str
+    actor: audit.Actor
+
+    def enter(self, change: Change) -> bool:
+        """Let it in, or recognise it."""
+        federation, request = change.federation, self.request
         known = federation.clients.get(request.name)
         _check_version_and_backbone(federation, request)
         if known is not None and known.secret_digest is not None:
-            return _recognise(federation, known, request), False
-        token = _check_token(federation, token_digest, request, known)
+            _recognise(federation, known, request)
+            return False
+        token = _check_token(federation, self.token_digest, request, known)
         _check(federation, request, newcomer=known is None)
         client = _client(request, known.id if known else "cli-" + secrets.token_hex(8))
         _check_method(federation, client, request.backbone_shape)
         _store(change, client, request, token.id)
-        _use(change, token_digest)
+        _use(change, self.token_digest)
         change.federation = change.federation.with_clients(client).with_named(client.class_names)
         change.send(events.Enrolled(client.name, client.role))
         change.emit("client-enrolled", client=client.name, role=client.role, token=token.name)
-        change.note("client-enrolled", client=client.name, role=client.role)
-    point("client-enrolled")
-    return client, True
+        with audit.acting(self.actor):
+            change.note("client-enrolled", client=client.name, role=client.role)
+        return True
 
 
-def _recognise(federation: Federation, known: Client, request: EnrolRequest) -> Client:
+def _recognise(federation: Federation, known: Client, request: EnrolRequest) -> None:
     if not secrets.compare_digest(known.secret_digest or "", digest(request.secret)):
         raise problems.NameTaken(
             f"{request.name!r} has enrolled with another secret: choose another name, or ask the operator to reset it"
         )
     if not federation.run.members[known.name].active:
         raise problems.Withdrawn("the operator has withdrawn this client from the federation")
-    return known
 
 
 def _check_token(
@@ -106,9 +123,9 @@ def _check_token(
 
 
 def _use(change: Change, token_digest: str) -> None:
-    row = change.session.get_one(TokenRow, token_digest)
-    row.used += 1
-    token = replace(change.federation.tokens[token_digest], used=row.used)
+    known = change.federation.tokens[token_digest]
+    token = replace(known, used=known.used + 1)
+    change.batch.tokens[token_digest] = token.used
     change.federation = replace(change.federation, tokens={**change.federation.tokens, token_digest: token})
 
 
@@ -171,13 +188,15 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
             federation.method.dims(seen.context())
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
-    others = [name for name, member in federation.run.members.items() if member.active and name != client.name]
     known = federation.run.members.get(client.name)
     former = federation.clients[client.name].info() if known is not None and known.joined else None
-    context = seen.context(others)
+    alone = seen.context([])
     try:
-        federation.method.check_classes(federation.method.label_space(context.class_names, client.class_names))
-        federation.method.admit(client.info(), former, context)
+        federation.method.check_classes(federation.method.label_space(alone.class_names, client.class_names))
+        if type(federation.method).admit is not Method.admit:  # Else nobody looks at the others, who may be many.
+            members = federation.run.members.items()
+            others = [name for name, member in members if member.active and name != client.name]
+            federation.method.admit(client.info(), former, seen.context(others))
     except MethodError as error:
         raise problems.UnfitClient(str(error)) from None
 
@@ -212,16 +231,8 @@ def _store(change: Change, client: Client, request: EnrolRequest, token_id: str)
         for key, value in described.items():
             setattr(row, key, value)
         return
-    row = ClientRow(
-        id=client.id,
-        federation_id=change.federation.id,
-        name=client.name,
-        joined=False,
-        enrolled_at=clock.now(),
-        refusals=0,
-        **described,
-    )
-    change.session.add(row)
+    place = {"id": client.id, "federation_id": change.federation.id, "name": client.name, "joined": False}
+    change.batch.clients.append({**place, "enrolled_at": clock.now(), "refusals": 0, **described})
 
 
 def _keep_reference(change: Change, request: EnrolRequest) -> None:
@@ -230,6 +241,8 @@ def _keep_reference(change: Change, request: EnrolRequest) -> None:
     if known is not None:
         stated = {key: size for key, size in known.model_dump().items() if size is not None}
         given = given.model_copy(update=stated)
+    if (request.backbone_fingerprint, given) == (change.federation.fingerprint, known):
+        return
     change.federation = replace(change.federation, fingerprint=request.backbone_fingerprint, shape=given)
     row = change.federation_row()
     row.fingerprint, row.shape = request.backbone_fingerprint, given.model_dump()

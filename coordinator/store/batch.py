@@ -10,7 +10,16 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import Insert
 
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import BlobRow, EvaluationRow, EventRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.tables import (
+    AuditRow,
+    BlobRow,
+    ClientRow,
+    EvaluationRow,
+    EventRow,
+    TaskRow,
+    TokenRow,
+    UpdateRow,
+)
 
 Row = dict[str, Any]
 
@@ -19,6 +28,7 @@ _SETTLE = (
     .where(TaskRow.id == bindparam("key"))
     .values(status=bindparam("to"), settled_at=bindparam("at"))
 )
+_USE = update(TokenRow.__table__).where(TokenRow.digest == bindparam("key")).values(used=bindparam("times"))  # type: ignore[arg-type]
 _BLOBS = {
     "sqlite": sqlite.insert(BlobRow.__table__).on_conflict_do_nothing(),  # type: ignore[arg-type]
     "postgresql": postgresql.insert(BlobRow.__table__).on_conflict_do_nothing(),  # type: ignore[arg-type]
@@ -26,6 +36,8 @@ _BLOBS = {
 _UPDATES = insert(UpdateRow.__table__)  # type: ignore[arg-type]
 _EVALUATIONS = insert(EvaluationRow.__table__)  # type: ignore[arg-type]
 _EVENTS = insert(EventRow.__table__)  # type: ignore[arg-type]
+_CLIENTS = insert(ClientRow.__table__)  # type: ignore[arg-type]
+_AUDIT = insert(AuditRow.__table__)  # type: ignore[arg-type]
 
 
 class Batch:
@@ -36,6 +48,9 @@ class Batch:
         self.updates: list[Row] = []
         self.evaluations: list[Row] = []
         self.events: list[Row] = []
+        self.clients: list[Row] = []
+        self.tokens: dict[str, int] = {}  # by digest: how often each has been used
+        self.audit: list[Row] = []
         self._settled: list[Row] = []
 
     def settle(self, task_id: str, status: str, at: str) -> None:
@@ -51,6 +66,9 @@ class Batch:
             connection.execute(_blobs(connection.dialect), rows)
             point("blob-row-written")
         for statement, waiting in (
+            (_CLIENTS, self.clients),
+            (_USE, [{"key": digest, "times": times} for digest, times in self.tokens.items()]),
+            (_AUDIT, self.audit),
             (_SETTLE, self._settled),
             (_UPDATES, self.updates),
             (_EVALUATIONS, self.evaluations),
@@ -60,6 +78,7 @@ class Batch:
                 connection.execute(statement, waiting)
                 waiting.clear()
         self.blobs.clear()
+        self.tokens.clear()
 
 
 def _blobs(dialect: Dialect) -> Insert:

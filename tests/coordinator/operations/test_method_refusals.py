@@ -61,13 +61,14 @@ def test_a_method_may_refuse_a_client_beside_the_active_others(coordinator: InTh
 
 def test_a_method_hears_what_the_state_knows_of_a_client_that_comes_back(coordinator: InThread) -> None:
     federation = coordinator.create(method={"name": "picky"})
-    token = coordinator.token(federation)
     [a] = coordinator.enrol(federation, "a", domain=DOMAIN)
     coordinator.enrol(federation, "b", num_samples=20, domain=DOMAIN)
     coordinator.post(f"{federation}/clients/a/reset")
+    token = coordinator.token(federation, client="a")
     assert a.enrol(token, num_samples=11, domain=DOMAIN).status_code == 201, "before the start no state knows it"
     coordinator.post(f"{federation}/start")
     coordinator.post(f"{federation}/clients/a/reset")
+    token = coordinator.token(federation, client="a")
     assert refusal(a.enrol(token, num_samples=12, domain=DOMAIN))[1:] == ("unfit-client", "a had 11 samples")
     assert a.enrol(token, num_samples=11, domain=DOMAIN).status_code == 201
 
