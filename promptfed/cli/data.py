@@ -19,6 +19,7 @@ SOURCES = {
     "symbols": ("symbols:sketch?topic=weather", "102 drawn symbols in ten styles", "embedded"),
     "digits": ("digits?domain=inverted", "1,797 handwritten digits", "embedded"),
     "emoji": ("emoji:flat", "521 things as three designers drew them, in seven styles", "embedded"),
+    "union": ("union:URI,URI", "several sources, percent-encoded", "as those"),
     "folder": ("folder:/data/pets", "class folders of images", "yours"),
     "csv": ("csv:/data/table.csv", "a table of paths and labels", "yours"),
     "torchvision": ("torchvision:OxfordIIITPet?root=/data", "data sets that torchvision reads", "fetched before"),

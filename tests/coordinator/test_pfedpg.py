@@ -205,7 +205,7 @@ def test_descriptors_last_and_who_comes_back_is_itself(coordinator_with: Callabl
     assert a.payload(again.task(a))["prompts"].equal(own)
     again.delete(f"{federation}/clients/a")
     again.post(f"{federation}/clients/a/reset")
-    assert a.enrol(again.token(federation), backbone_shape=SHAPE).status_code == 201
+    assert a.enrol(again.token(federation, client="a"), backbone_shape=SHAPE).status_code == 201
     b = again.client(federation, "b")
     answer(b, again.task(b))
     answer(b, again.task(b))

@@ -52,7 +52,7 @@ class Api(Coordinator):
     """A coordinator that answers what `Services` asks of it."""
 
     def __init__(self) -> None:
-        super().__init__("http://nowhere", "token")
+        super().__init__("http://127.0.0.1:9", "token")
         self.calls: list[tuple[Any, ...]] = []
         self.enrolled = 0
 
@@ -65,6 +65,7 @@ class Api(Coordinator):
                 (request.verb, request.path, request.options.get("json") or request.options.get("content"))
             )
             answer = {"id": "fed-1", "token": "enrol-me", "expires_at": "2026-01-01T00:00:00Z"}
+            answer |= {"name": "t", "uses": 2, "role": None}
         return Answer(request.model, self.url, {}, json.dumps(answer).encode())
 
 
