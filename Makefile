@@ -55,7 +55,7 @@ test: lint
 
 # Also what wants the extras: the documentation, experiment trackers.
 test-all: lint
-	@extras=test,docs,mlflow,tensorboard; $(install)
+	@extras=test,docs,mlflow,tensorboard,build; $(install)
 	$(BIN)/python -m pytest $(ARGS)
 
 # Kills, attacks and partitions at length, about an hour and a half: what docs/reliability.md tells.

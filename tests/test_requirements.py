@@ -136,7 +136,7 @@ def test_the_images_install_files_whose_hashes_are_known(image: str) -> None:
 
 
 def test_the_build_makes_a_bill_of_materials(tmp_path: Path) -> None:
-    pytest.importorskip("cyclonedx_py", reason="the extra `build` is not installed")
+    pytest.importorskip("cyclonedx_py", reason="bill of materials: pip install '.[build]'")
     out = tmp_path / "coordinator.cdx.json"
     source = ROOT / "requirements" / "locked" / "coordinator.txt"
     command = [sys.executable, "-m", "cyclonedx_py", "requirements", "-o", str(out), str(source)]

@@ -38,7 +38,9 @@ def sources(
         print_json([{"scheme": name, "example": uri, "holds": what} for name, (uri, what, _) in SOURCES.items()])
         return
     rows = [[uri, what, where] for uri, what, where in SOURCES.values()]
-    console.print(table(None, ["data URI", "what it holds", "where it comes from"], rows))
+    listed = table(None, ["data URI", "what it holds", "where it comes from"], rows)
+    listed.columns[0].no_wrap = True  # a URI is to be copied
+    console.print(listed)
 
 
 @data_app.command()
