@@ -14,13 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NAME = "flower"
+CLIENTS = {"flower": "own-clients", "flower_lean": "lean-clients"}
+"""Two ways to play Flower's clients, by the name under which a case is kept: see ``benchmarks/flower.py``."""
 SHAPES = {32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of a float32 context
 ROUNDS = {10: 20, 100: 5, 1000: 2}
 MOST_KILOBYTES = 32  # what the comparison is about
+MOST_OWN_CLIENTS = 100  # a thousand of flwr's own in one process had not played two rounds after five minutes
 WANTED = "flwr>=1.41,<1.43"
 SCRIPT = Path(__file__).with_name("flower.py")
 WHOLE_SECONDS = 300.0
+
+
+def compares(name: str, kilobytes: int, clients: int) -> bool:
+    """Whether a case is measured there."""
+    return kilobytes <= MOST_KILOBYTES and (name != "flower" or clients <= MOST_OWN_CLIENTS)
 
 
 @contextlib.contextmanager
@@ -34,7 +41,7 @@ def own_python() -> Iterator[str]:
         yield python
 
 
-def measure(python: str, kilobytes: int, clients: int) -> dict[str, Any]:
+def measure(python: str, name: str, kilobytes: int, clients: int) -> dict[str, Any]:
     """One case, as ``coordinator_load.measure`` tells of ours; an update is not answered, so nothing waits for it."""
     rounds, shape = ROUNDS[clients], SHAPES[kilobytes]
     with socket.socket() as free:
@@ -46,7 +53,7 @@ def measure(python: str, kilobytes: int, clients: int) -> dict[str, Any]:
     players = None
     try:
         _wait_for(server, port)
-        players = _start(python, "clients", *about, *sizes)
+        players = _start(python, CLIENTS[name], *about, *sizes)
         told, _ = server.communicate(timeout=WHOLE_SECONDS)
         if server.returncode or players.wait(WHOLE_SECONDS):
             raise SystemExit(f"Flower's run with {clients} clients failed: {server.returncode}, {players.returncode}")
@@ -58,7 +65,7 @@ def measure(python: str, kilobytes: int, clients: int) -> dict[str, Any]:
     numbers = json.loads(told.splitlines()[-1])
     updates = rounds * clients
     return {
-        "database": NAME,
+        "database": name,
         "flwr": numbers["flwr"],
         "kilobytes": kilobytes,
         "clients": clients,

@@ -365,10 +365,10 @@ def main() -> None:
             measures[database] = partial(_measure_on, database, server)
         if options.beside:
             python = options.flower_python or stack.enter_context(beside_flower.own_python())
-            measures[beside_flower.NAME] = partial(beside_flower.measure, python)
+            measures |= {name: partial(beside_flower.measure, python, name) for name in beside_flower.CLIENTS}
         for size, count in options.cases:
             for _, (name, measure_) in product(range(options.repeat), measures.items()):
-                if name == beside_flower.NAME and size > beside_flower.MOST_KILOBYTES:
+                if name in beside_flower.CLIENTS and not beside_flower.compares(name, size, count):
                     continue
                 cases.append(measure_(size, count))
                 print(json.dumps(cases[-1]), file=sys.stderr, flush=True)

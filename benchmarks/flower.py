@@ -1,13 +1,15 @@
 """Flower's in-memory server and clients that answer at once: run by a Python that has flwr, and nothing of ours.
 
     python benchmarks/flower.py server PORT CLIENTS ROUNDS ROWS COLUMNS
-    python benchmarks/flower.py clients PORT CLIENTS ROWS COLUMNS
+    python benchmarks/flower.py own-clients PORT CLIENTS ROWS COLUMNS
+    python benchmarks/flower.py lean-clients PORT CLIENTS ROWS COLUMNS
 
 The server is the one behind flwr's legacy ``start_server``: bidirectional gRPC streams, FedAvg, everything in memory.
 It prints one line of JSON: for each round the seconds from sending the first instruction to holding the last answer
 (aggregating is not in it); wall and CPU seconds from the first instruction of all to the last answer of all, with what
 lies between rounds; its memory when idle and at its peak. The clients are all in one process, each on a connection of
-its own, as those of ``benchmarks.coordinator_load`` are.
+its own, as those of ``benchmarks.coordinator_load`` are: flwr's own, of which each runs in a thread, or lean ones on
+one event loop, which speak the same messages and take no longer than ours.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import asyncio
 import importlib.metadata
 import io
 import json
+import logging
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -107,11 +111,30 @@ async def answer(port: int, content: bytes) -> None:
                 raise SystemExit(f"the server asks for {kind}")
 
 
-async def play(port: int, clients: int, shape: tuple[int, int]) -> None:
+async def play_lean(port: int, clients: int, content: np.ndarray) -> None:
     """All clients."""
     file = io.BytesIO()
-    np.save(file, np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
+    np.save(file, content)
     await asyncio.gather(*(answer(port, file.getvalue()) for _ in range(clients)))
+
+
+def play_own(port: int, clients: int, content: np.ndarray) -> None:
+    """All clients as flwr has them, around nothing to train."""
+    # Here, so that they are not in the server's memory.
+    from flwr.compat.client.app import start_client
+    from flwr.compat.client.numpy_client import NumPyClient
+
+    class Answering(NumPyClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            return [content], 10, {}
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    options = {"server_address": f"127.0.0.1:{port}", "client": Answering().to_client(), "insecure": True}
+    threads = [threading.Thread(target=start_client, kwargs=options) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def main() -> None:
@@ -122,8 +145,12 @@ def main() -> None:
     given = [int(number) for number in numbers]
     if side == "server":
         serve(given[0], given[1], given[2], (given[3], given[4]))
+        return
+    content = np.random.default_rng(0).standard_normal((given[2], given[3]), dtype=np.float32)
+    if side == "own-clients":
+        play_own(given[0], given[1], content)
     else:
-        asyncio.run(play(given[0], given[1], (given[2], given[3])))
+        asyncio.run(play_lean(given[0], given[1], content))
 
 
 if __name__ == "__main__":
