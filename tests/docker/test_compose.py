@@ -173,7 +173,7 @@ def test_a_change_of_code_installs_nothing_again(images: None, tmp_path: Path) -
         docker("image", "rm", tag)
         assert built.returncode == 0, built.stderr
         steps = [part.splitlines() for part in built.stderr.split("\n\n")]
-        installs = [lines for lines in steps if "pip install" in lines[0] and "RUN" in lines[0]]
+        installs = [lines for lines in steps if "RUN" in lines[0] and " install-locked " in lines[0]]
         assert len(installs) == 2
         assert all(lines[1].endswith("CACHED") for lines in installs), installs
         assert not any(
