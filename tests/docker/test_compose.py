@@ -166,7 +166,7 @@ def test_a_change_of_code_installs_nothing_again(images: None, tmp_path: Path) -
     for name in ("Dockerfile", ".dockerignore", "constraints.txt", "promptfed/__init__.py"):
         shutil.copy2(ROOT / name, context / name)
     for service in ("coordinator", "client_service"):
-        (context / service / "__init__.py").write_text('"""Changed."""\n')
+        (context / service / "__init__.py").write_text(f'"""Changed {tmp_path}."""\n')  # as in no build before
     for target, copied in (("coordinator", "coordinator"), ("client", "client_service")):
         tag = f"promptfed-test-changed-{target}"
         built = docker("build", "--progress=plain", "--target", target, "--tag", tag, str(context))
