@@ -158,12 +158,16 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    errors = [
-        {"path": ".".join(str(part) for part in item["loc"]), "detail": item["msg"].removeprefix("Value error, ")}
-        for item in error.errors()
-    ]
+    errors = [{"path": ".".join(str(part) for part in item["loc"]), "detail": _detail(item)} for item in error.errors()]
     text = "; ".join(f"{item['path']}: {item['detail']}" for item in errors[:5])
     return await _answer(request, problems.InvalidRequest(text, errors=errors))
+
+
+def _detail(item: dict[str, Any]) -> str:
+    # A body is left as bytes where its Content-Type names no JSON; curl's `-d` alone sends a form's.
+    if tuple(item["loc"]) == ("body",) and isinstance(item.get("input"), bytes):
+        return "it is read as JSON under `Content-Type: application/json` only: send that header"
+    return str(item["msg"]).removeprefix("Value error, ")
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

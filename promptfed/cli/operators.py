@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from promptfed.cli.common import Json, TokenFile, Url
+from promptfed.cli.tokens import show_minted
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator, open_coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import write_private
 from promptfed.sdk.output import console, print_json, reporting_errors, table
 from promptfed.shared.access_schemas import AuditEntry, BrokenChain, check_chain
 
@@ -32,15 +32,7 @@ def add(
 ) -> None:
     """Give an operator a token; it is shown only here."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-        minted = api.send(operations.mint_operator(name, role, hours)).json
-        if out is not None:
-            write_private(out, minted["token"])
-        if as_json:
-            print_json(minted)
-        elif out is None:
-            console.print(minted["token"], highlight=False)
-        else:
-            console.print(f"Wrote {out}; it is good until {minted['expires_at']}.", highlight=False)
+        show_minted(api.send(operations.mint_operator(name, role, hours)).json, out, as_json)
 
 
 @operator_app.command("list")

@@ -45,10 +45,11 @@ def token(
             else:
                 asked = {"hours": hours, "name": name, "role": role, "client": client}
                 minted = api.send(operations.mint_token(federation, uses, **asked)).json
-                _show(minted, out, as_json)
+                show_minted(minted, out, as_json)
 
 
-def _show(minted: dict[str, str], out: Path | None, as_json: bool) -> None:
+def show_minted(minted: dict[str, str], out: Path | None, as_json: bool) -> None:
+    """Write a token that is shown only once into ``out``, or print it."""
     if out is not None:
         write_private(out, minted["token"])
     if as_json:

@@ -177,3 +177,17 @@ def test_a_secret_of_before_is_not_a_way_in(coordinator: InThread) -> None:
     coordinator.delete(f"{federation}/clients/a")
     other = coordinator.client(federation, "b").enrol(coordinator.token(federation), secret=secret_of("a"))
     assert kind(other) == (409, "secret-taken")
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_a_body_that_is_not_declared_as_json_is_told_so(coordinator: InThread, kind: str | None) -> None:
+    federation = coordinator.create()
+    headers = coordinator.operator | ({} if kind is None else {"Content-Type": kind})
+    url = f"/v1/federations/{federation}/enrolment-tokens"
+    response = coordinator.http.post(url, content=b'{"uses": 2}', headers=headers)
+    assert response.status_code == 422
+    assert "Content-Type: application/json" in response.json()["detail"]
+    # A JSON string is declared well, and wrong otherwise.
+    response = coordinator.http.post(url, json="uses", headers=coordinator.operator)
+    assert response.status_code == 422
+    assert "Content-Type" not in response.json()["detail"]
