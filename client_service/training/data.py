@@ -106,12 +106,17 @@ class ClientData:
         """``train``, ``test`` or a further test set, with labels as indices in ``label_space``.
 
         Raises:
-            ClientError: BAD_INPUT for classes that the label space lacks.
+            ClientError: BAD_INPUT for classes that the label space lacks, and for images to train on without a class.
         """
         names = self.tests[which].class_names if which in self.tests else self.class_names
         check_classes(names, label_space)
+        own = self._splits[which].labels
+        known = own >= 0
+        if which == TRAIN and not bool(known.all()):
+            text = "the data's among=base leaves images without a class: they can be tested on, not trained on"
+            raise ClientError(Exit.BAD_INPUT, text)
         place = torch.tensor([label_space.index(name) for name in names], dtype=torch.int64)
-        labels = place[self._splits[which].labels]
+        labels = torch.where(known, place[own.clamp(min=0)], own)
         return LocalSplit(
             labels,
             lambda: self.features(which),

@@ -15,6 +15,7 @@ from promptfed.cli import bench_results
 from promptfed.experiments.ceilings import CEILINGS, Room, rooms_of, rooms_table
 from promptfed.experiments.document import BenchmarkRecord, document, record
 from promptfed.experiments.entries import RawSpec, parse_entries
+from promptfed.experiments.known import KNOWN
 from promptfed.experiments.measures import (
     Matrix,
     Measures,
@@ -23,9 +24,9 @@ from promptfed.experiments.measures import (
     measures_of,
     measures_table,
 )
+from promptfed.experiments.open_set import OpenSet, open_set_table, open_sets_of
 from promptfed.experiments.plots import draw
 from promptfed.experiments.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
-from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.provenance import Provenance, provenance
 from promptfed.experiments.results import Run, write_json
 from promptfed.experiments.runner import Bench, Job, Runner, run_all
@@ -35,8 +36,6 @@ from promptfed.experiments.tables import TableRow, cells, interleaved, markdown,
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
 from promptfed.sdk.output import console, messages, print_json, table
-
-KNOWN = PROTOCOLS | CEILINGS
 
 # Options of the command that each kind of run looks at, beside those that all do.
 _ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "as_json"})
@@ -190,6 +189,7 @@ class Results(BaseModel):
     measures: list[Measures] = []
     matrices: list[Matrix] = []
     rooms: list[Room] = []
+    open_sets: list[OpenSet] = []
 
 
 class SweepRecord(BaseModel):
@@ -276,11 +276,14 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
         measures=measures_of(runs),
         matrices=matrices_of(runs) if bench.setting.out_of_client else [],
         rooms=rooms_of(rows) if bench.protocol.name in CEILINGS else [],
+        open_sets=open_sets_of(runs),
     )
     write_json(runner.out / "results.json", results)
     lines = [markdown(bench, rows), *measures_table(results.measures)]
     if results.rooms:
         lines += ["", *rooms_table(results.rooms)]
+    if results.open_sets:
+        lines += ["", *open_set_table(results.open_sets)]
     for matrix in results.matrices:
         lines += ["", *matrix_table(matrix)]
     write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())

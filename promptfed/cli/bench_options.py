@@ -30,6 +30,9 @@ TestImages = Annotated[
 OutOfClient = Annotated[
     bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
 ]
+UnseenClasses = Annotated[
+    bool, typer.Option("--unseen-classes", help="base-to-novel: novel images among base names too, for AUROC and FPR95")
+]
 Rounds = Annotated[int | None, typer.Option(min=1, help="default: the method's")]
 Steps = Annotated[int | None, typer.Option(min=1, help="optimizer steps of a client in all, instead of --rounds")]
 Sweep = Annotated[

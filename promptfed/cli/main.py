@@ -163,6 +163,7 @@ def bench(
     target_images: options.TargetImages = "test",
     test_images: options.TestImages = "redrawn",
     out_of_client: options.OutOfClient = False,
+    unseen_classes: options.UnseenClasses = False,
     rounds: options.Rounds = None,
     steps: options.Steps = None,
     sweep: options.Sweep = "",

@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 from pydantic import BaseModel
 
 from promptfed.experiments.metrics import calibration_error, class_accuracies, macro_f1, reliability
-from promptfed.experiments.protocols import ELSEWHERE
+from promptfed.experiments.protocols import ELSEWHERE, UNSEEN
 from promptfed.experiments.results import Run
 from promptfed.shared.outcomes import Outcomes
 
@@ -59,7 +59,7 @@ def measures_of(runs: Sequence[Run]) -> list[Measures]:
     for run in runs:
         for one in run.outcomes:
             split, _, variant = one.split.partition(VARIANT)
-            if split.startswith(ELSEWHERE):
+            if split.startswith(ELSEWHERE) or split == UNSEEN:
                 continue
             label = f"{run.label} ({variant})" if variant else run.label
             groups.setdefault((label, split), {}).setdefault(run.seed, []).append(one)

@@ -1,10 +1,13 @@
 """Figures of a classifier's answers: calibration, macro-F1, accuracy by class. All are functions of plain arrays.
 
-Calibration: Guo et al., "On Calibration of Modern Neural Networks", 2017, Eq. 3 (ECE with equal bins).
+Calibration: Guo et al., "On Calibration of Modern Neural Networks", 2017, Eq. 3 (ECE with equal bins). Unseen classes:
+Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples", 2017 (the confidence
+of what was predicted is the score; known classes are the positives).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +51,36 @@ def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS)
     found = reliability(confidence, right, bins)
     total = sum(one.count for one in found)
     return sum(one.count / total * abs(one.accuracy - one.confidence) for one in found)
+
+
+def auroc(known: ArrayLike, unseen: ArrayLike) -> float:
+    """P(score of a known image > that of an unseen one), ties counting half: scores (N,) and (M,).
+
+    Raises:
+        ValueError: one of them is empty.
+    """
+    inside, outside = _scores(known, unseen)
+    below = np.searchsorted(outside, inside, side="left")
+    up_to = np.searchsorted(outside, inside, side="right")
+    return float((below + up_to).sum() / (2 * len(inside) * len(outside)))
+
+
+def false_positives(known: ArrayLike, unseen: ArrayLike, kept: float = 0.95) -> float:
+    """The share of unseen images whose score reaches the threshold that keeps at least ``kept`` of the known: FPR95.
+
+    Raises:
+        ValueError: one of them is empty.
+    """
+    inside, outside = _scores(known, unseen)
+    threshold = inside[len(inside) - math.ceil(kept * len(inside))]
+    return float((outside >= threshold).mean())
+
+
+def _scores(known: ArrayLike, unseen: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    inside, outside = np.sort(np.asarray(known, dtype=float)), np.sort(np.asarray(unseen, dtype=float))
+    if not len(inside) or not len(outside):
+        raise ValueError(f"{len(inside)} known images beside {len(outside)} unseen ones")
+    return inside, outside
 
 
 def class_accuracies(labels: ArrayLike, predicted: ArrayLike) -> dict[int, float]:

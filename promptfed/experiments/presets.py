@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from promptfed.experiments.entries import RawSpec, parse_entry
-from promptfed.experiments.protocols import PROTOCOLS
+from promptfed.experiments.known import KNOWN
 from promptfed.experiments.runner import Bench
 from promptfed.experiments.setting import Setting
 from promptfed.experiments.tables import PAPER, TableRow
@@ -85,7 +85,7 @@ class Preset(BaseModel):
         """What runs a panel; ``changes`` are laid over the preset's spec."""
         entries = [parse_entry(text, label) for label, text in self.methods.items()]
         spec = merged(self.spec, dict(changes or {}))
-        return Bench(PROTOCOLS[self.protocol], entries, self.setting_of(panel, root, reduced), seeds, spec, self.m)
+        return Bench(KNOWN[self.protocol], entries, self.setting_of(panel, root, reduced), seeds, spec, self.m)
 
     def figures(self, panel: str) -> list[TableRow]:
         """The paper's rows of a panel, for our methods and for those that we do not have."""

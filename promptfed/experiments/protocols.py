@@ -20,6 +20,7 @@ from promptfed.shared.data import DataError, open_source
 
 DOMAIN = "{domain}"
 TARGET = "target"
+UNSEEN = "unseen"  # the test set of novel images told among the base names
 ELSEWHERE = "of-"  # before a client's name: its test images, shown to another client's classifier
 Pick = Callable[[Accuracy], float | None]
 _TRAINING = frozenset({"shots", "validation", "test_images"})
@@ -61,7 +62,8 @@ class BaseToNovel(Protocol):
     """Base classes divided over the clients, disjoint; novel classes seen by nobody (FedPGP T1, FedTPG T1).
 
     ``local`` is a client's accuracy on test images of its own classes, over its method's label space; ``base`` and
-    ``novel`` are over the base and over the novel names. The harmonic mean is of the three averages.
+    ``novel`` are over the base and over the novel names. The harmonic mean is of the three averages. With
+    ``unseen_classes`` novel images are shown among the base names too, for AUROC and FPR95 (`open_set`).
     """
 
     name = "base-to-novel"
@@ -69,7 +71,9 @@ class BaseToNovel(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """Clients, or classes for each."""
-        return _TRAINING | {"clients" if setting.classes_per_client is None else "classes_per_client"}
+        return (
+            _TRAINING | {"unseen_classes"} | {"clients" if setting.classes_per_client is None else "classes_per_client"}
+        )
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """Local, base, novel, and their harmonic mean."""
@@ -80,6 +84,8 @@ class BaseToNovel(Protocol):
         sites: list[Site] = []
         for number, data in enumerate(setting.data):
             tests = {part: setting.uri(data, seed, shots=None, classes=part) for part in ("base", "novel")}
+            if setting.unseen_classes:
+                tests[UNSEEN] = with_options(tests["novel"], {"among": "base"})
             for client in range(self._clients(setting, data)):
                 uri = setting.uri(
                     data,
@@ -301,8 +307,12 @@ class FewShot(Protocol):
         for name, rows in by_trial.items():
             shots, _, trial = name.partition("/")
             by_shots.setdefault(shots, {})[trial] = rows
-        scores = {shots: self.inner.scores(rows, pick) for shots, rows in by_shots.items()}
-        return {shots: columns.get("harmonic mean", columns.get("mean", 0.0)) for shots, columns in scores.items()}
+        return {shots: headline(self.inner.scores(rows, pick)) for shots, rows in by_shots.items()}
+
+
+def headline(scores: Mapping[str, float]) -> float:
+    """The one number that stands for a protocol's columns: the harmonic mean where there is one, else the mean."""
+    return scores["harmonic mean" if "harmonic mean" in scores else "mean"]
 
 
 _PLAIN: tuple[Protocol, ...] = (BaseToNovel(), LeaveOneDomainOut(), Personalisation(), CrossDataset())

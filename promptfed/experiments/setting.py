@@ -15,7 +15,8 @@ class Setting:
 
     ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``test_images``: where
     a source draws them, ``redrawn`` for every seed, so that a spread over seeds holds their sampling, or the ``same``.
-    ``out_of_client``: each client's classifier is shown the other clients' test images too.
+    ``out_of_client``: each client's classifier is shown the other clients' test images too. ``unseen_classes``:
+    novel images are shown among the base names, to see whether a classifier is less sure of what it does not know.
     """
 
     data: tuple[str, ...]
@@ -31,6 +32,7 @@ class Setting:
     target_images: str = "test"
     test_images: str = "redrawn"
     out_of_client: bool = False
+    unseen_classes: bool = False
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
         """``data`` with its options, the seeded ones and ``options`` (those that are None are left out)."""

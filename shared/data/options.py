@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl
 import torch
 
 from promptfed.shared.data import partition
+from promptfed.shared.data.corruptions import corrupted
 from promptfed.shared.data.source import DataError, Source, Split, joined
 
 COMMON_OPTIONS = (
@@ -25,6 +26,8 @@ COMMON_OPTIONS = (
     "only",
     "template",
     "test_on",
+    "corrupt",
+    "among",
 )
 CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # which say nothing about the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
@@ -40,6 +43,8 @@ _DIVISION = (
     "classes_per_client",
     "partition_seed",
 )  # all but `client`
+
+UNKNOWN = -1  # the label of an image whose class is not among the names
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # one client's, of train and of test
 Parts = dict[tuple[str | None, ...], list[Rows]]
@@ -122,7 +127,9 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
 
     With ``validation=0.25`` that share of the training images of each class stands in for the test images, which are
     then not looked at at all: for choosing hyperparameters. With ``test_on=all`` training images are test images too,
-    for evaluators. ``template`` stands in for the data set's own.
+    for evaluators. ``template`` stands in for the data set's own. ``corrupt=noise:2`` makes the test images worse.
+    ``classes=novel&among=base`` keeps images of novel classes to be told among the base classes' names, where none is
+    right: their labels are -1, and nobody can train on them.
     ``known`` keeps how ``source`` is divided, for its next client.
     """
     source = _worded(_only(source, options), options)
@@ -130,6 +137,9 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     source = _hold_out(source, options)
     source = _test_on(source, options)
     source = _cut_client(source, options, {} if known is None else known)
+    corrupt = options.text("corrupt")
+    if corrupt is not None:
+        source = replace(source, test=corrupted(source.test, corrupt, options.uri))
     shots = options.integer("shots", least=1)
     if shots is not None:
         rows = partition.few_shot(source.train.labels, shots, options.split_seed)
@@ -173,10 +183,18 @@ def _with_classes(source: Source, kept: list[int]) -> Source:
 
 def _cut_classes(source: Source, options: Options) -> Source:
     part = options.choice("classes", ("base", "novel", "all"), "all")
+    among = options.choice("among", ("base",))
+    if among is not None and part != "novel":
+        raise DataError(f"{options.uri}: among=base is for classes=novel, whose names it replaces.")
     if part == "all":
         return source
     base, novel = partition.halves(len(source.class_names))
-    return _with_classes(source, list(base if part == "base" else novel))
+    kept = _with_classes(source, list(base if part == "base" else novel))
+    if among is None:
+        return kept
+    for split in (kept.train, kept.test):
+        split.labels = torch.full_like(split.labels, UNKNOWN)
+    return replace(kept, class_names=tuple(source.class_names[k] for k in base))
 
 
 def _hold_out(source: Source, options: Options) -> Source:

@@ -1,0 +1,86 @@
+"""Pictures made worse as in ImageNet-C: noise, blur, contrast, JPEG at three strengths, its severities 1, 3 and 5.
+
+Hendrycks and Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019.
+Strengths are of pictures 224 wide there; a blur is as wide as that in relation to the picture.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance, ImageFilter
+
+from promptfed.shared.data.source import DataError, Split
+from promptfed.shared.seeds import generator
+
+STRENGTHS = (1, 2, 3)
+_WIDTH = 224  # of the pictures that the paper's strengths are for
+_NOISE = (0.08, 0.18, 0.38)  # standard deviation, of values in [0, 1]
+_BLUR = (1.0, 3.0, 6.0)  # standard deviation, pixels
+_CONTRAST = (0.4, 0.2, 0.05)  # what is left of the distance from the mean
+_QUALITY = (25, 15, 7)
+
+
+def _noise(image: Image.Image, strength: int, digest: str) -> Image.Image:
+    drawn = torch.randn((image.height, image.width, 3), generator=generator(0, digest, "noise", strength)).numpy()
+    pixels = np.asarray(image, dtype=np.float32) / 255 + _NOISE[strength - 1] * drawn
+    return Image.fromarray(np.rint(np.clip(pixels, 0, 1) * 255).astype(np.uint8))
+
+
+def _blur(image: Image.Image, strength: int, digest: str) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(_BLUR[strength - 1] * image.width / _WIDTH))
+
+
+def _contrast(image: Image.Image, strength: int, digest: str) -> Image.Image:
+    return ImageEnhance.Contrast(image).enhance(_CONTRAST[strength - 1])
+
+
+def _jpeg(image: Image.Image, strength: int, digest: str) -> Image.Image:
+    packed = io.BytesIO()
+    image.save(packed, "JPEG", quality=_QUALITY[strength - 1])
+    with Image.open(packed, formats=["JPEG"]) as again:
+        return again.convert("RGB")
+
+
+CORRUPTIONS: dict[str, Callable[[Image.Image, int, str], Image.Image]] = {
+    "noise": _noise,
+    "blur": _blur,
+    "contrast": _contrast,
+    "jpeg": _jpeg,
+}
+
+
+class CorruptedSplit(Split):
+    """The images of ``whole``, each made worse in the same way whenever it is asked for."""
+
+    def __init__(self, whole: Split, kind: str, strength: int) -> None:
+        self.labels = whole.labels
+        self._whole = whole
+        self._kind = kind
+        self._strength = strength
+        self._digests = {}
+
+    def image(self, index: int) -> Image.Image:
+        """One image, RGB, as large as it was."""
+        image = self._whole.image(index)
+        return CORRUPTIONS[self._kind](image, self._strength, self._whole.digest(index))
+
+    def select(self, rows: torch.Tensor) -> CorruptedSplit:
+        """The images at ``rows`` (M,), in that order."""
+        return CorruptedSplit(self._whole.select(rows), self._kind, self._strength)
+
+
+def corrupted(split: Split, text: str, uri: str) -> CorruptedSplit:
+    """``split`` under ``text``, as ``noise:2``.
+
+    Raises:
+        DataError: there is no such corruption or strength; ``uri`` is named.
+    """
+    kind, _, strength = text.partition(":")
+    if kind not in CORRUPTIONS or strength not in {str(one) for one in STRENGTHS}:
+        known = f"{', '.join(CORRUPTIONS)} with a strength of {STRENGTHS[0]} to {STRENGTHS[-1]}"
+        raise DataError(f"{uri}: corrupt={text} is not known; choose one of {known}, as corrupt=noise:2.")
+    return CorruptedSplit(split, kind, int(strength))
