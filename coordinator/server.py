@@ -76,7 +76,7 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit code: 0, or with one line on stderr 2 where it cannot start, 3 where the
     database did not answer in time.
     """
-    json_logs.configure(settings.log_level)
+    json_logs.configure(settings.log_level, settings.log_format)
     raise_open_files()
     share_heaps()
     try:

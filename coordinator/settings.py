@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, model_validator
@@ -93,6 +93,10 @@ class Settings(BaseSettings):
         int, Field(ge=0, le=0o777, description="octal mode of that file (default: 600)")
     ] = 0o600
     log_level: Annotated[str, Field(examples=["debug", "info", "warning", "error"])] = "info"
+    log_format: Annotated[
+        Literal["auto", "text", "json"],
+        Field(description="text, json, or auto: text at a terminal, json elsewhere", examples=["auto", "text", "json"]),
+    ] = "auto"
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

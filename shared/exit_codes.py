@@ -21,5 +21,5 @@ class Exit(IntEnum):
     WITHDRAWN = 10  # the operator has withdrawn this client
     STATE = 11  # the state folder is in use, another client's, or damaged
     PROTOCOL = 12  # the coordinator speaks another protocol version, has another method, or answers what makes no sense
-    DECLINED = 13  # the data owner was asked and did not want to join; nothing was sent
+    DECLINED = 13  # who was asked said no: nothing was sent or done
     INTERRUPTED = 130  # Ctrl-C

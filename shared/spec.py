@@ -21,6 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from promptfed.shared.spec_hints import meant
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 RESERVED = {"privacy": "'privacy' is reserved for a later release: leave it out"}
 
@@ -53,13 +55,21 @@ class SpecError(ValueError):
         self.errors = errors
 
     @classmethod
-    def from_validation(cls, error: ValidationError, prefix: str = "") -> SpecError:
-        """Turn pydantic's errors into dotted paths; ``prefix`` is put before each path."""
+    def from_validation(
+        cls, error: ValidationError, prefix: str = "", model: type[BaseModel] | None = None
+    ) -> SpecError:
+        """Turn pydantic's errors into dotted paths; ``prefix`` is put before each path.
+
+        Where ``model``, which was to be read, is given, an unknown key comes with the one that was meant.
+        """
         offences = []
         for item in error.errors(include_url=False, include_context=False):
             parts = [prefix, *(str(part) for part in item["loc"])]
             path = ".".join(part for part in parts if part)
-            detail = "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+            detail = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "extra_forbidden":
+                near = meant(model, [str(part) for part in item["loc"]], FederationSpec) if model is not None else None
+                detail = f"unknown key; did you mean {near!r}?" if near is not None else "unknown key"
             offences.append({"path": path or "(spec)", "detail": detail})
         return cls(offences)
 
@@ -339,10 +349,12 @@ def parse_spec(raw: dict[str, Any], defaults: dict[str, Any] | None = None) -> F
         SpecError: with a dotted path for every offence.
     """
     reserved = [{"path": key, "detail": text} for key, text in RESERVED.items() if key in raw]
-    if reserved:
-        raise SpecError(reserved)
+    allowed = {key: value for key, value in raw.items() if key not in RESERVED}
     try:
         # Strict JSON-mode validation: a float field takes 1, but an int field does not take "1" or 1.5.
-        return FederationSpec.model_validate(merged(defaults or {}, raw))
+        spec = FederationSpec.model_validate(merged(defaults or {}, allowed))
     except ValidationError as error:
-        raise SpecError.from_validation(error) from None
+        raise SpecError([*reserved, *SpecError.from_validation(error, model=FederationSpec).errors]) from None
+    if reserved:
+        raise SpecError(reserved)
+    return spec

@@ -1,4 +1,4 @@
-"""Logs as one JSON object a line, with the federation, round, phase and client where they are known.
+"""Logs as one JSON object a line, with the federation, round, phase and client where they are known; or as text.
 
 Events of a federation have their kind as message and what else there is to say under ``data``.
 """
@@ -10,7 +10,9 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from promptfed.shared.plain_text import plain
 
 if TYPE_CHECKING:
     from promptfed.coordinator.domain.federation import Federation
@@ -72,10 +74,30 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
-def configure(level: str) -> None:
-    """Send everything to stderr as JSON."""
+class TextFormatter(logging.Formatter):
+    """The same in a line for people: time, what and where; ``KEY=VALUE`` for all else that an event tells."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        where = [f"{name} {getattr(record, name)}" for name in FIELDS if getattr(record, name, None) is not None]
+        facts = [f"{name}={_told(value)}" for name, value in getattr(record, "data", {}).items() if value is not None]
+        at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        place = [f"({', '.join(where)})"] if where else []
+        line = plain(" ".join([at, level + record.getMessage(), *place, *facts]))
+        if record.exc_info:
+            line += "\n" + plain(self.formatException(record.exc_info), keep="\n")
+        return line
+
+
+def _told(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def configure(level: str, format: Literal["auto", "text", "json"] = "json") -> None:
+    """Send everything to stderr: as JSON, as text, or ``auto``, as text where a terminal is watching."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter())
+    as_text = format == "text" or (format == "auto" and handler.stream.isatty())
+    handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

@@ -7,16 +7,18 @@ from typing import Annotated
 
 import typer
 
-from promptfed.cli.common import Federation, Json, TokenFile, Url
+from promptfed.cli import clients, reports
+from promptfed.cli.common import Federation, Json, TokenFile, Url, Yes, confirm
 from promptfed.cli.replay import RULES, question
 from promptfed.cli.replay import replay as replay_rounds
 from promptfed.cli.tokens import token
 from promptfed.sdk import operations
-from promptfed.sdk.client import open_coordinator
+from promptfed.sdk.client import Coordinator, open_coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
 from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.output import console, print_json, reporting_errors, table
+from promptfed.sdk.pace import Pace, describe_round, duration
 from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.summary import FederationSummary
@@ -25,6 +27,8 @@ from promptfed.shared.plain_text import plain
 
 federation_app = typer.Typer(no_args_is_help=True, help="Create, watch and steer federations at a coordinator.")
 federation_app.command()(token)
+clients.add_to(federation_app)
+reports.add_to(federation_app)
 
 
 @federation_app.command()
@@ -92,11 +96,9 @@ def status(
 
 @federation_app.command()
 def watch(federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
-    """Follow a federation until it ends; exit code 7 if it did not finish."""
+    """Follow a federation until it ends: loss, accuracy and seconds of each round; exit code 7 if it did not finish."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
-        with Watcher(quiet=as_json) as watcher:
-            for snapshot in follow(api, federation):
-                watcher.show(snapshot)
+        _watch(api, federation, as_json)
         answer = api.send(operations.get_summary(federation))
         if as_json:
             print_json(answer.json)
@@ -105,6 +107,21 @@ def watch(federation: Federation, coordinator: Url = None, token_file: TokenFile
         if answer.view.state != "finished":
             reason = f": {answer.view.reason}" if answer.view.reason else ""
             raise CommandError(f"{answer.view.name} is {answer.view.state}{reason}", Exit.FEDERATION_ENDED_BADLY)
+
+
+def _watch(api: Coordinator, federation: str, quiet: bool) -> None:
+    """Show each round once it is over, and meanwhile what happens and how long the rest takes."""
+    pace: Pace | None = None
+    with Watcher(quiet=quiet) as watcher:
+        for snapshot in follow(api, federation):
+            pace = pace or Pace(snapshot.rounds)
+            newest = snapshot.round if snapshot.over else snapshot.round - 1
+            if not quiet and newest > pace.last:  # a report has megabytes with a thousand clients: once a round
+                for report in api.run(operations.rounds_after(federation, pace.last)):
+                    pace.add(report)
+                    watcher.note(describe_round(report))
+            left = pace.left()
+            watcher.show(snapshot, f"about {duration(left)} left" if left is not None and not snapshot.over else "")
 
 
 def _steer(verb: str, summary: str) -> None:
@@ -123,7 +140,42 @@ def _steer(verb: str, summary: str) -> None:
 _steer("start", "Start the rounds; confirms the backbone that the first client enrolled with.")
 _steer("pause", "Pause: nobody is asked until it is resumed; updates of open tasks are still taken.")
 _steer("resume", "Go on after a pause.")
-_steer("cancel", "End for good.")
+
+
+@federation_app.command()
+def cancel(
+    federation: Federation,
+    yes: Yes = False,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """End for good, once you have said that it is meant; its rounds so far stay."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        view = api.send(operations.get_summary(federation)).view
+        confirm(f"{view.name} (round {view.round} of {view.spec.rounds}) would end for good.", yes)
+        answer = api.send(operations.steer(federation, "cancel"))
+        if as_json:
+            print_json(answer.json)
+        else:
+            console.print(f"{answer.view.name} is {answer.view.state}.", highlight=False)
+
+
+@federation_app.command()
+def delete(
+    federation: Federation,
+    yes: Yes = False,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Delete a federation with all its data, once you have said that it is meant."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        view = api.send(operations.get_summary(federation)).view
+        what = f"{view.name} ({view.state}, round {view.round} of {view.spec.rounds})"
+        confirm(f"{what} would be deleted with its states, updates and reports.", yes)
+        api.send(operations.delete_federation(view.id))
+        print_json({"deleted": view.id}) if as_json else console.print(f"{view.name} is deleted.", highlight=False)
 
 
 @federation_app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,7 @@ from promptfed.cli.prompts import prompts_app
 from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, open_coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import reporting_errors
+from promptfed.shared.messages import PROTOCOL_VERSION
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,6 +58,12 @@ Validation = Annotated[
 ClassesOf = Annotated[str | None, typer.Option("--data", help="data URI whose class names are taken instead")]
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"promptfed {metadata.version('promptfed')}, protocol {PROTOCOL_VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
 def connection(
     ca_file: Annotated[
@@ -63,6 +71,9 @@ def connection(
     ] = None,
     allow_plain_http: Annotated[
         bool, typer.Option(help=f"send the operator token unencrypted to another machine; default: ${PLAIN_VARIABLE}")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and end")
     ] = False,
 ) -> None:
     """How the operator's commands reach a coordinator; what they start finds it in the environment."""

@@ -78,7 +78,9 @@ def _entries(raw: Any, path: Path) -> list[ClientEntry]:
         try:
             entries.append(ClientEntry.model_validate(entry))
         except ValidationError as error:
-            raise CommandError(f"{path}: {SpecError.from_validation(error, where)}", Exit.BAD_INPUT) from None
+            raise CommandError(
+                f"{path}: {SpecError.from_validation(error, where, ClientEntry)}", Exit.BAD_INPUT
+            ) from None
     return entries
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.errors import CommandError, Exit, offences
 from promptfed.shared.api_schemas import FederationView
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.methods import check_fits, method_for, resolve_spec
@@ -30,7 +30,7 @@ def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
     try:
         return resolve_spec(dict(raw))
     except SpecError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+        raise CommandError(offences(error.errors), Exit.BAD_INPUT) from None
 
 
 def with_backbone(spec: FederationSpec, allow_backbone: bool) -> tuple[FederationSpec, bytes | None]:

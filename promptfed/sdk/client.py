@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.errors import CommandError, Exit, offences
 from promptfed.shared.net import is_loopback
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -184,8 +184,11 @@ def _answer(request: Request[View], response: httpx.Response) -> Answer[View]:
 
 def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str, Exit]:
     detail = problem.get("detail") or problem.get("title") or response.reason_phrase
-    places = "; ".join(f"{item['path']}: {item['detail']}" for item in problem.get("errors", []) if "path" in item)
+    found = [item for item in problem.get("errors", []) if "path" in item]
+    places = "; ".join(f"{item['path']}: {item['detail']}" for item in found)
     text = f"{detail}{f' ({places})' if places and places not in str(detail) else ''}"
+    if len(found) > 1 and places == detail:
+        text = offences(found)
     if not problem:
         return f"{response.url} answers {response.status_code} {text}: is that a coordinator's address?", Exit.FAILED
     if response.status_code in (401, 403):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from promptfed.shared.exit_codes import Exit
 
-__all__ = ["CommandError", "Exit"]
+__all__ = ["CommandError", "Exit", "offences"]
 
 
 class CommandError(Exception):
-    """Ends the command: ``text`` goes to stderr in one line, ``exit`` is the exit code."""
+    """Ends the command: ``text`` goes to stderr, in one line where it tells one thing, ``exit`` is the exit code."""
 
     def __init__(self, text: str, exit: Exit):
         super().__init__(text)
         self.exit = exit
+
+
+def offences(errors: Sequence[Mapping[str, str]]) -> str:
+    """What is wrong with a spec, ``{"path": ..., "detail": ...}`` each: in one line, or several under each other."""
+    told = [f"{error['path']}: {error['detail']}" for error in errors]
+    return told[0] if len(told) == 1 else "\n  ".join([f"{len(told)} things are wrong:", *told])

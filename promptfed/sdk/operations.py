@@ -13,10 +13,10 @@ from pydantic import BaseModel
 from promptfed.sdk.client import Answer, Operation, Request, View
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
-from promptfed.sdk.summary import FederationList, FederationSummary
+from promptfed.sdk.summary import FederationList, FederationSummary, RoundList, RoundSummary
 from promptfed.shared import access_schemas
 from promptfed.shared import api_schemas as schemas
-from promptfed.shared.insight_schemas import LexiconView
+from promptfed.shared.insight_schemas import InsightsView, LexiconView
 from promptfed.shared.replay_schemas import ReplayReport
 from promptfed.shared.signatures import SIGNATURE_HEADER
 from promptfed.shared.spec import FederationSpec
@@ -26,6 +26,7 @@ Page = TypeVar(
     FederationList,
     schemas.ClientPage,
     schemas.RoundPage,
+    RoundList,
     access_schemas.TokenPage,
     access_schemas.OperatorPage,
     access_schemas.AuditPage,
@@ -73,6 +74,11 @@ def steer(federation: str, verb: str) -> Request[FederationSummary]:
     return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", FederationSummary)
 
 
+def delete_federation(federation: str) -> Request[schemas.Nothing]:
+    """Delete it with all its data."""
+    return Request("DELETE", f"{FEDERATIONS}/{federation}", schemas.Nothing)
+
+
 def mint_token(federation: str, uses: int = 1, **asked: object) -> Request[access_schemas.MintedToken]:
     """A fresh enrolment token for so many clients; ``asked`` are more fields of `TokenRequest`, None: the default."""
     body = {"uses": uses, **{key: value for key, value in asked.items() if value is not None}}
@@ -116,6 +122,48 @@ def list_clients(federation: str) -> Operation[list[Answer[schemas.ClientPage]]]
     """Who has enrolled, in order of name."""
     path = f"{FEDERATIONS}/{federation}/clients"
     return _pages(lambda after: Request("GET", path, schemas.ClientPage, _query(after=after)))
+
+
+def withdraw_client(federation: str, client: str, discard: bool = False) -> Request[schemas.Nothing]:
+    """Take a client out; ``discard`` drops its accepted update of the open phase too."""
+    options = _query(discard="true" if discard else None)
+    return Request("DELETE", f"{FEDERATIONS}/{federation}/clients/{client}", schemas.Nothing, options)
+
+
+def reset_client(federation: str, client: str) -> Request[schemas.ClientView]:
+    """Free a client's name for a new secret."""
+    return Request("POST", f"{FEDERATIONS}/{federation}/clients/{client}/reset", schemas.ClientView)
+
+
+def delete_updates(federation: str, client: str) -> Request[schemas.Nothing]:
+    """Delete the tensors that a client has sent."""
+    return Request("DELETE", f"{FEDERATIONS}/{federation}/clients/{client}/updates", schemas.Nothing)
+
+
+def get_metrics(federation: str, format: Literal["json", "csv"] = "json") -> Request[schemas.MetricList]:
+    """Every number by round, in JSON or as CSV (of which only ``body`` can be read)."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, _query(format=format))
+
+
+def get_insights(federation: str, round: int | str = "latest") -> Request[InsightsView]:
+    """What the tensors tell after a round: drift, agreement, words, planes."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/insights", InsightsView, _query(round=round))
+
+
+def get_signing_key() -> Request[access_schemas.SigningKey]:
+    """The public key under which the coordinator signs states."""
+    return Request("GET", "/v1/signing-key", access_schemas.SigningKey)
+
+
+def rounds_after(federation: str, last: int) -> Operation[list[RoundSummary]]:
+    """Of the rounds behind ``last`` that are over, what watchers show; ``last`` -1 begins with round 0."""
+    after = str(last) if last >= 0 else None
+    pages = yield from _pages(lambda at: _round_summaries(federation, at or after))
+    return [report for page in pages for report in page.view.rounds if report.ended_at is not None]
+
+
+def _round_summaries(federation: str, after: str | None) -> Request[RoundList]:
+    return Request("GET", f"{FEDERATIONS}/{federation}/rounds", RoundList, _query(after=after, limit=ROUNDS_AT_ONCE))
 
 
 def get_rounds(federation: str, after: str | None = None) -> Request[schemas.RoundPage]:

@@ -54,14 +54,14 @@ class Watcher:
         if not self._quiet:
             messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Show where the federation stands."""
+    def show(self, snapshot: Snapshot, remark: str = "") -> None:
+        """Show where the federation stands; ``remark`` is put behind it."""
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
         if not self._plain or key != self._last:  # a log gets a line for each phase, not for each answer
             where = f"round {snapshot.round}, " if snapshot.state == "running" else ""
-            self.say(where + snapshot.describe())
+            self.say(where + snapshot.describe() + (f"; {remark}" if remark else ""))
         self._last = key
 
 

@@ -6,6 +6,8 @@ waits for the end of a federation is to fail over them.
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from pydantic import BaseModel
 
 from promptfed.shared.api_schemas import Awaited, ClientCounts
@@ -52,4 +54,46 @@ class FederationList(BaseModel):
     """A page of federations."""
 
     federations: list[FederationSummary]
+    next: str | None
+
+
+class PhaseSummary(BaseModel):
+    """One phase of a round: what clients measured in it, averaged."""
+
+    metrics: dict[str, float]
+
+
+class EvaluationSummary(BaseModel):
+    """Mean accuracies by role, on clients' own test images."""
+
+    mean: dict[str, dict[str, float]]
+
+
+class RoundSummary(BaseModel):
+    """One round."""
+
+    round: int
+    started_at: datetime
+    ended_at: datetime | None
+    seconds: float | None
+    bytes_up: int
+    bytes_down: int
+    phases: list[PhaseSummary]
+    evaluation: EvaluationSummary | None
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of its last phase that has one."""
+        return next((phase.metrics["loss"] for phase in reversed(self.phases) if "loss" in phase.metrics), None)
+
+    def accuracy(self, role: str) -> tuple[float, float | None] | None:
+        """The mean accuracy of a role's clients and the template's beside it, where it was evaluated."""
+        mean = self.evaluation.mean.get(role, {}) if self.evaluation is not None else {}
+        return (mean["accuracy"], mean.get("zero_shot")) if "accuracy" in mean else None
+
+
+class RoundList(BaseModel):
+    """A page of rounds."""
+
+    rounds: list[RoundSummary]
     next: str | None

@@ -5,6 +5,7 @@ Adding a method is adding its file and a line here, or installing a package that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
@@ -39,7 +40,7 @@ from promptfed.shared.methods.promptfolio import PromptFolio
 from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.methods.singleset_vpt import SingleSetVPT
 from promptfed.shared.methods.zero_shot import ZeroShot
-from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, parse_spec
+from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, merged, parse_spec
 
 _KINDS: tuple[type[Method], ...] = (
     ZeroShot,
@@ -106,7 +107,7 @@ def make_method(settings: dict[str, Any]) -> Method:
     try:
         return kind(kind.Hyper.model_validate(given))
     except ValidationError as error:
-        raise SpecError.from_validation(error, prefix="method") from None
+        raise SpecError.from_validation(error, "method", kind.Hyper) from None
 
 
 def method_for(spec: FederationSpec) -> Method:
@@ -143,26 +144,50 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     Raises:
         SpecError: with a dotted path for every offence.
     """
-    named = raw.get("method")
-    known = isinstance(named, dict) and isinstance(named.get("name"), str)
-    defaults = method_class(named["name"]).defaults if known and named is not None else {}
-    spec = parse_spec(raw, defaults)
-    method = method_for(spec)
+    spec, method = _parts(raw)
     resolved = spec.model_copy(update={"method": {"name": method.name, **method.hyper.model_dump()}})
-    try:
-        method.check(resolved)
-    except MethodError as error:
-        raise SpecError([{"path": "method", "detail": str(error)}]) from None
-    try:
-        check_rule(method, resolved)
-    except MethodError as error:
-        raise SpecError([{"path": "aggregation", "detail": str(error)}]) from None
-    try:
-        if resolved.class_names is not None:
-            method.check_classes(tuple(resolved.class_names))
-    except MethodError as error:
-        raise SpecError([{"path": "class_names", "detail": str(error)}]) from None
+    checks: list[tuple[str, Callable[[], object]]] = [
+        ("method", lambda: method.check(resolved)),
+        ("aggregation", lambda: check_rule(method, resolved)),
+    ]
+    if resolved.class_names is not None:
+        names = tuple(resolved.class_names)
+        checks.append(("class_names", lambda: method.check_classes(names)))
+    errors = []
+    for path, check in checks:
+        try:
+            check()
+        except MethodError as error:
+            errors.append({"path": path, "detail": str(error)})
+    if errors:
+        raise SpecError(errors)
     return resolved
+
+
+def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
+    """The spec and its method. Raises SpecError with all that is wrong in the spec and the method's part."""
+    named = raw.get("method")
+    errors: list[dict[str, str]] = []
+    refusal: type[SpecError] = SpecError
+    kind = spec = method = None
+    if isinstance(named, dict) and isinstance(named.get("name"), str):
+        try:
+            kind = method_class(named["name"])
+        except SpecError as error:
+            errors, refusal = error.errors, type(error)
+    defaults = kind.defaults if kind is not None else {}
+    try:
+        spec = parse_spec(raw, defaults)
+    except SpecError as error:
+        errors = errors + error.errors
+    if kind is not None:
+        try:
+            method = make_method(merged(defaults, raw)["method"])
+        except SpecError as error:
+            errors = errors + error.errors
+    if spec is None or method is None:
+        raise refusal(errors)
+    return spec, method
 
 
 def describe(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from promptfed.shared.methods import METHODS, describe, resolve_spec
+from promptfed.shared.methods import METHODS, UnknownMethod, describe, resolve_spec
 from promptfed.shared.spec import SpecError, merged
 
 GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
@@ -157,3 +157,48 @@ def test_every_method_describes_itself(name: str) -> None:
     if name in ("promptfl", "promptfl_prox"):
         assert state == {"context"}
         assert found["phases"][0]["up"][0]["shape"] == ["m", "d_t"]
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "near"),
+    [
+        ({"round": 3}, "round", "rounds"),
+        ({"training": {"lr": 1.0}}, "training.lr", "learning_rate"),
+        ({"training": {"epoch": 1}}, "training.epoch", "epochs"),
+        ({"training": {"fraction": 1}}, "training.fraction", "participation.fraction"),
+        ({"epochs": 2}, "epochs", "training.epochs"),
+        ({"backbone": {"shape": {"d_e": 8, "patchsize": 4}}}, "backbone.shape.patchsize", "patch_size"),
+        ({"method": {"name": "promptfl", "contextinit": "a"}}, "method.contextinit", "context_init"),
+        ({"method": {"name": "promptfl", "learning_rate": 1}}, "method.learning_rate", "training.learning_rate"),
+    ],
+)
+def test_an_unknown_key_suggests_the_one_that_was_meant(change: dict[str, Any], path: str, near: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_spec({"name": "r", "method": {"name": "promptfl"}} | change)
+    assert caught.value.errors == [{"path": path, "detail": f"unknown key; did you mean {near!r}?"}]
+
+
+def test_a_key_that_is_like_no_other_suggests_nothing() -> None:
+    with pytest.raises(SpecError) as caught:
+        resolve_spec({"name": "r", "method": {"name": "promptfl"}, "colour": 1})
+    assert caught.value.errors == [{"path": "colour", "detail": "unknown key"}]
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    raw = {
+        "name": "a b",
+        "privacy": {},
+        "rounds": 0,
+        "training": {"epoch": 1},
+        "method": {"name": "promptfl", "m": 0, "mu": 1},
+    }
+    with pytest.raises(SpecError) as caught:
+        resolve_spec(raw)
+    paths = [error["path"] for error in caught.value.errors]
+    assert paths == ["privacy", "name", "rounds", "training.epoch", "method.m", "method.mu"]
+    with pytest.raises(UnknownMethod) as unknown:
+        resolve_spec({"name": "r", "method": {"name": "promptfk"}, "rounds": 0})
+    assert [error["path"] for error in unknown.value.errors] == ["method.name", "rounds"]
+    with pytest.raises(SpecError) as checks:
+        resolve_spec({"name": "r", "method": {"name": "coop", "context_init": " "}, "aggregation": {"rule": "median"}})
+    assert [error["path"] for error in checks.value.errors] == ["method", "aggregation"]

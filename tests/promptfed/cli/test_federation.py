@@ -115,6 +115,17 @@ def test_a_bad_spec_is_refused_in_one_line_with_its_path(command: Command, chang
     assert command("status", "bad").exit_code == Exit.REFUSED
 
 
+@pytest.mark.parametrize("backbone", ["--no-backbone", "--backbone"])
+def test_all_that_is_wrong_with_a_spec_is_told_at_once(command: Command, backbone: str) -> None:
+    changes = {"round": 3, "training": {"epochs": 0}, "method": {"name": "promptfl", "mm": 1}}
+    done = command("create", command.spec("worse", **changes), backbone)
+    assert done.exit_code == (Exit.REFUSED if backbone == "--no-backbone" else Exit.BAD_INPUT)
+    head, *told = done.stderr.strip().splitlines()
+    assert head == "promptfed: 3 things are wrong:"
+    assert [line.split(":")[0].strip() for line in told] == ["training.epochs", "round", "method.mm"]
+    assert "did you mean 'rounds'?" in done.stderr
+
+
 def test_a_spec_that_is_no_spec(command: Command, tmp_path: Path) -> None:
     for text, says in [("a: [", "not YAML"), ("- 1", "must hold a mapping"), (None, "cannot read")]:
         path = tmp_path / "spec.yaml"
@@ -144,7 +155,7 @@ def test_wrong_moments_say_where_the_federation_stands(command: Command) -> None
         done = command(verb, "early")
         assert done.exit_code == Exit.REFUSED
         assert "enrolling" in done.stderr
-    assert "cancelled" in command("cancel", "early").stdout
+    assert "cancelled" in command("cancel", "early", "--yes").stdout
     assert command("watch", "early").exit_code == Exit.FEDERATION_ENDED_BADLY
 
 

@@ -1,0 +1,82 @@
+"""`promptfed federation metrics`, `rounds`, `insights` and `signing-key`: what the coordinator tells of its rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from promptfed.cli.common import Federation, Json, TokenFile, Url
+from promptfed.sdk import operations
+from promptfed.sdk.client import open_coordinator
+from promptfed.sdk.files import write_file
+from promptfed.sdk.output import console, print_json, reporting_errors, table
+from promptfed.sdk.text import percent, size
+
+COLUMNS = ["round", "loss", "accuracy", "unseen", "seconds", "up", "down"]
+
+
+def add_to(app: typer.Typer) -> None:
+    """The commands, as commands of ``app``."""
+    app.command()(metrics)
+    app.command()(rounds)
+    app.command()(insights)
+    app.command("signing-key")(signing_key)
+
+
+def metrics(
+    federation: Federation,
+    out: Annotated[Path | None, typer.Option(help="write the CSV here; default: print it")] = None,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Every number by round as CSV: what clients measured, accuracies, bytes, seconds."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        if as_json and out is None:
+            print_json(api.send(operations.get_metrics(federation)).json)
+            return
+        body = api.send(operations.get_metrics(federation, "csv")).body
+        if out is None:
+            typer.echo(body.decode(), nl=False)
+            return
+        write_file(out, body)
+        written = {"file": str(out), "bytes": len(body)}
+        print_json(written) if as_json else console.print(f"Wrote {out} ({size(len(body))}).", highlight=False)
+
+
+def rounds(
+    federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False
+) -> None:
+    """Rounds so far: loss, mean accuracies, seconds and bytes; with --json the whole reports."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        if as_json:
+            print_json(api.run(operations.accuracies(federation)).reports)
+            return
+        rows = []
+        for report in api.run(operations.rounds_after(federation, -1)):
+            means = [report.accuracy(role) for role in ("trainer", "evaluator")]
+            loss = "-" if report.loss is None else f"{report.loss:.4g}"
+            seconds = "-" if report.seconds is None else f"{report.seconds:.1f}"
+            told = [percent(mean[0] if mean is not None else None) for mean in means]
+            rows.append([str(report.round), loss, *told, seconds, size(report.bytes_up), size(report.bytes_down)])
+        console.print(table(None, COLUMNS, rows))
+
+
+def insights(
+    federation: Federation,
+    round: Annotated[str, typer.Option(help="a round's number, or latest")] = "latest",
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+) -> None:
+    """What the prompts themselves tell, as JSON: drift, agreement of clients, nearest words, clients in the plane."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        print_json(api.send(operations.get_insights(federation, round)).json)
+
+
+def signing_key(coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    """The coordinator's public key: `promptfed verify FOLDER --key` checks exports with it."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        answer = api.send(operations.get_signing_key())
+        print_json(answer.json) if as_json else console.print(answer.view.public_key, highlight=False, soft_wrap=True)

@@ -1,0 +1,44 @@
+"""What an unknown key of a spec was meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import get_args
+
+from pydantic import BaseModel
+
+
+def meant(model: type[BaseModel], path: Sequence[str], whole: type[BaseModel] | None = None) -> str | None:
+    """The key that was probably meant by the unknown one at ``path`` of ``model``; None where none is near.
+
+    A key of the same section that is written alike, or whose initials these are (``lr``), is told by its name. Else it
+    is one of this very name elsewhere in ``whole`` (default: ``model``), by its dotted path: ``training.epochs``.
+    """
+    *parents, key = path
+    section = _section(model, parents)
+    if section is not None:
+        near = get_close_matches(key, section.model_fields, n=1)
+        near += [name for name in section.model_fields if key == "".join(word[:1] for word in name.split("_"))]
+        if near:
+            return near[0]
+    return next((place for place in _paths(whole or model) if place.rpartition(".")[2] == key), None)
+
+
+def _section(model: type[BaseModel] | None, path: Sequence[str]) -> type[BaseModel] | None:
+    for part in path:
+        model = _model_of(model, part) if model is not None and part in model.model_fields else None
+    return model
+
+
+def _model_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    kind = model.model_fields[name].annotation
+    return next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name in model.model_fields:
+        yield prefix + name
+        section = _model_of(model, name)
+        if section is not None:
+            yield from _paths(section, f"{prefix}{name}.")

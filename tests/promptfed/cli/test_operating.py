@@ -1,0 +1,287 @@
+"""What the command has of the operator's API: clients, what cannot be undone, rounds and metrics, watching."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from promptfed.cli import common
+from promptfed.cli.main import app
+from promptfed.coordinator.app import create_app
+from promptfed.coordinator.engine import json_logs
+from promptfed.coordinator.settings import Settings
+from promptfed.sdk.errors import Exit
+from promptfed.sdk.pace import Pace, describe_round, duration
+from promptfed.sdk.summary import RoundSummary
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_clients import FakeClient, drive
+
+# Each call of the operator's API, and the command that makes it.
+COMMANDS = {
+    "POST /v1/federations": "federation create",
+    "GET /v1/federations": "federation list",
+    "GET /v1/federations/{federation}": "federation status",
+    "DELETE /v1/federations/{federation}": "federation delete",
+    "POST /v1/federations/{federation}/start": "federation start",
+    "POST /v1/federations/{federation}/pause": "federation pause",
+    "POST /v1/federations/{federation}/resume": "federation resume",
+    "POST /v1/federations/{federation}/cancel": "federation cancel",
+    "PUT /v1/federations/{federation}/initial-state": "federation create",
+    "POST /v1/federations/{federation}/enrolment-tokens": "federation token",
+    "GET /v1/federations/{federation}/enrolment-tokens": "federation token",
+    "DELETE /v1/federations/{federation}/enrolment-tokens/{token_id}": "federation token",
+    "GET /v1/federations/{federation}/clients": "federation clients",
+    "DELETE /v1/federations/{federation}/clients/{client_id}": "federation withdraw",
+    "DELETE /v1/federations/{federation}/clients/{client_id}/updates": "federation delete-updates",
+    "POST /v1/federations/{federation}/clients/{client_id}/reset": "federation reset",
+    "GET /v1/federations/{federation}/events": "federation watch",
+    "GET /v1/federations/{federation}/insights": "federation insights",
+    "GET /v1/federations/{federation}/lexicon": "federation words",
+    "PUT /v1/federations/{federation}/lexicon": "federation words",
+    "GET /v1/federations/{federation}/rounds": "federation rounds",
+    "GET /v1/federations/{federation}/rounds/{round}": "federation rounds",
+    "POST /v1/federations/{federation}/rounds/{round}/replay": "federation replay",
+    "GET /v1/federations/{federation}/prompts": "federation prompts",
+    "POST /v1/federations/{federation}/prompts/generate": "prompts generate",
+    "GET /v1/federations/{federation}/metrics": "federation metrics",
+    "POST /v1/operators": "operator add",
+    "GET /v1/operators": "operator list",
+    "DELETE /v1/operators/{operator}": "operator remove",
+    "GET /v1/audit-log": "audit-log show",
+}
+
+
+class Command:
+    """Runs `promptfed federation ...` against a coordinator in a thread."""
+
+    def __init__(self, server: InThread):
+        self.server = server
+        self.token = server.settings.data_dir / "operator.token"
+
+    def __call__(self, *arguments: str, **options: Any) -> Result:
+        where = ["--coordinator", self.server.url, "--token-file", str(self.token)]
+        return CliRunner().invoke(app, ["federation", *arguments, *where], **options)
+
+    def json(self, *arguments: str) -> Any:
+        done = self(*arguments, "--json")
+        assert done.exit_code == Exit.OK, done.output
+        return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
+    with in_thread(tmp_path_factory.mktemp("operating") / "data") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def command(server: InThread) -> Command:
+    return Command(server)
+
+
+@pytest.fixture(scope="module")
+def finished(server: InThread) -> str:
+    """A federation of two rounds that has come to its end."""
+    clients = running(server, "finished")
+    drive(clients)
+    server.until("finished", state="finished")
+    return "finished"
+
+
+def running(server: InThread, name: str) -> list[FakeClient]:
+    federation = server.create(name=name, participation={"min_clients": 2, "deadline_seconds": 3600})
+    clients = server.enrol(federation, "a", "b")
+    server.post(f"{federation}/start")
+    return clients
+
+
+def test_the_command_has_all_that_operators_have_in_the_api(tmp_path: Path) -> None:
+    schema = create_app(Settings(data_dir=tmp_path)).openapi()
+    operators = {"viewer", "operator", "admin"}
+    calls = {
+        f"{verb.upper()} {path}"
+        for path, verbs in schema["paths"].items()
+        for verb, call in verbs.items()
+        if operators & {scheme for one in call.get("security", []) for scheme in one}
+    }
+    assert calls - set(COMMANDS) == set(), "give these a command"
+    assert set(COMMANDS) - calls == set()
+    for words in sorted(set(COMMANDS.values())):
+        assert CliRunner().invoke(app, [*words.split(), "--help"]).exit_code == Exit.OK, words
+
+
+def test_clients_are_listed_and_one_is_reset(server: InThread, command: Command) -> None:
+    running(server, "listing")
+    [first, second] = command.json("clients", "listing")
+    assert (first["name"], second["name"]) == ("a", "b")
+    shown = command("clients", "listing").stdout
+    assert "trainer" in shown
+    assert "takes part" in shown
+    assert "--client b" in command("reset", "listing", "b").stdout
+    assert command.json("clients", "listing")[1]["reset"]
+    assert command("reset", "listing", "nobody").exit_code == Exit.REFUSED
+
+
+@pytest.mark.parametrize("verb", ["cancel", "delete", "withdraw", "delete-updates"])
+def test_what_cannot_be_undone_asks_and_is_refused_where_nobody_is_there(
+    server: InThread, command: Command, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"asked-{verb}"
+    running(server, name)
+    whom = ["a"] if verb in ("withdraw", "delete-updates") else []
+    alone = command(verb, name, *whom)
+    assert alone.exit_code == Exit.BAD_INPUT
+    assert "give --yes if it is meant" in alone.stderr
+    assert len(alone.stderr.strip().splitlines()) == 1
+    monkeypatch.setattr(common, "at_terminal", lambda: True)
+    no = command(verb, name, *whom, input="n\n")
+    assert (no.exit_code, "Nothing was done." in no.stderr) == (Exit.DECLINED, True)
+    assert server.get(name)["state"] == "running"
+    assert server.get(name)["clients"]["withdrawn"] == 0
+    if verb == "delete-updates":
+        server.delete(f"{name}/clients/a")
+    yes = command(verb, name, *whom, input="y\n")
+    assert yes.exit_code == Exit.OK, yes.output
+    if verb == "cancel":
+        assert server.get(name)["state"] == "cancelled"
+    elif verb == "delete":
+        server.get(name, status=404)
+    else:
+        assert server.get(name)["clients"]["withdrawn"] == 1
+
+
+def test_yes_answers_beforehand(server: InThread, command: Command) -> None:
+    running(server, "unasked")
+    assert command.json("withdraw", "unasked", "a", "--discard", "--yes") == {"withdrawn": "a"}
+    assert command.json("delete-updates", "unasked", "a", "--yes") == {"deleted_updates_of": "a"}
+    assert command.json("cancel", "unasked", "--yes")["state"] == "cancelled"
+    federation = server.get("unasked")["id"]
+    assert command.json("delete", "unasked", "--yes") == {"deleted": federation}
+    assert command("status", "unasked").exit_code == Exit.REFUSED
+
+
+def test_metrics_rounds_insights_and_the_key(command: Command, finished: str, tmp_path: Path) -> None:
+    out = tmp_path / "metrics.csv"
+    printed = command("metrics", finished).stdout
+    assert command.json("metrics", finished, "--out", str(out))["bytes"] == out.stat().st_size
+    rows = list(csv.DictReader(io.StringIO(printed)))
+    assert rows == list(csv.DictReader(out.open()))
+    assert {row["round"] for row in rows} >= {"1", "2"}
+    assert len(command.json("metrics", finished)["metrics"]) == len(rows)
+
+    reports = command.json("rounds", finished)
+    assert [report["round"] for report in reports] == [0, 1, 2]
+    shown = command("rounds", finished).stdout
+    assert "50.0 %" in shown
+    assert "0.5" in shown
+    told = json.loads(command("insights", finished, "--round", "1").stdout)
+    assert told["round"] == 1
+    assert [point["round"] for point in told["drift"]] == [0, 1]
+    key = command.server.get("/v1/signing-key")["public_key"]
+    where = ["--coordinator", command.server.url, "--token-file", str(command.token)]
+    assert CliRunner().invoke(app, ["federation", "signing-key", *where]).stdout.strip() == key
+
+
+def test_watch_tells_loss_accuracy_seconds_and_what_is_left(server: InThread, command: Command) -> None:
+    clients = running(server, "watched")
+    worker = threading.Thread(target=drive, args=(clients,))
+    worker.start()
+    done = command("watch", "watched")
+    worker.join()
+    assert done.exit_code == Exit.OK, done.output
+    lines = [line for line in done.stderr.splitlines() if line.startswith("round ")]
+    told = {line.partition(":")[0]: line for line in lines if "accuracy" in line}
+    assert list(told) == ["round 0", "round 1", "round 2"]
+    assert "loss 0.5, accuracy 50.0 % (zero-shot 25.0 %), " in told["round 2"]
+    assert told["round 2"].endswith(" s")
+
+
+def report(round: int, seconds: float | None, **more: Any) -> RoundSummary:
+    at = "2026-01-01T00:00:00Z"
+    empty = {"phases": [], "evaluation": None, "bytes_up": 0, "bytes_down": 0}
+    times = {"started_at": at, "ended_at": at, "seconds": seconds}
+    return RoundSummary.model_validate({"round": round, **times, **empty, **more})
+
+
+def test_the_rest_takes_as_long_as_the_newest_rounds_took() -> None:
+    now = 100.0
+    pace = Pace(10, clock=lambda: now)
+    pace.add(report(0, 60.0))
+    assert pace.left() is None  # the first evaluation is no round
+    pace.add(report(1, 50.0))
+    for round in range(2, 7):
+        pace.add(report(round, 10.0))
+    assert pace.left() == 40.0  # four more, as the newest five: the slow first round no longer counts
+    now += 7
+    assert pace.left() == 33.0
+    now += 100
+    assert pace.left() == 0.0
+    pace.add(report(10, 10.0))
+    assert pace.left() is None
+
+
+def test_a_round_and_a_time_in_words() -> None:
+    phases = [{"metrics": {"loss": 0.41234}}, {"metrics": {}}]
+    mean = {"trainer": {"accuracy": 0.5, "zero_shot": 0.25}, "evaluator": {"accuracy": 0.4}}
+    told = describe_round(report(3, 1.75, phases=phases, evaluation={"mean": mean}))
+    assert told == "round 3: loss 0.4123, accuracy 50.0 % (zero-shot 25.0 %), unseen 40.0 %, 1.8 s"
+    assert describe_round(report(0, None)) == "round 0: over"
+    assert [duration(seconds) for seconds in (59.4, 75, 3900)] == ["59 s", "1 min 15 s", "1 h 5 min"]
+
+
+def test_the_version_is_told() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == Exit.OK
+    assert done.stdout.startswith("promptfed ")
+
+
+def logged(formatter: logging.Formatter, caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        extra = json_logs.of_event("eyes", {"round": 3, "phase": "train", "asked": ["a", "b"], "reason": None})
+        logging.getLogger("promptfed.test").info("phase-opened", extra=extra)
+        try:
+            raise ValueError("bad\x1b[31m")
+        except ValueError:
+            logging.getLogger("promptfed.test").exception("it broke")
+    return "\n".join(formatter.format(record) for record in caplog.records)
+
+
+def test_logs_are_text_where_people_read_them(caplog: pytest.LogCaptureFixture) -> None:
+    text = logged(json_logs.TextFormatter(), caplog)
+    first, second, *traceback = text.splitlines()
+    assert first[8:] == ' phase-opened (federation eyes, round 3, phase train) asked=["a", "b"]'
+    assert second[8:] == " error: it broke"
+    assert traceback[-1] == "ValueError: bad\\x1b[31m"
+    entry = json.loads(logged(json_logs.JsonFormatter(), caplog).splitlines()[0])
+    assert (entry["message"], entry["round"]) == ("phase-opened", 3)
+
+
+@pytest.mark.parametrize(
+    ("format", "terminal", "kind"),
+    [
+        ("auto", True, json_logs.TextFormatter),
+        ("auto", False, json_logs.JsonFormatter),
+        ("text", False, json_logs.TextFormatter),
+        ("json", True, json_logs.JsonFormatter),
+    ],
+)
+def test_a_terminal_gets_text_and_everything_else_json(
+    format: Any, terminal: bool, kind: type[logging.Formatter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stderr", stream)
+    found: list[logging.Handler] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: found.extend(options["handlers"]))
+    json_logs.configure("info", format)
+    assert type(found[0].formatter) is kind
