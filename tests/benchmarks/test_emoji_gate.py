@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.emoji_gate import failures
 from promptfed.shared.clip.emoji.pretrain import save_weights, started
 from promptfed.shared.data.emoji.source import FOLDER
@@ -26,6 +28,7 @@ def test_each_bar_that_is_not_met_is_told() -> None:
     assert [line.split()[0] for line in failures(low)] == ["flat", "3", "a"]
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_style_and_leaves_json(tmp_path: Path) -> None:
     save_weights(started(0), tmp_path / "weights.safetensors")
     options = ["--data", str(FOLDER), "--weights", str(tmp_path / "weights.safetensors")]

@@ -16,7 +16,7 @@ from promptfed.client_service import __main__ as command
 from promptfed.client_service import agreement as agreements
 from promptfed.client_service.agreement import Agreement, differences
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.joining import flow
+from promptfed.client_service.joining import flow, withdrawal
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import Disclosure
@@ -406,8 +406,13 @@ def test_consent_can_be_called_back(
 
 
 def test_the_command_calls_back_and_deletes(
-    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, tmp_path: Path
+    make_coordinator: MakeCoordinator,
+    make_worker: MakeWorker,
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(withdrawal, "ANSWER_SECONDS", 0.5)
     source = make_coordinator(rounds=1, method={"name": "coop", "m": 4})
     features = FeatureCache(settings.features_dir)
     asyncio.run(make_worker(source, features=features).run())

@@ -68,8 +68,10 @@ def small(make_coordinator: MakeCoordinator, **changes: Any) -> FakeCoordinator:
 
 @pytest.mark.parametrize(
     ("number", "stage", "code"),
-    [(signal.SIGTERM, "training", Exit.OK), (signal.SIGINT, "waiting", Exit.INTERRUPTED)],
-    ids=["sigterm-in-training", "ctrl-c-in-a-poll"],
+    [
+        pytest.param(signal.SIGTERM, "training", Exit.OK, id="sigterm-in-training", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "waiting", Exit.INTERRUPTED, id="ctrl-c-in-a-poll"),
+    ],
 )
 def test_a_signal_ends_it_in_time(
     make_coordinator: MakeCoordinator, start: Start, number: signal.Signals, stage: str, code: Exit

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import httpx
 
@@ -16,7 +17,10 @@ LONG = 0.5  # for which a group waits for more, so that it gets all
 
 
 def at_once(calls: Sequence[Callable[[], httpx.Response]]) -> list[httpx.Response | None]:
-    """The answer to each, or None where there was none; all are sent together."""
+    """The answer to each, or None where there was none; all are sent together.
+
+    A coordinator in this process gathers for `LONG` meanwhile, and not before: what prepares a test is no group.
+    """
     found: list[httpx.Response | None] = [None] * len(calls)
     begin = threading.Barrier(len(calls))
 
@@ -26,10 +30,11 @@ def at_once(calls: Sequence[Callable[[], httpx.Response]]) -> list[httpx.Respons
             found[number] = calls[number]()
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with mock.patch(GATHER, LONG):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return found
 
 

@@ -15,16 +15,11 @@ from promptfed.coordinator.store.database import Database
 from tests.faults.test_full_disk import full_tables
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import FakeClient, drive, update_body
-from tests.support.groups import GATHER, LONG, at_once, updates_of
+from tests.support.groups import at_once, updates_of
 from tests.support.open_phases import kind, open_first_phase, stored_rows
 
 NAMES = ("a", "b", "c", "d")
 Answered = list[tuple[int, str]]
-
-
-@pytest.fixture(autouse=True)
-def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GATHER, LONG)
 
 
 def send_all(clients: list[FakeClient], tasks: list[dict[str, Any]], bodies: list[bytes]) -> Answered:

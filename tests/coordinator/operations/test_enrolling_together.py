@@ -10,13 +10,8 @@ import pytest
 from promptfed.shared.access_schemas import AuditEntry, check_chain
 from promptfed.shared.methods.core.base import Method
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
-from tests.support.groups import GATHER, LONG, at_once
+from tests.support.groups import at_once
 from tests.support.open_phases import kind
-
-
-@pytest.fixture(autouse=True)
-def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GATHER, LONG)
 
 
 def together(coordinator: InThread, token: str, federation: str, *asked: tuple[str, dict[str, Any]]) -> list[str]:

@@ -118,7 +118,8 @@ def all_started(found: dict[str, psutil.Process]) -> dict[str, psutil.Process] |
     return found if len(found) == 5 else None
 
 
-@pytest.mark.parametrize("method", [pytest.param("zero_shot", marks=pytest.mark.slow), "coop"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["zero_shot", "coop"])
 def test_digits_with_methods_that_send_nothing(method: str) -> None:
     done = subprocess.run(
         [*DEMO, "--data", "digits", "--method", method, "--rounds", "1", "--json"],

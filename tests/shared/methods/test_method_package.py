@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -64,12 +65,19 @@ def test_the_command_lists_it_with_its_package(installed: Path) -> None:
     assert "task_residual" in [method["name"] for method in json.loads(listed.stdout)]
 
 
+def run(command: list[str], run_file: Path, installed: Path) -> Any:
+    done = promptfed(*command, str(run_file), "--json", beside=installed)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_runs_in_one_process(installed: Path, run_file: Path) -> None:
+    result = run(["simulate"], run_file, installed)
+    assert (result["method"], result["rounds"]) == ("task_residual", 2)
+
+
+@pytest.mark.slow
 def test_one_process_and_many_come_to_one_state(installed: Path, run_file: Path) -> None:
-    results = []
-    for command in (["simulate"], ["launch", "--gpus", "none"]):
-        done = promptfed(*command, str(run_file), "--json", beside=installed)
-        assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-    simulated, launched = results
+    simulated, launched = (run(way, run_file, installed) for way in (["simulate"], ["launch", "--gpus", "none"]))
     assert simulated["state_hash"] == launched["state_hash"]
     assert simulated["rounds"] == launched["rounds"] == 2
