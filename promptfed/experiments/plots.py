@@ -1,4 +1,4 @@
-"""Plots of a bench, for a paper: accuracy by round, few-shot curves, each client's own accuracy."""
+"""Plots of a bench, for a paper: accuracy by round and by what it cost, few-shot curves, each client's own accuracy."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from promptfed.experiments.tables import TableRow
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A00")
 STYLES = ("-", "--", "-.", ":")
 GREY = "#6E6E6E"
+BY_ROUND: tuple[str, Mapping[str, float]] = ("round", {})
+# Costs of a client and round, by the name of the plot: what the axis says, and how much of it is one unit.
+COSTS = {"bytes": ("kB up and down for each client", 1000.0), "seconds": ("seconds of training for each client", 1.0)}
 
 
 def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[Run], out: Path) -> list[Path]:
@@ -40,7 +43,11 @@ def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[Run], out: Path)
     for role in ("trainer", "evaluator"):
         curves = _by_round(bench, runs, role)
         if any(len(points) > 2 for points in curves.values()):
-            figures[f"rounds-{role}s"] = _rounds(curves, role)
+            figures[f"rounds-{role}s"] = _rounds(curves, role, *BY_ROUND)
+            for cost, (label, unit) in COSTS.items():
+                prices = _prices(runs, cost, unit)
+                if any(prices.values()):
+                    figures[f"{cost}-{role}s"] = _rounds(curves, role, label, prices, log=True)
     paths = []
     for name, figure in figures.items():
         for kind in ("png", "pdf"):
@@ -96,18 +103,44 @@ def _by_round(bench: Bench, runs: Sequence[Run], role: str) -> dict[str, dict[in
     return curves
 
 
-def _rounds(curves: Mapping[str, Mapping[int, Sequence[float]]], role: str) -> Figure:
+def _prices(runs: Sequence[Run], cost: str, unit: float) -> dict[str, float]:
+    """What a round costs a client, by entry: the mean over seeds and trials, in units."""
+    spent: dict[str, list[float]] = {}
+    for run in runs:
+        each = run.costs["bytes_up"] + run.costs["bytes_down"] if cost == "bytes" else run.costs["seconds"]
+        spent.setdefault(run.label, []).append(each / unit)
+    return {label: fmean(values) for label, values in spent.items()}
+
+
+def _rounds(
+    curves: Mapping[str, Mapping[int, Sequence[float]]],
+    role: str,
+    x: str,
+    scale: Mapping[str, float],
+    log: bool = False,
+) -> Figure:
+    """Accuracy over rounds, or over what they cost: ``scale`` is the price of a round by entry, 1 where there is none.
+
+    On a logarithmic axis a curve starts at its first round, since what was before has cost nothing; an entry whose
+    rounds cost nothing has no place on it.
+    """
     whose = "clients' own test images" if role == "trainer" else "unseen domains"
-    figure, axes = _axes("round", f"accuracy (%), {whose}")
+    figure, axes = _axes(x, f"accuracy (%), {whose}")
     for number, (label, points) in enumerate(curves.items()):
         colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
-        rounds = sorted(points)
-        means = [fmean(points[k]) for k in rounds]
-        axes.plot(rounds, means, label=label, color=colour, linestyle=style)
+        price = scale.get(label, 1.0)
+        rounds = [k for k in sorted(points) if not log or k * price > 0]
+        if not rounds:
+            continue
+        places, means = [k * price for k in rounds], [fmean(points[k]) for k in rounds]
+        axes.plot(places, means, label=label, color=colour, linestyle=style, marker="o" if log else None, ms=2)
         spread = [pstdev(points[k]) for k in rounds]
         low, high = ([mean + sign * sd for mean, sd in zip(means, spread, strict=True)] for sign in (-1, 1))
-        axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
+    if log:
+        axes.set_xscale("log")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=7)
     return figure
 

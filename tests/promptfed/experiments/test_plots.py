@@ -38,20 +38,34 @@ def filled(path: Path) -> bool:
 
 
 def test_personalisation_gets_its_clients_and_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[list[float]] = []
+    drawn: list[tuple[list[float], list[float]]] = []
     plot = Axes.plot
 
     def watched(self: Axes, x: Any, y: Any, **options: Any) -> Any:
-        drawn.append(list(y))
+        drawn.append((list(x), list(y)))
         return plot(self, x, y, **options)
 
     monkeypatch.setattr(Axes, "plot", watched)
     described = bench("personalisation")
     found = results()
     paths = draw(described, rows_of(described, found), found, tmp_path)
-    assert {path.name for path in paths} == {"clients.png", "rounds-trainers.png"}
+    assert {path.name for path in paths} == {
+        "clients.png",
+        *(f"{x}-trainers.png" for x in ("rounds", "bytes", "seconds")),
+    }
     assert all(filled(path) and path.with_suffix(".pdf").stat().st_size > 1000 for path in paths)
-    assert drawn == [pytest.approx([30, 40, 50]), pytest.approx([50, 60, 70])]
+    assert drawn[:2] == [([0, 1, 2], pytest.approx([30, 40, 50])), ([0, 1, 2], pytest.approx([50, 60, 70]))]
+    costs = found[0].costs
+    each = (costs["bytes_up"] + costs["bytes_down"]) / 1000
+    assert drawn[2] == (pytest.approx([each, 2 * each]), pytest.approx([40, 50])), "before the first, nothing was spent"
+    assert drawn[4] == (pytest.approx([costs["seconds"], 2 * costs["seconds"]]), pytest.approx([40, 50]))
+
+
+def test_what_costs_nothing_has_no_place_on_a_cost_axis(tmp_path: Path) -> None:
+    described = bench("personalisation")
+    free = [run.model_copy(update={"costs": dict.fromkeys(run.costs, 0.0)}) for run in results()]
+    names = {path.name for path in draw(described, rows_of(described, free), free, tmp_path)}
+    assert names == {"clients.png", "rounds-trainers.png"}
 
 
 def test_two_evaluations_are_no_curve(tmp_path: Path) -> None:
