@@ -128,7 +128,7 @@ class Examination:
         if "data" in self.missing:
             self.checks.append(Check("data", "warn", "not looked at", "give --data URI"))
             return None
-        source = self._try("data", lambda: open_data(settings.data, settings.name, settings.domain))
+        source = self._try("data", lambda: open_data(settings.data, settings.name, settings.domain, settings.role))
         if source is not None:
             self.checks += check_data(source, settings.role)
         for name, uri in settings.tests.items():

@@ -129,7 +129,9 @@ class Joining:
         """The client's data and its test sets. One that cannot be declared is refused before anybody is asked."""
         settings, source, tests = self.settings, self.parts.source, self.parts.tests
         if source is None:
-            source = await self.compute.run(lambda: open_data(settings.data, settings.name, settings.domain))
+            source = await self.compute.run(
+                lambda: open_data(settings.data, settings.name, settings.domain, settings.role)
+            )
         if tests is None:
             tests = await self.compute.run(lambda: {name: open_data(uri) for name, uri in settings.tests.items()})
         domain_of(source)

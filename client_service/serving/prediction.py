@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.data.source import IMAGE_FORMATS
+from promptfed.shared.data.image_files import IMAGE_FORMATS
 from promptfed.shared.methods.core.base import Classifier, ClientContext, Mixes
 
 MAX_PIXELS = 16_000_000

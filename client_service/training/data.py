@@ -19,6 +19,8 @@ from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.patch_cache import PatchCost
 from promptfed.shared.clip.slots import ImageSplit
 from promptfed.shared.data import DataError, Domain, Source, Split, open_source
+from promptfed.shared.data.source import in_words
+from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.methods.core.training import TaskCancelled
 
@@ -218,20 +220,32 @@ class ClientData:
         return self._held.get(key, lambda: self._backbone.preprocess(split.image(row)))
 
 
-def open_data(uri: str, name: str = "", domain: str | None = None) -> Source:
-    """The source that ``uri`` names; ``domain`` describes the images of the client ``name`` in words.
+def open_data(uri: str, name: str = "", domain: str | None = None, role: Role = "trainer") -> Source:
+    """The source that ``uri`` names, for ``role``; ``domain`` describes the images of the client ``name`` in words.
 
     Raises:
         ClientError: BAD_INPUT, with the reason in one line.
     """
     try:
-        source = open_source(uri)
+        return in_domain(open_source(uri, role), name, domain)
     except DataError as error:
         raise ClientError(Exit.BAD_INPUT, str(error)) from None
-    if domain is None:
-        return source
-    own = source.domain.name if source.domain is not None else name
-    return replace(source, domain=Domain(own, domain))
+
+
+def in_domain(source: Source, name: str, words: str | None = None) -> Source:
+    """The source of the client ``name``, its domain described by ``words`` where they are given.
+
+    A domain without a name, such as a folder describes in its ``domain.txt``, has the client's.
+
+    Raises:
+        DataError: the words cannot describe a domain.
+    """
+    own = source.domain.name if source.domain is not None and source.domain.name else name
+    if words is not None:
+        return replace(source, domain=Domain(own, in_words(words)))
+    if source.domain is not None and not source.domain.name:
+        return replace(source, domain=Domain(own, source.domain.description))
+    return source
 
 
 def check_domain(method: Method, role: str, source: Source) -> None:

@@ -86,12 +86,23 @@ def setting_of(options: Mapping[str, Any]) -> Setting:
         "domains": _names(options["domains"]),
         "targets": _names(options["targets"]),
         "curve": whole_numbers(options["curve"], "--curve"),
+        "domain_words": _words(options["domain_words"] or ()),
     }
     return Setting(**{field.name: options[field.name] for field in fields(Setting)} | lists)
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _words(given: Sequence[str]) -> dict[str, str]:
+    words = {}
+    for text in given:
+        name, equals, said = text.partition("=")
+        if not equals or not said.strip() or name in words:
+            raise CommandError(f"--domain-words {text!r}: write NAME=WORDS, once for each name", Exit.BAD_INPUT)
+        words[name] = said
+    return words
 
 
 def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:

@@ -16,6 +16,13 @@ Seeds = Annotated[str | None, typer.Option(help="by commas; default: 0,1,2")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")]
 Domains = Annotated[str, typer.Option(help="by commas, for data with {domain}")]
 Targets = Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")]
+ClassNames = Annotated[
+    Literal["same", "union", "intersection"],
+    typer.Option(help="where domains have other classes: tell all apart everywhere, or leave out what some lack"),
+]
+DomainWords = Annotated[
+    list[str] | None, typer.Option(help="NAME=WORDS: what a domain's images look like, repeatable", show_default=False)
+]
 Clients = Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")]
 ClassesPerClient = Annotated[int | None, typer.Option(min=1, help="instead of --clients, base-to-novel")]
 Alpha = Annotated[float, typer.Option(help="of the Dirichlet distribution")]

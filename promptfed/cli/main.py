@@ -164,6 +164,8 @@ def bench(
     reduced: options.Reduced = False,
     domains: options.Domains = "",
     targets: options.Targets = "",
+    class_names: options.ClassNames = "same",
+    domain_words: options.DomainWords = None,
     clients: options.Clients = 10,
     classes_per_client: options.ClassesPerClient = None,
     partition: Partition = "pathological",

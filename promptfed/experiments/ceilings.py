@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from promptfed.experiments.label_spaces import label_space
 from promptfed.experiments.protocols import (
-    DOMAIN,
     TARGET,
     LeaveOneDomainOut,
     Personalisation,
@@ -57,7 +57,8 @@ class TargetCeilings(Protocol):
             raise CommandError(f"{self.name} trains on the target's images: test on its test split", Exit.BAD_INPUT)
         trials: list[Trial] = []
         for whole in self.inner.trials(setting, seed, personal):
-            target = setting.uri(setting.data[0].replace(DOMAIN, whole.name), seed)
+            space = label_space(setting.class_names, whole.name, setting.domain_uris())
+            target = setting.uri(space.cut(setting.domain_uris()[whole.name]), seed)
             sources = [site for site in whole.sites if site.role == "trainer"]
             referees = [site for site in whole.sites if site.role != "trainer"]
             tests = sources[0].tests
@@ -65,7 +66,7 @@ class TargetCeilings(Protocol):
             singles = [(f"{SINGLE} {site.name}", (site, *referees)) for site in sources]
             for kind, sites in (
                 (FEDERATED, whole.sites),
-                (ON_TARGET, (Site("target", target),)),
+                (ON_TARGET, (Site("target", target, domain=setting.domain_words.get(whole.name)),)),
                 (CENTRALISED, (pooled, *referees)),
                 *singles,
             ):
@@ -106,7 +107,7 @@ class ClientCeilings(Protocol):
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
         """The federation, one of each client, one of all images."""
         [whole] = self.inner.trials(setting, seed, personal)
-        sites = [Site(site.name, site.data) for site in whole.sites]
+        sites = [Site(site.name, site.data, domain=site.domain) for site in whole.sites]
         pooled = Site(POOLED, union_uri(site.data for site in sites), tests={site.name: site.data for site in sites})
         alone = [Trial(f"{ALONE}/{site.name}", whole.spec, (site,)) for site in sites]
         return [

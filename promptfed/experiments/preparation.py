@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from promptfed.client_service.training.data import in_domain
 from promptfed.runtime.run_file import check_trainers
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
@@ -98,6 +99,7 @@ def open_site(site: Site, sources: SharedSources) -> SimulatedClient:
     """
     try:
         tests = {name: sources.open(uri) for name, uri in site.tests.items()}
-        return SimulatedClient(site, sources.open(site.data), tests)
+        source = in_domain(sources.open(site.data, site.role), site.name, site.domain)
+        return SimulatedClient(site, source, tests)
     except DataError as error:
         raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
 
+from promptfed.experiments.label_spaces import LabelSpace, label_space, names_of
 from promptfed.experiments.setting import Setting, with_options
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
-from promptfed.shared.data import DataError, open_source
 
 DOMAIN = "{domain}"
 TARGET = "target"
@@ -24,6 +24,7 @@ UNSEEN = "unseen"  # the test set of novel images told among the base names
 ELSEWHERE = "of-"  # before a client's name: its test images, shown to another client's classifier
 Pick = Callable[[Accuracy], float | None]
 _TRAINING = frozenset({"shots", "validation", "test_images"})
+_DOMAINS = frozenset({"domains", "class_names", "domain_words"})
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class LeaveOneDomainOut(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """Domains and targets: every domain is a client."""
-        return _TRAINING | {"domains", "targets"} | ({"target_images"} if setting.validation is None else set())
+        held_out = setting.validation is not None
+        return _TRAINING | _DOMAINS | {"targets"} | (set() if held_out else {"target_images"})
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """The targets, their mean, and the clients' own domains."""
@@ -144,17 +146,19 @@ class LeaveOneDomainOut(Protocol):
                 f"{self.name} needs one --data with {DOMAIN} in it, as 'symbols:{DOMAIN}', and at least two --domains"
             )
             raise CommandError(text, Exit.BAD_INPUT)
-        trials = []
+        _check_words(setting)
+        uris, trials = setting.domain_uris(), []
         for target in self._targets(setting):
-            unseen = setting.unseen(data.replace(DOMAIN, target), seed)
+            space = label_space(setting.class_names, target, uris)
+            unseen = setting.unseen(space.cut(uris[target]), seed)
             tests = {TARGET: unseen} if personal else {}
             sites = [
-                Site(_client(domain), setting.uri(data.replace(DOMAIN, domain), seed), tests=tests)
-                for domain in setting.domains
+                _site(domain, setting.uri(space.cut(uri), seed), setting, tests)
+                for domain, uri in uris.items()
                 if domain != target
             ]
             referees = [] if personal else [Site(_client(f"{TARGET}-{target}"), unseen, role="evaluator")]
-            trials.append(Trial(target, {"class_names": _names(unseen)}, (*sites, *referees)))
+            trials.append(Trial(target, {"class_names": list(space.names)}, (*sites, *referees)))
         return trials
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
@@ -186,7 +190,7 @@ class Personalisation(Protocol):
         return (
             _TRAINING
             | {"out_of_client"}
-            | ({"domains"} if any(DOMAIN in data for data in setting.data) else _partition(setting))
+            | (_DOMAINS if any(DOMAIN in data for data in setting.data) else _partition(setting))
         )
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
@@ -202,7 +206,9 @@ class Personalisation(Protocol):
         if DOMAIN in data:
             if not setting.domains:
                 raise CommandError(f"{data} needs --domains", Exit.BAD_INPUT)
-            uris = {domain: setting.uri(data.replace(DOMAIN, domain), seed) for domain in setting.domains}
+            _check_words(setting)
+            space = label_space(setting.class_names, setting.domains[0], setting.domain_uris())
+            uris = {domain: setting.uri(space.cut(uri), seed) for domain, uri in setting.domain_uris().items()}
         else:
             alpha = setting.alpha if setting.partition == "dirichlet" else None
             options = {"partition": setting.partition, "alpha": alpha, "clients": setting.clients}
@@ -210,13 +216,13 @@ class Personalisation(Protocol):
                 f"client{k:03}": setting.uri(data, seed, **options, partition_seed=seed, client=k)
                 for k in range(setting.clients)
             }
-        names = _names(data.replace(DOMAIN, setting.domains[0]) if DOMAIN in data else data)
+            space = LabelSpace(names_of(data))
         tests: dict[str, dict[str, str]] = {name: {} for name in uris}
         if setting.out_of_client:
             for name in uris:
                 tests[name] = {ELSEWHERE + _client(other): uri for other, uri in uris.items() if other != name}
-        sites = tuple(Site(_client(name), uri, tests=tests[name]) for name, uri in uris.items())
-        return [Trial("all", {"class_names": names}, sites)]
+        sites = tuple(_site(name, uri, setting, tests[name]) for name, uri in uris.items())
+        return [Trial("all", {"class_names": list(space.names)}, sites)]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Over the clients, each counting once."""
@@ -336,10 +342,18 @@ def _client(name: str) -> str:
 
 
 def _names(uri: str) -> list[str]:
-    try:
-        return list(open_source(uri).class_names)
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    return list(names_of(uri))
+
+
+def _site(name: str, uri: str, setting: Setting, tests: Mapping[str, str], client: str | None = None) -> Site:
+    """The client of the domain ``name``, which has the words for it."""
+    return Site(client or _client(name), uri, tests=tests, domain=setting.domain_words.get(name))
+
+
+def _check_words(setting: Setting) -> None:
+    unknown = sorted(set(setting.domain_words) - set(setting.domains))
+    if unknown:
+        raise CommandError(f"--domain-words describe {unknown[0]}, which is not one of the domains", Exit.BAD_INPUT)
 
 
 def _values(rows: Iterable[Accuracy], pick: Pick, split: str) -> list[float]:

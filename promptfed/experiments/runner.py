@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from promptfed.experiments.entries import Entry, RawSpec
+from promptfed.experiments.label_spaces import forget_names
 from promptfed.experiments.protocols import Protocol, Trial
 from promptfed.experiments.provenance import data_hash, provenance
 from promptfed.experiments.results import JsonObject, Run, read_run, write_json
@@ -42,7 +43,11 @@ class Job:
     @property
     def key(self) -> str:
         """Names the result: the same spec and sites under the same protocol have the same."""
-        sites = [asdict(site) for site in self.trial.sites]
+        # Words for a domain came later: sites without any keep the key that they had.
+        sites = [
+            {key: value for key, value in asdict(site).items() if (key, value) != ("domain", None)}
+            for site in self.trial.sites
+        ]
         text = canonical_json([FORMAT, self.spec, sites])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -75,6 +80,7 @@ class Bench:
         Raises:
             CommandError: a spec that cannot be run, or data that cannot be opened.
         """
+        forget_names()
         jobs, sources = [], SharedSources()
         for seed in self.seeds:
             for entry in self.entries:
@@ -105,13 +111,33 @@ class Runner:
     _backbones: dict[str, Backbone] = field(default_factory=dict)
     _sources: SharedSources = field(default_factory=SharedSources)
 
+    def path(self, job: Job) -> Path:
+        """The job's file, which is there once it has been run."""
+        return self.out / "runs" / f"{job.key}.json"
+
+    def look_at_data(self, jobs: Sequence[Job]) -> None:
+        """Open all data of ``jobs``, before minutes of work end at a picture that cannot be read.
+
+        Raises:
+            CommandError: what is wrong with any of it, told at once.
+        """
+        wanted = {(uri, role) for job in jobs for site in job.trial.sites for uri, role in site.uris()}
+        problems: dict[str, None] = {}
+        for uri, role in sorted(wanted):
+            try:
+                self._sources.open(uri, role)
+            except DataError as error:
+                problems[str(error)] = None
+        if problems:
+            raise CommandError(" ".join(problems), Exit.BAD_INPUT)
+
     def run(self, job: Job) -> Run:
         """The job's run: read where there is one, else run and written.
 
         Raises:
             CommandError: the federation cannot be run, with the job's name.
         """
-        path = self.out / "runs" / f"{job.key}.json"
+        path = self.path(job)
         if path.exists():
             # Another entry or protocol may have run this very spec with these very sites under names of its own.
             return read_run(path).model_copy(update={"label": job.entry.label, "trial": job.trial.name})
@@ -145,7 +171,7 @@ class Runner:
         return simulated.round * fmean(_steps(training, len(source.train)) for source in trainers)
 
     def _run_of(self, job: Job, simulated: FederationResult) -> Run:
-        sources = {site.name: self._sources.open(site.data) for site in job.trial.sites}
+        sources = {site.name: self._sources.open(site.data, site.role) for site in job.trial.sites}
         sources |= {
             f"{site.name}/{name}": self._sources.open(uri)
             for site in job.trial.sites
@@ -240,6 +266,7 @@ def run_all(bench: Bench, runner: Runner, progress: Callable[[int, int, Job], No
     """
     jobs = bench.jobs()
     _make_folder(runner.out)
+    runner.look_at_data([job for job in jobs if not runner.path(job).exists()])
     runs = []
     for done, job in enumerate(jobs):
         progress(done, len(jobs), job)

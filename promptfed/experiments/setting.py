@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from promptfed.shared.data.registry import REDRAWN
+from promptfed.shared.data.registry import BY_ROLE, REDRAWN
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,10 @@ class Setting:
 
     ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``test_images``: where
     a source draws them, ``redrawn`` for every seed, so that a spread over seeds holds their sampling, or the ``same``.
-    ``out_of_client``: each client's classifier is shown the other clients' test images too. ``unseen_classes``:
-    novel images are shown among the base names, to see whether a classifier is less sure of what it does not know.
+    ``out_of_client``: each client's classifier is shown the other clients' test images too. ``class_names``: domains
+    have the ``same`` classes, or are told apart over the ``union`` or the ``intersection`` of theirs. ``domain_words``:
+    what a domain's images look like, by its name. ``unseen_classes``: novel images are shown
+    among the base names, to see whether a classifier is less sure of what it does not know.
     """
 
     data: tuple[str, ...]
@@ -33,6 +35,8 @@ class Setting:
     test_images: str = "redrawn"
     out_of_client: bool = False
     unseen_classes: bool = False
+    class_names: str = "same"
+    domain_words: Mapping[str, str] = field(default_factory=dict)
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
         """``data`` with its options, the seeded ones and ``options`` (those that are None are left out)."""
@@ -48,7 +52,20 @@ class Setting:
     def unseen(self, data: str, seed: int) -> str:
         """``data`` of a domain that nobody trains on, tested on its test split or on all its images."""
         whole = self.target_images == "all" and self.validation is None
-        return self.uri(data, seed, shots=None, test_on="all" if whole else None)
+        # A folder would be test data whole for who only evaluates.
+        test_on = "all" if whole else "test" if data.partition(":")[0] in BY_ROLE and self.validation is None else None
+        return self.uri(data, seed, shots=None, test_on=test_on)
+
+    def domain_uris(self) -> dict[str, str]:
+        """The data of each domain, as they are given."""
+        return {domain: self.data[0].replace("{domain}", domain) for domain in self.domains}
+
+
+def without_option(uri: str, name: str) -> str:
+    """A data URI without the option ``name``."""
+    address, _, query = uri.partition("?")
+    parts = [part for part in query.split("&") if part and part.partition("=")[0] != name]
+    return f"{address}?{'&'.join(parts)}" if parts else address
 
 
 def with_options(uri: str, options: Mapping[str, Any]) -> str:

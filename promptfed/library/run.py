@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from promptfed.experiments.simulation import simulate
 from promptfed.library.result import Result
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone, resolve
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.progress import Watcher
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
@@ -25,6 +27,7 @@ def run(
     *,
     unseen: Data = (),
     tests: Mapping[str, str | Source] | None = None,
+    domains: Mapping[str, str] | None = None,
     backbone: Backbone | None = None,
     folder: Path | str | None = None,
     pool: int = 1,
@@ -41,6 +44,7 @@ def run(
             ``"folder:/data/pets"``, or `promptfed.shared.data.Source` objects.
         unseen: what clients that only evaluate hold, such as a domain that nobody trains on.
         tests: further test sets of every training client, by name.
+        domains: what a client's images look like, in words, by the client's name: ``{"neon": "a neon sign of a {}"}``.
         backbone: the frozen model, where it is loaded already (`load_backbone`); default: the spec's.
         folder: a new folder that keeps what coordinator and clients keep; default: a temporary one.
         pool: clients that compute at once.
@@ -54,7 +58,7 @@ def run(
     """
     sources = SharedSources()
     named = {"name": method} if isinstance(method, str) else method
-    sites = _all_sites(sources, data, unseen, tests or {})
+    sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
     model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device)
     quiet = not (sys.stderr.isatty() if progress is None else progress)
@@ -75,6 +79,14 @@ def _all_sites(sources: SharedSources, data: Data, unseen: Data, tests: Mapping[
     further = {name: _uri(sources, f"test-{name}", source) for name, source in tests.items()}
     trainers = [Site(name, uri, "trainer", further) for name, uri in _sites(sources, data, "client")]
     return trainers + [Site(name, uri, "evaluator") for name, uri in _sites(sources, unseen, "unseen")]
+
+
+def _described(sites: list[Site], domains: Mapping[str, str]) -> list[Site]:
+    unknown = sorted(set(domains) - {site.name for site in sites})
+    if unknown:
+        text = f"domains describe {unknown[0]!r}, which is no client: they are {', '.join(site.name for site in sites)}"
+        raise CommandError(text, Exit.BAD_INPUT)
+    return [replace(site, domain=domains.get(site.name)) for site in sites]
 
 
 def _sites(sources: SharedSources, data: Data, kind: str) -> list[tuple[str, str]]:

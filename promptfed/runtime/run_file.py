@@ -27,12 +27,15 @@ class ClientEntry(BaseModel):
     name: Annotated[str, Field(min_length=1)] | None = None
     role: Literal["trainer", "evaluator"] = "trainer"
     tests: dict[Name, str] = {}
+    domain: Annotated[
+        str | None, Field(min_length=1, max_length=500, description="what the images look like, in words")
+    ] = None
     count: Annotated[int, Field(ge=1, le=100_000)] | None = None
 
     def sites(self, count: int | None, first: int) -> Iterator[Site]:
         """The clients that the entry stands for; ``first`` numbers those without a name."""
         if self.count is None:
-            yield Site(self.name or f"client-{first}", self.data, self.role, self.tests)
+            yield Site(self.name or f"client-{first}", self.data, self.role, self.tests, self.domain)
             return
         total = count or self.count
         for index in range(total):
@@ -41,7 +44,8 @@ class ClientEntry(BaseModel):
                 return text.replace(INDEX, str(index)).replace(COUNT, str(total))
 
             tests = {name: fill(uri) for name, uri in self.tests.items()}
-            yield Site(fill(self.name or f"client-{INDEX}"), fill(self.data), self.role, tests)
+            words = None if self.domain is None else fill(self.domain)
+            yield Site(fill(self.name or f"client-{INDEX}"), fill(self.data), self.role, tests, words)
 
 
 @dataclass(frozen=True)

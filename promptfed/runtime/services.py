@@ -14,6 +14,7 @@ from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_private
+from promptfed.shared.messages import Role
 
 START_SECONDS = 60.0
 ENROL_SECONDS = 120.0
@@ -24,12 +25,20 @@ OPERATOR_FILE = "operator.token"
 
 @dataclass(frozen=True)
 class Site:
-    """One client: its name, its data URI, whether it trains or only evaluates, and further test sets by name."""
+    """One client: its name, its data URI, whether it trains or only evaluates, and further test sets by name.
+
+    ``domain`` is what its images look like, in words; None: as the data say.
+    """
 
     name: str
     data: str
-    role: str = "trainer"
+    role: Role = "trainer"
     tests: Mapping[str, str] = field(default_factory=dict)
+    domain: str | None = None
+
+    def uris(self) -> list[tuple[str, Role]]:
+        """Its data URIs, each with what the data are opened for."""
+        return [(self.data, self.role), *((uri, "trainer") for uri in self.tests.values())]
 
 
 class Services(ABC):
@@ -150,4 +159,5 @@ def client_options(site: Site, permitted: Sequence[str]) -> list[str]:
     """The options of a client that say which one it is, and what it permits."""
     tests = [f"--test={name}={uri}" for name, uri in site.tests.items()]
     backbones = [f"--allow-backbone={name}" for name in permitted]
-    return [f"--name={site.name}", f"--role={site.role}", f"--data={site.data}", *tests, *backbones]
+    words = [f"--domain={site.domain}"] if site.domain is not None else []
+    return [f"--name={site.name}", f"--role={site.role}", f"--data={site.data}", *words, *tests, *backbones]

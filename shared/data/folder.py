@@ -1,21 +1,30 @@
-"""``folder:`` and ``csv:`` images on disk, every one decoded when the source is opened, so that none fails later."""
+"""``folder:`` and ``csv:`` images on disk, every one decoded when the source is opened, so that none fails later.
+
+What is wrong is told at once: whoever mends a folder wants to know of all of it. An evaluator's folder or table is test
+data whole, whatever splits it has.
+"""
 
 from __future__ import annotations
 
 import csv
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from promptfed.shared.data.options import Options
+from promptfed.shared.data.image_files import FileImages, read_image
+from promptfed.shared.data.options import Options, kept_names, with_classes
 from promptfed.shared.data.partition import train_test
-from promptfed.shared.data.source import DataError, Domain, FileImages, Source, Split, read_image
+from promptfed.shared.data.source import DataError, Domain, Source, Split, in_words
 
 TEMPLATE = "a photo of a {}."
+WORDS_FILE = "domain.txt"  # in a folder: what its images look like, in words
 _SPLITS = ("train", "test")
 _OF_FILE_MANAGERS = frozenset({"thumbs.db", "desktop.ini"})  # what Windows leaves beside images
 _TOLD = 3  # files that are no images, before only their number is told
+_NAMED = 20  # classes of one problem, before only their number is told
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,17 @@ class _Item:
     path: Path
     label: str
     split: str | None
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """What lies in a folder or table: its items, and labels of which there is no image."""
+
+    items: list[_Item]
+    where: Path
+    domain: Domain | None
+    empty: tuple[Path, ...] = ()  # class folders without an image
+    by_folders: bool = False  # whether splits are folders
 
 
 def open_folder(body: str, options: Options) -> Source:
@@ -35,42 +55,56 @@ def open_folder(body: str, options: Options) -> Source:
             folders = ", ".join(_subfolders(root)) or "none"
             raise DataError(f"{options.uri}: {root} has no domain folder {domain}; it has {folders}.")
         root = root / domain
-    return _source(_folder_items(root), domain, options, str(root))
+    return _source(_listing(root, domain, options), options)
 
 
-def _folder_items(root: Path) -> list[_Item]:
+def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
     names = _subfolders(root)
-    present = [s for s in _SPLITS if s in names]
-    if not present:
-        return _class_items(root, None)
-    if len(present) == 1 or len(names) > 2:
-        missing = next((s for s in _SPLITS if s not in names), None)
-        why = f"has {present[0]} but no {missing} folder" if missing else "has class folders beside train and test"
-        raise DataError(f"{root} {why}; give both train and test, or class folders alone.")
-    items = [item for split in _SPLITS for item in _class_items(root / split, split)]
-    for split in _SPLITS:
-        absent = {i.label for i in items} - {i.label for i in items if i.split == split}
-        if absent:
-            raise DataError(f"{root / split} has no folder for the class {sorted(absent)[0]}.")
-    return items
+    splits: list[str | None] = [name for name in _SPLITS if name in names]
+    if not splits:
+        splits = [None]
+    elif len(names) > len(splits) or (len(splits) == 1 and options.role == "trainer"):
+        raise DataError(_unlike_splits(root, names))
+    items: list[_Item] = []
+    empty: list[Path] = []
+    for split in splits:
+        found, lacking = _class_items(root if split is None else root / split, split)
+        items += found
+        empty += lacking
+    return _Listing(items, root, _domain(domain, root / WORDS_FILE), tuple(empty), splits != [None])
 
 
-def _class_items(root: Path, split: str | None) -> list[_Item]:
+def _unlike_splits(root: Path, names: list[str]) -> str:
+    """Why the folders ``names`` are neither a train and a test folder nor class folders alone."""
+    present = [name for name in _SPLITS if name in names]
+    missing = next((name for name in _SPLITS if name not in names), None)
+    why = f"has {present[0]} but no {missing} folder" if missing else "has class folders beside train and test"
+    text = f"{root} {why}; give both train and test, or class folders alone."
+    return f"{text} Who only evaluates (--role evaluator) needs no train folder." if names == ["test"] else text
+
+
+def _class_items(root: Path, split: str | None) -> tuple[list[_Item], list[Path]]:
+    """The images of the class folders in ``root``, and those folders that hold none."""
     names = _subfolders(root)
     if not names:
         raise DataError(f"{root} has no class folder; put the images of each class into a folder of the class's name.")
-    items = []
+    items: list[_Item] = []
+    empty = []
     for name in names:
         files = sorted(p for p in (root / name).iterdir() if not _is_hidden(p))
         if not files:
-            raise DataError(f"the class folder {root / name} is empty; add images or remove it.")
+            empty.append(root / name)
         for path in files:
             if path.is_dir():
                 raise DataError(
                     f"{path} is a folder where images should be; if {name} is a domain, add domain={name} to the URI."
                 )
-            items.append(_Item(path, name.replace("_", " "), split))
-    return items
+            items.append(_Item(path, _label(name), split))
+    return items, empty
+
+
+def _label(folder: str) -> str:
+    return folder.replace("_", " ")
 
 
 def _is_hidden(path: Path) -> bool:
@@ -92,11 +126,13 @@ def open_csv(body: str, options: Options) -> Source:
     if not items:
         raise DataError(f"{table} has no image" + (f" of the domain {domain}." if domain is not None else "."))
     given = {item.split for item in items}
-    if len(given) == 1 and given != {None}:
-        raise DataError(f"{table} has only the split {given.pop()}; give train and test, or no split.")
+    if len(given) == 1 and given != {None} and options.role == "trainer":
+        only = given.pop()
+        text = f"{table} has only the split {only}; give train and test, or no split."
+        raise DataError(f"{text} Who only evaluates needs --role evaluator." if only == "test" else text)
     if None in given and len(given) > 1:
         raise DataError(f"{table} leaves the split of some images empty; give it for all or for none.")
-    return _source(items, domain, options, str(table))
+    return _source(_Listing(items, table, _domain(domain, table.parent / WORDS_FILE)), options)
 
 
 def _wanted(row: dict[str, str], domain: str | None) -> bool:
@@ -112,36 +148,111 @@ def _csv_item(table: Path, number: int, row: dict[str, str]) -> _Item:
     return _Item(table.parent / row["path"], row["label"], split)
 
 
-def _source(items: list[_Item], domain: str | None, options: Options, where: str) -> Source:
-    names = tuple(sorted({item.label for item in items}))
-    _check_images(items)
+def _source(listing: _Listing, options: Options) -> Source:
+    """The source, without the classes that ``only=`` and ``min_per_class=`` leave out. Raises DataError."""
+    names = tuple(sorted({item.label for item in listing.items}))
+    if not names:
+        raise DataError(" ".join(_emptiness(listing.empty)))
+    wanted = kept_names(names, _usable(listing, options), options)
+    items = [item for item in listing.items if item.label in wanted]
+    problems = [*_problems(listing, items, options), *([] if options.names_only else _unreadable(items))]
+    if problems:
+        raise DataError(" ".join(problems))
+    # Labels among all names, left out or not: the seeded split of a class is then the same in any company.
     labels = torch.tensor([names.index(item.label) for item in items])
     whole = Split(labels, FileImages([item.path for item in items]))
-    if items[0].split is None:
-        counts = torch.bincount(labels, minlength=len(names))
-        if counts.min() < 2:
-            raise DataError(f"{where}: the class {names[int(counts.argmin())]} has one image; two are needed to split.")
+    if options.is_whole_test:
+        train, test = torch.zeros(0, dtype=torch.int64), torch.arange(len(items))
+    elif items[0].split is None:
         train, test = train_test(labels, options.split_seed)
     else:
         is_train = torch.tensor([item.split == "train" for item in items])
         train, test = is_train.nonzero()[:, 0], (~is_train).nonzero()[:, 0]
-    return Source(options.uri, names, _domain(domain), TEMPLATE, whole.select(train), whole.select(test))
+    source = Source(options.uri, names, listing.domain, TEMPLATE, whole.select(train), whole.select(test))
+    return source if len(wanted) == len(names) else with_classes(source, [names.index(name) for name in wanted])
 
 
-def _check_images(items: list[_Item]) -> None:
-    """Read all: whoever mends a folder wants to know of every file that is none. Raises DataError."""
+def _usable(listing: _Listing, options: Options) -> Counter[str]:
+    """Images by class; none where the class lacks a folder in train or test."""
+    counts = Counter(item.label for item in listing.items)
+    if listing.by_folders and not options.is_whole_test:
+        for label in _absent(listing.items):
+            counts[label] = 0
+    return counts
+
+
+def _absent(items: Iterable[_Item]) -> dict[str, str]:
+    """By class the split, of those that there are, in which it has no image."""
+    items = list(items)
+    splits, labels = {item.split for item in items}, sorted({item.label for item in items})
+    present = {(item.label, item.split) for item in items}
+    return {label: split for split in sorted(filter(None, splits)) for label in labels if (label, split) not in present}
+
+
+def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[str]:
+    """A sentence for each kind of class that cannot be used."""
+    problems = []
+    if options.text("only") is None and options.text("min_per_class") is None:  # these may leave an empty folder out
+        problems += _emptiness(listing.empty)
+    if options.is_whole_test:
+        return problems
+    if items and items[0].split is None:
+        counts = Counter(item.label for item in items)
+        single = sorted(label for label, count in counts.items() if count < 2)
+        if single:
+            what = (
+                f"class {single[0]} has one image" if len(single) == 1 else f"classes {_listed(single)} have one image"
+            )
+            problems.append(f"{listing.where}: the {what}; two are needed to split.")
+    elif listing.by_folders:  # a table may have classes that are only trained on
+        problems += _lacking(listing, items)
+    if problems:
+        problems.append("Leave classes out with only=NAME,NAME or, those of fewer images, with min_per_class=2.")
+    return problems
+
+
+def _emptiness(folders: Collection[Path]) -> list[str]:
+    if not folders:
+        return []
+    what = f"class folder {next(iter(folders))} is" if len(folders) == 1 else f"class folders {_listed(folders)} are"
+    return [f"the {what} empty; add images or remove {'it' if len(folders) == 1 else 'them'}."]
+
+
+def _lacking(listing: _Listing, items: list[_Item]) -> list[str]:
+    absent = _absent(items)
+    problems = []
+    for split in sorted(set(absent.values())):
+        labels = [label for label, missing in absent.items() if missing == split]
+        what = f"class {labels[0]}" if len(labels) == 1 else f"classes {_listed(labels)}"
+        problems.append(f"{listing.where / split} has no folder for the {what}.")
+    return problems
+
+
+def _listed(things: Collection[object]) -> str:
+    shown = ", ".join(str(thing) for thing in list(things)[:_NAMED])
+    return shown + (f" and {len(things) - _NAMED} more" if len(things) > _NAMED else "")
+
+
+def _unreadable(items: list[_Item]) -> list[str]:
+    """Read all: whoever mends a folder wants to know of every file that is none."""
     wrong = []
     for item in items:
         try:
             read_image(item.path)
         except DataError as error:
             wrong.append(str(error))
-    if wrong:
-        more = f" And {len(wrong) - _TOLD} more." if len(wrong) > _TOLD else ""
-        raise DataError(" ".join(wrong[:_TOLD]) + more)
+    return wrong[:_TOLD] + ([f"And {len(wrong) - _TOLD} more."] if len(wrong) > _TOLD else [])
 
 
-def _domain(name: str | None) -> Domain | None:
+def _domain(name: str | None, words_file: Path) -> Domain | None:
+    """The domain ``name``, described by the file's words where there is one, else by its name."""
+    if words_file.is_file():
+        try:
+            return Domain(name or "", in_words(words_file.read_text(encoding="utf-8-sig")))
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{words_file} cannot be read as text ({error}).") from None
+        except DataError as error:
+            raise DataError(f"{words_file}: {error}") from None
     if name is None:
         return None
     words = name.replace("_", " ")

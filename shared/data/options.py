@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 from urllib.parse import parse_qsl
 
 import torch
@@ -24,6 +25,7 @@ COMMON_OPTIONS = (
     "partition_seed",
     "validation",
     "only",
+    "min_per_class",
     "template",
     "test_on",
     "corrupt",
@@ -33,6 +35,7 @@ CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # which say nothin
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
 _DIVISION = (
     "only",
+    "min_per_class",
     "classes",
     "validation",
     "test_on",
@@ -46,19 +49,22 @@ _DIVISION = (
 
 UNKNOWN = -1  # the label of an image whose class is not among the names
 
+Role = Literal["trainer", "evaluator"]
 Rows = tuple[torch.Tensor, torch.Tensor]  # one client's, of train and of test
 Parts = dict[tuple[str | None, ...], list[Rows]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one URI, still as text."""
+    """The options of one URI, still as text, and what the data are for: an evaluator trains on none."""
 
     uri: str
     values: dict[str, str] = field(default_factory=dict)
+    role: Role = "trainer"
+    names_only: bool = False  # no image is read
 
     @staticmethod
-    def parse(uri: str, query: str) -> Options:
+    def parse(uri: str, query: str, role: Role = "trainer") -> Options:
         """Options of ``a=1&b=2``. DataError for what is not ``name=value`` and for a name given twice."""
         try:
             pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
@@ -69,7 +75,7 @@ class Options:
             if name in values:
                 raise DataError(f"{uri}: option {name} is given twice.")
             values[name] = value
-        return Options(uri, values)
+        return Options(uri, values, role)
 
     def check_names(self, own: Iterable[str]) -> None:
         """DataError for an option that is neither the scheme's own nor common to all."""
@@ -116,10 +122,20 @@ class Options:
             raise DataError(f"{self.uri}: {name}={text} is not a number.")
         return value
 
+    def without(self, names: Iterable[str]) -> Options:
+        """The other options."""
+        left = set(names)
+        return replace(self, values={name: value for name, value in self.values.items() if name not in left})
+
     @property
     def split_seed(self) -> int:
         """Seeds the 80/20 split and the few shots."""
         return self.integer("split_seed", 0) or 0
+
+    @property
+    def is_whole_test(self) -> bool:
+        """Whether all images are test images: an evaluator's own, unless the URI says otherwise."""
+        return self.role == "evaluator" and self.text("test_on", "all") == "all" and self.text("validation") is None
 
 
 def apply_common(source: Source, options: Options, known: Parts | None = None) -> Source:
@@ -127,9 +143,9 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
 
     With ``validation=0.25`` that share of the training images of each class stands in for the test images, which are
     then not looked at at all: for choosing hyperparameters. With ``test_on=all`` training images are test images too,
-    for evaluators. ``template`` stands in for the data set's own. ``corrupt=noise:2`` makes the test images worse.
-    ``classes=novel&among=base`` keeps images of novel classes to be told among the base classes' names, where none is
-    right: their labels are -1, and nobody can train on them.
+    for evaluators. ``min_per_class=5`` leaves out classes of fewer images. ``template`` stands in for the data set's
+    own. ``corrupt=noise:2`` makes the test images worse. ``classes=novel&among=base`` keeps images of novel classes to
+    be told among the base classes' names, where none is right: their labels are -1, and nobody can train on them.
     ``known`` keeps how ``source`` is divided, for its next client.
     """
     source = _worded(_only(source, options), options)
@@ -141,23 +157,43 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     if corrupt is not None:
         source = replace(source, test=corrupted(source.test, corrupt, options.uri))
     shots = options.integer("shots", least=1)
-    if shots is not None:
+    if shots is not None and len(source.train):
         rows = partition.few_shot(source.train.labels, shots, options.split_seed)
         source = replace(source, train=source.train.select(rows))
     return source
 
 
-def _only(source: Source, options: Options) -> Source:
-    """The classes that ``only=bird,zebra`` names, in the source's order."""
-    text = options.text("only")
-    if text is None:
-        return source
-    wanted = [name.strip() for name in text.split(",")]
-    unknown = [name for name in wanted if name not in source.class_names]
+def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options) -> list[str]:
+    """Those of ``names``, in order, that ``only=bird,zebra`` names and of which ``min_per_class=`` images are there.
+
+    Raises:
+        DataError: ``only=`` names another class, or none is left.
+    """
+    text, least = options.text("only"), options.integer("min_per_class", 0, least=1) or 0
+    wanted = set(names) if text is None else {name.strip() for name in text.split(",")}
+    unknown = [name.strip() for name in (text or "").split(",") if text is not None and name.strip() not in names]
     if unknown:
         raise DataError(f"{options.uri}: only= names the class {unknown[0]!r}, which is not one of its classes.")
-    kept = [k for k, name in enumerate(source.class_names) if name in wanted]
-    return _with_classes(source, kept)
+    kept = [name for name in names if name in wanted and counts.get(name, 0) >= least]
+    if not kept:
+        raise DataError(
+            f"{options.uri}: min_per_class={least} leaves no class; the largest has {_most(counts)} images."
+        )
+    return kept
+
+
+def _most(counts: Mapping[str, int]) -> int:
+    return max(counts.values(), default=0)
+
+
+def _only(source: Source, options: Options) -> Source:
+    """The classes that ``only=`` and ``min_per_class=`` leave, in the source's order."""
+    if options.text("only") is None and options.text("min_per_class") is None:
+        return source
+    labels = torch.cat([source.train.labels, source.test.labels])
+    counts = torch.bincount(labels, minlength=len(source.class_names)).tolist()
+    kept = kept_names(source.class_names, dict(zip(source.class_names, counts, strict=True)), options)
+    return with_classes(source, [source.class_names.index(name) for name in kept])
 
 
 def _worded(source: Source, options: Options) -> Source:
@@ -167,7 +203,7 @@ def _worded(source: Source, options: Options) -> Source:
     return source if text is None else replace(source, template=text)
 
 
-def _with_classes(source: Source, kept: list[int]) -> Source:
+def with_classes(source: Source, kept: list[int]) -> Source:
     """The images of the classes ``kept``, in order; labels and names are theirs alone."""
     place = torch.full((len(source.class_names),), -1)
     place[kept] = torch.arange(len(kept))
@@ -189,7 +225,7 @@ def _cut_classes(source: Source, options: Options) -> Source:
     if part == "all":
         return source
     base, novel = partition.halves(len(source.class_names))
-    kept = _with_classes(source, list(base if part == "base" else novel))
+    kept = with_classes(source, list(base if part == "base" else novel))
     if among is None:
         return kept
     for split in (kept.train, kept.test):
@@ -203,6 +239,8 @@ def _hold_out(source: Source, options: Options) -> Source:
         return source
     if not 0 < share < 1:
         raise DataError(f"{options.uri}: validation={share:g} is not between 0 and 1.")
+    if not len(source.train):
+        raise DataError(f"{options.uri}: validation={share:g} holds out training images, and there are none.")
     train, held_out = partition.train_test(source.train.labels, options.split_seed, share)
     return replace(source, train=source.train.select(train), test=source.train.select(held_out))
 
@@ -238,7 +276,7 @@ def _cut_client(source: Source, options: Options, known: Parts) -> Source:
 
 def _own_classes(source: Source) -> Source:
     """The source with the names of those classes only of which it has images (FedTPG: class sets per client)."""
-    return _with_classes(source, torch.unique(torch.cat([source.train.labels, source.test.labels])).tolist())
+    return with_classes(source, torch.unique(torch.cat([source.train.labels, source.test.labels])).tolist())
 
 
 def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
@@ -259,9 +297,12 @@ def _parts(source: Source, kind: str, options: Options) -> list[Rows]:
     if kind == "pathological":
         classes = partition.pathological(len(source.class_names), clients, seed)
         return [(partition.rows_of_classes(train, c), partition.rows_of_classes(test, c)) for c in classes]
+    splits = [labels for labels in (train, test) if len(labels)]  # an evaluator's folder has none to train on
     if kind == "dirichlet":
         alpha = options.number("alpha", 0.3)
-        first, second = partition.dirichlet([train, test], clients, 0.3 if alpha is None else alpha, seed)
-        return list(zip(first, second, strict=True))
-    first, second = partition.iid(len(train), clients, seed), partition.iid(len(test), clients, seed)
+        parts = partition.dirichlet(splits, clients, 0.3 if alpha is None else alpha, seed)
+    else:
+        parts = [partition.iid(len(labels), clients, seed) for labels in splits]
+    none = [torch.zeros(0, dtype=torch.int64)] * clients
+    first, second = parts if len(parts) == 2 else (parts[0], none) if len(train) else (none, parts[0])
     return list(zip(first, second, strict=True))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from promptfed.shared.data.digits import open_digits
 from promptfed.shared.data.emoji.source import open_emoji
 from promptfed.shared.data.folder import open_csv, open_folder
 from promptfed.shared.data.hugging_face import open_hugging_face
-from promptfed.shared.data.options import Options, apply_common
+from promptfed.shared.data.options import Options, Parts, Role, apply_common
 from promptfed.shared.data.source import DataError, Source
 from promptfed.shared.data.symbols import open_symbols
 from promptfed.shared.data.torchvision_sets import open_torchvision
@@ -24,26 +25,41 @@ SCHEMES: dict[str, Callable[[str, Options], Source]] = {
     "csv": open_csv,
     "torchvision": open_torchvision,
     "hf": open_hugging_face,
-    UNION: lambda body, options: open_union(body, options, open_source),
+    UNION: lambda body, options: open_union(body, options, lambda uri: _part(uri, options)),
 }
 """Opener by scheme: what stands between the colon and the question mark, and the options -> the whole source."""
+
+OF_FILES = frozenset({"folder", "csv"})
+"""Schemes whose opener looks at `AT_OPENING` itself, so that a class left out may be as it likes."""
+
+AT_OPENING = frozenset({"only", "min_per_class"})
+
+BY_ROLE = OF_FILES | {UNION}
+"""Schemes that give an evaluator other images than a trainer."""
 
 REDRAWN = frozenset({"symbols"})
 """Schemes whose test images are drawn: ``test_seed=`` draws others. Elsewhere the test images are what there is."""
 
 
-def open_source(uri: str) -> Source:
-    """The source that ``scheme:body?option=value`` names, cut as its options say.
+def open_source(uri: str, role: Role = "trainer") -> Source:
+    """The source that ``scheme:body?option=value`` names, cut as its options say, for one who trains or only evaluates.
 
     Raises DataError, one sentence, for an unknown scheme, an unknown or bad option, and data that cannot be used.
     """
-    scheme, body, options = parse_uri(uri)
-    source = apply_common(open_whole(scheme, body, options), options)
-    check_filled(source)
+    scheme, body, options = parse_uri(uri, role)
+    source = cut(scheme, open_whole(scheme, body, options), options)
+    check_filled(source, role)
     return source
 
 
-def parse_uri(uri: str) -> tuple[str, str, Options]:
+def class_names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
+    """The class names of the source that ``uri`` names, without reading its images. Raises DataError as above."""
+    scheme, body, options = parse_uri(uri, role)
+    options = replace(options, names_only=True)
+    return cut(scheme, open_whole(scheme, body, options), options).class_names
+
+
+def parse_uri(uri: str, role: Role = "trainer") -> tuple[str, str, Options]:
     """Scheme, body and options of a data URI. Raises DataError for an unknown scheme and unreadable options."""
     address, _, query = uri.partition("?")
     scheme, _, body = address.partition(":")
@@ -51,7 +67,7 @@ def parse_uri(uri: str) -> tuple[str, str, Options]:
         known = f"unknown data source {scheme!r}; known are {', '.join(sorted(SCHEMES))}"
         meant = f"; write folder:{address} for folders of images" if Path(address).is_dir() else ""
         raise DataError(f"{uri}: {known}{meant}.")
-    return scheme, body, Options.parse(uri, query)
+    return scheme, body, Options.parse(uri, query, role)
 
 
 def open_whole(scheme: str, body: str, options: Options) -> Source:
@@ -59,8 +75,22 @@ def open_whole(scheme: str, body: str, options: Options) -> Source:
     return SCHEMES[scheme](body, options)
 
 
-def check_filled(source: Source) -> None:
-    """DataError where a split holds no image."""
+def cut(scheme: str, source: Source, options: Options, known: Parts | None = None) -> Source:
+    """``source``, whole as its opener gives it, cut by the options that mean the same for every source."""
+    return apply_common(source, options.without(AT_OPENING) if scheme in OF_FILES else options, known)
+
+
+def _part(uri: str, options: Options) -> Source:
+    """One source of a union, opened for what the union is opened for."""
+    scheme, body, own = parse_uri(uri, options.role)
+    own = replace(own, names_only=options.names_only)
+    source = cut(scheme, open_whole(scheme, body, own), own)
+    check_filled(source, options.role)
+    return source
+
+
+def check_filled(source: Source, role: Role = "trainer") -> None:
+    """DataError where a split holds no image; an evaluator needs none to train on."""
     for name, split in (("train", source.train), ("test", source.test)):
-        if not len(split):
+        if not len(split) and (name == "test" or role == "trainer"):
             raise DataError(f"{source.uri}: no image is left in {name}.")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, apply_common
-from promptfed.shared.data.registry import check_filled, open_whole, parse_uri
+from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role
+from promptfed.shared.data.registry import AT_OPENING, BY_ROLE, OF_FILES, check_filled, cut, open_whole, parse_uri
 from promptfed.shared.data.source import Source, Split
 
 
@@ -56,20 +56,22 @@ class SharedSources:
         with self._turn:
             self._given[uri] = source
 
-    def open(self, uri: str) -> Source:
-        """The source that ``uri`` names. Raises DataError as `open_source` does."""
+    def open(self, uri: str, role: Role = "trainer") -> Source:
+        """The source that ``uri`` names, for one who has ``role``. Raises DataError as `open_source` does."""
         with self._turn:
             if uri in self._given:
                 return self._given[uri]
-            scheme, body, options = parse_uri(uri)
+            scheme, body, options = parse_uri(uri, role)
             whole = self._whole(scheme, body, options)
-            source = apply_common(replace(whole.source, uri=uri), options, whole.parts)
-        check_filled(source)
+            source = cut(scheme, replace(whole.source, uri=uri), options, whole.parts)
+        check_filled(source, role)
         return source
 
     def _whole(self, scheme: str, body: str, options: Options) -> _Whole:
-        own = {name: value for name, value in options.values.items() if name not in CUTTING_OPTIONS}
-        key = scheme, body, tuple(sorted(own.items()))
+        cutting = CUTTING_OPTIONS - AT_OPENING if scheme in OF_FILES else CUTTING_OPTIONS
+        own = {name: value for name, value in options.values.items() if name not in cutting}
+        whole_test = scheme in BY_ROLE and options.is_whole_test
+        key = scheme, body, tuple(sorted(own.items())), options.role if scheme in BY_ROLE else "", whole_test
         if key not in self._wholes:
             source = open_whole(scheme, body, options)
             self._wholes[key] = _Whole(replace(source, train=_shared(source.train), test=_shared(source.test)))

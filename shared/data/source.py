@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +22,20 @@ class Domain:
 
     name: str
     description: str
+
+
+def in_words(text: str) -> str:
+    """A domain's description: ``text`` as it is where it has ``{}`` for the class name, else behind the class's name.
+
+    Raises:
+        DataError: it is empty, or has several ``{}``.
+    """
+    words = " ".join(text.split())
+    if not words:
+        raise DataError("words for a domain must not be empty; write some, as in: a sketch of a {}")
+    if words.count("{}") > 1:
+        raise DataError(f"{words!r} must hold '{{}}' at most once, where the class name goes.")
+    return words if "{}" in words else f"a {{}}, {words}"
 
 
 class Images(Protocol):
@@ -126,34 +139,3 @@ class ArrayImages:
     def take(self, rows: torch.Tensor) -> ArrayImages:
         """The images at ``rows``."""
         return ArrayImages(self._pixels[rows.numpy()])
-
-
-class FileImages:
-    """Images on disk, decoded when asked for."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def image(self, index: int) -> Image.Image:
-        """One image, RGB. DataError names a file that can no longer be read."""
-        return read_image(self._paths[index])
-
-    def take(self, rows: torch.Tensor) -> FileImages:
-        """The images at ``rows``."""
-        return FileImages([self._paths[i] for i in rows.tolist()])
-
-
-# That are read at all, here and where a client answers: a decoder that nobody needs is one to attack.
-IMAGE_FORMATS = ("PNG", "JPEG", "JPEG2000", "WEBP", "BMP", "TIFF", "GIF", "PPM")
-
-
-def read_image(path: Path) -> Image.Image:
-    """The decoded image, RGB. DataError names the file if it cannot be read as an image."""
-    try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image; repair or remove it ({error}).") from error

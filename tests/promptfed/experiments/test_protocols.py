@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from promptfed.experiments.setting import Setting, with_options
 from promptfed.sdk.errors import CommandError
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
+from tests.support.own_images import write_folder
 
 SYMBOLS = "symbols:{domain}?topic=weather&per_class=2&test_per_class=2"
 THREE = Setting((SYMBOLS,), domains=("sketch", "neon", "chalk"))
@@ -216,3 +218,65 @@ def test_what_a_uri_says_itself_stays() -> None:
 def test_a_setting_that_a_protocol_cannot_use_is_refused(protocol: str, setting: Setting, complaint: str) -> None:
     with pytest.raises(CommandError, match=complaint):
         PROTOCOLS[protocol].trials(setting, seed=0, personal=False)
+
+
+def domain_folders(root: Path, classes: dict[str, tuple[str, ...]]) -> Setting:
+    for number, (domain, names) in enumerate(classes.items()):
+        write_folder(root / domain, names, seed=number, each=4)
+    return Setting((f"folder:{root}/{{domain}}",), domains=tuple(classes))
+
+
+def test_domains_with_other_classes_are_all_told_before_anything_is_computed(tmp_path: Path) -> None:
+    lodo = PROTOCOLS["leave-one-domain-out"]
+    setting = domain_folders(
+        tmp_path, {"a": ("circle", "bar"), "b": ("circle", "bar", "cross"), "c": ("bar", "square")}
+    )
+    with pytest.raises(CommandError) as caught:
+        lodo.trials(setting, 0, False)
+    text = str(caught.value)
+    for part in ("b has classes that a lacks (cross)", "c has classes that a lacks (square)", "--class-names union"):
+        assert part in text
+
+
+def test_domains_are_told_apart_over_the_union_or_the_intersection(tmp_path: Path) -> None:
+    setting = domain_folders(
+        tmp_path, {"a": ("circle", "bar"), "b": ("circle", "bar", "cross"), "c": ("bar", "circle")}
+    )
+    lodo = PROTOCOLS["leave-one-domain-out"]
+    union = lodo.trials(replace(setting, class_names="union"), 0, False)
+    assert [trial.spec["class_names"] for trial in union] == [
+        ["bar", "circle", "cross"],
+        ["bar", "circle", "cross"],
+        ["bar", "circle", "cross"],
+    ]
+    assert all("only=" not in site.data for trial in union for site in trial.sites)
+    shared = lodo.trials(replace(setting, class_names="intersection"), 0, True)
+    assert [trial.spec["class_names"] for trial in shared] == [["bar", "circle"]] * 3
+    for trial in shared:
+        for site in trial.sites:
+            assert open_source(site.data).class_names == ("bar", "circle")
+            assert open_source(site.tests["target"]).class_names == ("bar", "circle")
+    one = domain_folders(tmp_path / "one", {"a": ("circle", "bar"), "b": ("cross", "bar")})
+    with pytest.raises(CommandError, match="have 1 class in common"):
+        lodo.trials(replace(one, class_names="intersection"), 0, False)
+    [trial] = PROTOCOLS["personalisation"].trials(replace(setting, class_names="intersection"), 0, True)
+    assert trial.spec["class_names"] == ["bar", "circle"]
+
+
+def test_the_unseen_domain_of_a_folder_keeps_to_its_test_split_unless_told_otherwise(tmp_path: Path) -> None:
+    setting = domain_folders(tmp_path, {"a": ("circle", "bar"), "b": ("circle", "bar")})
+    lodo = PROTOCOLS["leave-one-domain-out"]
+    for images, expected in (("test", 2), ("all", 8)):
+        referee = lodo.trials(replace(setting, target_images=images), 0, False)[0].sites[-1]
+        assert len(open_source(referee.data, referee.role).test) == expected
+
+
+def test_words_for_domains_reach_the_clients(tmp_path: Path) -> None:
+    setting = replace(THREE, domain_words={"neon": "a neon sign of a {}"})
+    for protocol in ("leave-one-domain-out", "personalisation"):
+        words = {
+            site.name: site.domain for trial in PROTOCOLS[protocol].trials(setting, 0, True) for site in trial.sites
+        }
+        assert words == {domain: setting.domain_words.get(domain) for domain in THREE.domains}
+    with pytest.raises(CommandError, match="describe oil, which is not one of the domains"):
+        PROTOCOLS["personalisation"].trials(replace(THREE, domain_words={"oil": "oil"}), 0, True)

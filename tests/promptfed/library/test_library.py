@@ -16,6 +16,7 @@ from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import open_source
 from tests.support import exports
 from tests.support.coordinators import in_thread
+from tests.support.own_images import write_folder
 from tests.support.waiting import PATIENCE
 
 SMALL = "?topic=weather&per_class=2&test_per_class=2"
@@ -173,3 +174,27 @@ def test_metrics_are_of_the_clients_own_answers(result: promptfed.Result) -> Non
     elsewhere = replace(result, taken=replace(result.taken, outcomes=()))
     with pytest.raises(promptfed.CommandError, match="only a federation in this process"):
         elsewhere.metrics()
+
+
+def test_clients_declare_their_domains_in_words(tmp_path: Path, backbone: Backbone) -> None:
+    for seed, name in enumerate(("plain", "worded", "unseen")):
+        write_folder(tmp_path / name, ("circle", "bar"), seed=seed, each=2)
+    (tmp_path / "plain" / "domain.txt").write_text("filled shape")
+    result = promptfed.run(
+        {"name": "zero_shot"},
+        {name: f"folder:{tmp_path / name}" for name in ("plain", "worded")},
+        unseen={"unseen": f"folder:{tmp_path / 'unseen'}"},
+        domains={"worded": "a drawing of a {}"},
+        rounds=1,
+        class_names=["circle", "bar"],
+        backbone=backbone,
+    )
+    told = {
+        client.name: client.domain and (client.domain.name, client.domain.description)
+        for client in result.taken.clients
+    }
+    expected = {"plain": ("plain", "a {}, filled shape"), "worded": ("worded", "a drawing of a {}"), "unseen": None}
+    assert told == expected
+    assert {one.client: one.num_samples for one in result.accuracies()} == {"plain": 2, "worded": 2, "unseen": 4}
+    with pytest.raises(promptfed.CommandError, match="domains describe 'neon', which is no client"):
+        promptfed.run("zero_shot", ["digits"], domains={"neon": "a neon sign of a {}"}, backbone=backbone)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from promptfed.runtime.run_file import Run, read_run
-from promptfed.runtime.services import Site
+from promptfed.runtime.services import Site, client_options
 from promptfed.sdk.errors import CommandError
 
 HEAD = "name: run\nmethod: {name: promptfl}\nrounds: 2\n"
@@ -82,3 +82,15 @@ def test_a_bad_run_file_is_refused_in_one_line(tmp_path: Path, text: str, client
     with pytest.raises(CommandError, match=complaint) as refused:
         run(tmp_path, text, clients)
     assert "\n" not in str(refused.value)
+
+
+def test_clients_have_words_for_their_domains_which_reach_their_command_line(tmp_path: Path) -> None:
+    listed = """
+clients:
+  - {name: "site-{index}", count: 2, data: "digits", domain: "pen number {index} of a {}"}
+  - {name: referee, data: "digits", role: evaluator}
+"""
+    sites = run(tmp_path, listed).sites
+    assert [site.domain for site in sites] == ["pen number 0 of a {}", "pen number 1 of a {}", None]
+    assert "--domain=pen number 1 of a {}" in client_options(sites[1], ())
+    assert not [option for option in client_options(sites[2], ()) if option.startswith("--domain")]

@@ -1,0 +1,221 @@
+"""Folders and tables as people have them: an evaluator's, with rare classes, with words, in other formats, huge."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data.image_files import LARGE, read_image
+from promptfed.shared.data.registry import class_names_of
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.data.union import union_uri
+from tests.support.own_images import picture, write_folder
+
+
+def digests(uri: str, role: str = "trainer", part: str = "test") -> set[str]:
+    split = getattr(open_source(uri, role), part)
+    return {split.digest(row) for row in range(len(split))}
+
+
+def refused(uri: str, role: str = "trainer") -> str:
+    with pytest.raises(DataError) as caught:
+        open_source(uri, role)
+    return str(caught.value)
+
+
+# an evaluator's
+
+
+def test_an_evaluators_folder_is_test_data_whole_with_splits_and_without(tmp_path: Path) -> None:
+    plain = f"folder:{write_folder(tmp_path / 'plain', each=5)}"
+    source = open_source(plain, "evaluator")
+    assert (len(source.train), len(source.test)) == (0, 20)
+    assert digests(plain, "evaluator") == digests(plain) | digests(plain, part="train")
+    for part in ("train", "test"):
+        write_folder(tmp_path / "parted" / part, each=2, seed=1 + (part == "test"))
+    parted = f"folder:{tmp_path / 'parted'}"
+    assert len(open_source(parted, "evaluator").test) == 16
+    assert len(open_source(f"{parted}?test_on=test", "evaluator").test) == 8
+    assert digests(f"{parted}?test_on=test", "evaluator") == digests(parted)
+
+
+def test_an_evaluator_needs_no_train_folder_and_its_classes_may_have_one_image(tmp_path: Path) -> None:
+    write_folder(tmp_path / "test", {"circle": 1, "square": 2})
+    source = open_source(f"folder:{tmp_path}", "evaluator")
+    assert (source.class_names, len(source.test)) == (("circle", "square"), 3)
+    text = refused(f"folder:{tmp_path}")
+    assert "has test but no train folder" in text
+    assert "--role evaluator" in text
+
+
+def test_an_evaluators_table_with_only_the_split_test_counts_whole(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"circle": 1, "bar": 2})
+    lines = ["path,label,split", "circle/0.png,circle,test", "bar/0.png,bar,test", "bar/1.png,bar,test"]
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    uri = f"csv:{tmp_path / 'labels.csv'}"
+    assert len(open_source(uri, "evaluator").test) == 3
+    assert len(SharedSources().open(uri, "evaluator").test) == 3
+    text = refused(uri)
+    assert "has only the split test; give train and test, or no split." in text
+    assert "--role evaluator" in text
+
+
+def test_shared_sources_keep_a_trainers_and_an_evaluators_apart(tmp_path: Path) -> None:
+    uri = f"folder:{write_folder(tmp_path, each=5)}"
+    shared = SharedSources()
+    assert [len(shared.open(uri, role).test) for role in ("trainer", "evaluator", "trainer")] == [4, 20, 4]
+    both = union_uri([uri, f"{uri}?split_seed=1"])
+    assert [len(shared.open(both, role).test) for role in ("trainer", "evaluator")] == [8, 40]
+    assert len(open_source(both, "evaluator").test) == 40
+
+
+def test_an_evaluators_part_of_a_partition_is_of_all_its_images(tmp_path: Path) -> None:
+    uri = f"folder:{write_folder(tmp_path, each=5)}?partition={{}}&clients=2&client={{}}&shots=2"
+    for kind in ("iid", "dirichlet&alpha=5", "pathological"):
+        parts = [open_source(uri.format(kind, client), "evaluator") for client in (0, 1)]
+        assert sum(len(part.test) for part in parts) == 20, kind
+        assert not sum(len(part.train) for part in parts)
+
+
+# classes that are too small
+
+
+def test_all_problems_of_a_folder_come_in_one_message(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"circle": 1, "square": 1, "cross": 4})
+    (tmp_path / "bar").mkdir()
+    (tmp_path / "cross" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing")
+    text = refused(f"folder:{tmp_path}")
+    for part in ("bar is empty", "the classes circle, square have one image", "broken.png", "min_per_class=2"):
+        assert part in text
+    assert "\n" not in text
+
+
+def test_only_and_min_per_class_leave_small_classes_out_before_they_can_fail(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"circle": 1, "square": 5, "cross": 8})
+    (tmp_path / "circle" / "0.png").write_bytes(b"no image")
+    (tmp_path / "bar").mkdir()
+    for uri in (f"folder:{tmp_path}?min_per_class=2", f"folder:{tmp_path}?only=square,cross"):
+        for source in (open_source(uri), SharedSources().open(uri), open_source(uri, "evaluator")):
+            assert source.class_names == ("cross", "square")
+            assert len(source.train) + len(source.test) == 13
+    assert open_source(f"folder:{tmp_path}?min_per_class=8&only=cross,square").class_names == ("cross",)
+    assert "leaves no class; the largest has 8 images" in refused(f"folder:{tmp_path}?min_per_class=9")
+    assert "names the class 'ring'" in refused(f"folder:{tmp_path}?only=ring")
+
+
+def test_a_class_is_split_alike_in_any_company(tmp_path: Path) -> None:
+    write_folder(tmp_path, each=10)
+    whole, part = open_source(f"folder:{tmp_path}"), open_source(f"folder:{tmp_path}?only=square")
+    row = whole.class_names.index("square")
+    theirs = {whole.test.digest(k) for k, label in enumerate(whole.test.labels.tolist()) if label == row}
+    assert {part.test.digest(k) for k in range(len(part.test))} == theirs
+
+
+def test_classes_that_a_split_lacks_are_named_together_and_can_be_left_out(tmp_path: Path) -> None:
+    write_folder(tmp_path / "train", each=2)
+    write_folder(tmp_path / "test", ("circle",), each=2, seed=1)
+    text = refused(f"folder:{tmp_path}")
+    assert "test has no folder for the classes bar, cross, square." in text
+    assert open_source(f"folder:{tmp_path}?min_per_class=1").class_names == ("circle",)
+
+
+def test_every_source_takes_min_per_class() -> None:
+    counts = torch.bincount(torch.cat([open_source("digits").train.labels, open_source("digits").test.labels]))
+    least = int(counts.median()) + 1
+    assert len(open_source(f"digits?min_per_class={least}").class_names) == int((counts >= least).sum())
+
+
+def test_class_names_are_found_without_reading_an_image(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"circle": 2, "bar": 2})
+    (tmp_path / "bar" / "broken.png").write_bytes(b"no image")
+    assert class_names_of(f"folder:{tmp_path}") == ("bar", "circle")
+    assert class_names_of(union_uri([f"folder:{tmp_path}"] * 2)) == ("bar", "circle")
+
+
+# words
+
+
+def test_words_for_a_folder_come_from_its_domain_txt(tmp_path: Path) -> None:
+    write_folder(tmp_path / "thin_lines", each=2)
+    uri = f"folder:{tmp_path}?domain=thin_lines"
+    assert vars(open_source(uri).domain) == {"name": "thin_lines", "description": "a thin lines of a {}"}
+    (tmp_path / "thin_lines" / "domain.txt").write_text("an icon of a {}\nin thin lines\n")
+    assert vars(open_source(uri).domain) == {"name": "thin_lines", "description": "an icon of a {} in thin lines"}
+    (tmp_path / "thin_lines" / "domain.txt").write_text("flat coloured icon")
+    assert vars(open_source(f"folder:{tmp_path}/thin_lines").domain) == {
+        "name": "",
+        "description": "a {}, flat coloured icon",
+    }
+    (tmp_path / "thin_lines" / "domain.txt").write_text("{} and {}")
+    assert "at most once" in refused(uri)
+
+
+# formats
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("sun.svg", b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>', "it is SVG; draw it"),
+        ("sun.png", b"<svg width='3'></svg>", "rsvg-convert -w 512 sun.png -o sun.png"),
+        ("sun.heic", b"\0\0\0\x18ftypheic" + bytes(40), "it is HEIC; convert it, as in: heif-convert sun.heic"),
+        ("sun.avif", b"\0\0\0\x18ftypavif" + bytes(40), "avifdec sun.avif sun.png"),
+        ("sun.pdf", b"%PDF-1.7\n", "pdftoppm -png"),
+        ("sun.psd", b"8BPS" + bytes(40), "it is PSD; convert it, as in: magick sun.psd sun.png"),
+        ("scan.dcm", bytes(128) + b"DICM" + bytes(8), "it is DICOM"),
+        ("notes.txt", b"hello", "repair or remove it"),
+    ],
+)
+def test_what_is_refused_says_how_to_convert_it(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read as an image") as caught:
+        read_image(tmp_path / name)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"), [("RGB", "jpg"), ("RGB", "png"), ("L", "png"), ("RGBA", "png"), ("P", "gif")]
+)
+def test_a_huge_image_is_read_smaller_and_looks_the_same(tmp_path: Path, mode: str, suffix: str) -> None:
+    across = np.linspace(0, 255, 8000, dtype=np.uint8)
+    image = Image.fromarray(np.broadcast_to(across, (4100, 8000))).convert("RGB").convert(mode)
+    assert image.width * image.height > LARGE
+    image.save(tmp_path / f"huge.{suffix}")
+    small = read_image(tmp_path / f"huge.{suffix}")
+    assert small.mode == "RGB"
+    assert small.width * small.height < LARGE / 3
+    assert abs(small.width / small.height - 8000 / 4100) < 0.01
+    there = np.asarray(small.resize((8, 4)).convert("L")).astype(int)
+    assert np.abs(there - np.asarray(image.convert("RGB").resize((8, 4)).convert("L")).astype(int)).max() <= 6
+
+
+def test_an_ordinary_image_is_read_as_it_is(tmp_path: Path) -> None:
+    image = picture("circle", 3).resize((2000, 1500))
+    image.save(tmp_path / "a.png")
+    assert read_image(tmp_path / "a.png").tobytes() == image.tobytes()
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from promptfed.shared.data.image_files import read_image
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+read_image(Path(sys.argv[1]))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_the_largest_image_that_is_read_takes_less_than_a_gigabyte(tmp_path: Path, suffix: str) -> None:
+    Image.new("RGB", (13000, 13000), "teal").save(tmp_path / f"huge.{suffix}")
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / f"huge.{suffix}")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert int(done.stdout) < 1000
