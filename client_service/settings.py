@@ -72,6 +72,13 @@ class Settings(BaseSettings):
             description="a model or checkpoint outside open_clip's registry that the federation may name; repeatable"
         ),
     ] = []
+    backbone_file: Annotated[
+        Path | None,
+        Field(
+            description="file of the backbone's weights, or a folder with one, read in the place of a download; "
+            "others than the federation's are refused"
+        ),
+    ] = None
     feature_cache: Annotated[
         Path | None,
         Field(description="folder of image features, which clients may share; default: in the state folder"),

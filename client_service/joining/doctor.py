@@ -174,7 +174,8 @@ class Examination:
         spec = info.backbone if info is not None else self.backbone
 
         def load() -> Backbone:
-            backbone = open_backbone(spec, self.settings.device, self.settings.allow_backbone)
+            settings = self.settings
+            backbone = open_backbone(spec, settings.device, settings.allow_backbone, settings.backbone_file)
             check_backbone(backbone, spec)
             return backbone
 

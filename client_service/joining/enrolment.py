@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from pydantic import ValidationError
@@ -44,8 +45,10 @@ def permits(allowed: Sequence[str], spec: BackboneSpec) -> bool:
     return spec.model in allowed and (weights in allowed or not weights.endswith(CHECKPOINT_SUFFIXES))
 
 
-def open_backbone(spec: BackboneSpec, device: str, allowed: Sequence[str]) -> Backbone:
+def open_backbone(spec: BackboneSpec, device: str, allowed: Sequence[str], file: Path | None = None) -> Backbone:
     """The federation's backbone on ``device``; ``allowed`` names what the data owner permits (`permits`).
+
+    ``file`` holds its weights, where the data owner has given one.
 
     Raises:
         ClientError: BACKBONE where it cannot be loaded or is not permitted.
@@ -57,6 +60,7 @@ def open_backbone(spec: BackboneSpec, device: str, allowed: Sequence[str]) -> Ba
             precision=spec.precision,
             device=choose_device(device),
             allow_unregistered=permits(allowed, spec),
+            weights_file=file,
         )
     except BackboneError as error:
         raise ClientError(Exit.BACKBONE, str(error)) from None

@@ -169,7 +169,8 @@ class Joining:
         return backbone
 
     def _open_backbone(self, info: EnrolmentInfo) -> Backbone:
-        return open_backbone(info.backbone, self.settings.device, self.settings.allow_backbone)
+        settings = self.settings
+        return open_backbone(info.backbone, settings.device, settings.allow_backbone, settings.backbone_file)
 
     def _enrolment_token(self, identity: Identity) -> str | None:
         """The token; not needed by who has enrolled, since its secret is enough from then on."""

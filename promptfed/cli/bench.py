@@ -38,7 +38,7 @@ from promptfed.sdk.files import read_spec, write_file
 from promptfed.sdk.output import console, messages, print_json, table
 
 # Options of the command that each kind of run looks at, beside those that all do.
-_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "as_json"})
+_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "as_json"})
 _EMBEDDED = _ALL | {"reduced"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,24 @@ Url = Annotated[
     str | None, typer.Option("--coordinator", help=f"its URL; default: ${URL_VARIABLE}, else {DEFAULT_URL}")
 ]
 TokenFile = Annotated[Path | None, typer.Option(help=f"file with the operator token; default: ${TOKEN_VARIABLE}")]
+
+
+def _remember_backbone(path: Path | None) -> Path | None:
+    """What the command starts finds the file in the environment: its clients, and whatever loads a backbone."""
+    if path is not None:
+        for variable in ("PROMPTFED_BACKBONE_FILE", "PROMPTFED_CLIENT_BACKBONE_FILE"):
+            os.environ[variable] = str(path.expanduser().absolute())
+    return path
+
+
+BackboneFile = Annotated[
+    Path | None,
+    typer.Option(
+        callback=_remember_backbone,
+        help="file of the backbone's weights, or a folder with one, that is read in the place of a download",
+    ),
+]
+AllowBackbone = Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")]
 Federation = Annotated[str, typer.Argument(help="its name or id")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 Client = Annotated[str, typer.Argument(help="its name or id")]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from promptfed.cli import clients, reports
-from promptfed.cli.common import Federation, Json, TokenFile, Url, Yes, confirm
+from promptfed.cli.common import BackboneFile, Federation, Json, TokenFile, Url, Yes, confirm
 from promptfed.cli.replay import RULES, question
 from promptfed.cli.replay import replay as replay_rounds
 from promptfed.cli.tokens import token
@@ -39,6 +39,7 @@ def create(
         bool, typer.Option(help="load the backbone here, so that its fingerprint is fixed and words become a context")
     ] = True,
     allow_backbone: Annotated[bool, typer.Option(help="allow a backbone outside open_clip's registry")] = False,
+    backbone_file: BackboneFile = None,
     coordinator: Url = None,
     token_file: TokenFile = None,
     as_json: Json = False,
@@ -182,6 +183,7 @@ def delete(
 def words(
     federation: Federation,
     allow_backbone: Annotated[bool, typer.Option(help="allow a backbone outside open_clip's registry")] = False,
+    backbone_file: BackboneFile = None,
     coordinator: Url = None,
     token_file: TokenFile = None,
     as_json: Json = False,

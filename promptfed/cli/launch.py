@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,9 @@ def run_launch(path: Path, clients: int | None, launch: Launch, as_json: bool) -
     gpus = choose_gpus(launch.gpus, gpus_of_torch if launch.runtime == "process" else gpus_of_engine)
     check_port(launch.port)
     engine = None
+    if launch.runtime == "docker" and os.environ.get("PROMPTFED_BACKBONE_FILE"):
+        text = "containers do not see a file of weights here: build an image on top of promptfed's that holds it"
+        raise CommandError(f"{text}, or run --runtime process", Exit.BAD_INPUT)
     if launch.runtime == "docker":
         from promptfed.runtime.containers import open_engine
 

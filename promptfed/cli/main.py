@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 import typer
 
 from promptfed.cli import bench_options as options
-from promptfed.cli.common import TokenFile, Url
+from promptfed.cli.common import AllowBackbone, BackboneFile, TokenFile, Url
 from promptfed.cli.data import data_app
 from promptfed.cli.federation import federation_app
 from promptfed.cli.operators import audit_app, operator_app
 from promptfed.cli.prompts import prompts_app
+from promptfed.cli.result_commands import add_commands
 from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, open_coordinator
-from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import reporting_errors
 from promptfed.shared.messages import PROTOCOL_VERSION
 
@@ -31,12 +31,9 @@ app.add_typer(operator_app, name="operator")
 app.add_typer(audit_app, name="audit-log")
 app.add_typer(prompts_app, name="prompts")
 app.add_typer(data_app, name="data")
+add_commands(app)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]
-Classes = Annotated[
-    str | None, typer.Option(help="class names by commas, to choose among; default: those that the spec names")
-]
-AllowBackbone = Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")]
 Pool = Annotated[int, typer.Option(min=1, help="clients that compute at once")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
 Protocol = Annotated[
@@ -55,7 +52,6 @@ Partition = Annotated[str, typer.Option(help="pathological, dirichlet or iid, fo
 Validation = Annotated[
     float | None, typer.Option(help="test on this share of the training images, to choose hyperparameters")
 ]
-ClassesOf = Annotated[str | None, typer.Option("--data", help="data URI whose class names are taken instead")]
 
 
 def _show_version(asked: bool) -> None:
@@ -108,6 +104,7 @@ def launch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="the coordinator's, on loopback; 0: any free one")] = 0,
     keep: Annotated[Path | None, typer.Option(help="keep logs (and the processes' folders) here")] = None,
     allow_backbone: AllowBackbone = False,
+    backbone_file: BackboneFile = None,
     as_json: Json = False,
 ) -> None:
     """Run a federation on this machine, in processes or containers, and take away what was started."""
@@ -126,6 +123,7 @@ def simulate(
     track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
     device: Device = "cpu",
     allow_backbone: AllowBackbone = False,
+    backbone_file: BackboneFile = None,
     as_json: Json = False,
 ) -> None:
     """Run a federation in this one process: the same services without sockets, for hundreds of clients."""
@@ -186,6 +184,7 @@ def bench(
     pool: Pool = 1,
     device: Device = "cpu",
     allow_backbone: AllowBackbone = False,
+    backbone_file: BackboneFile = None,
     cell: options.Cell = "",
     tolerance: options.Tolerance = 0.0,
     as_json: Json = False,
@@ -199,75 +198,6 @@ def bench(
         from promptfed.cli.bench import run_command
 
         run_command(context.params, {name for name in context.params if _written(context, name)})
-
-
-@app.command()
-def verify(
-    folder: Annotated[Path, typer.Argument(help="what `promptfed export` has written")],
-    key: Annotated[str, typer.Option(help="the coordinator's public key, as `GET /v1/signing-key` once told it")],
-) -> None:
-    """Check that an export is whole, and that its state is what the coordinator with this key came to."""
-    with reporting_errors():
-        from promptfed.export.export import verify_export
-
-        card = verify_export(folder, key)
-        typer.echo(f"{folder} is whole: {card.federation['name']} after round {card.round}, signed by {key}")
-
-
-@app.command()
-def export(
-    federation: Annotated[str, typer.Argument(help="its name or id")],
-    out: Annotated[Path, typer.Option(help="a new folder")],
-    round: Annotated[int | None, typer.Option(min=0, help="after this round; default: the last finished one")] = None,
-    classes: Classes = None,
-    data: ClassesOf = None,
-    anonymous: Annotated[bool, typer.Option(help="number the clients in the card instead of naming them")] = False,
-    allow_backbone: AllowBackbone = False,
-    coordinator: Url = None,
-    token_file: TokenFile = None,
-    as_json: Json = False,
-) -> None:
-    """Take what a federation learned: prompts, class weights for plain open_clip code, and a card that tells all."""
-    with reporting_errors():
-        from promptfed.export.adapted_model import given_class_names
-        from promptfed.export.export import ExportOptions, check_new, show_export
-        from promptfed.export.export import export as write_export
-        from promptfed.sdk.operations import take
-
-        check_new(out)
-        options = ExportOptions(given_class_names(classes, data), anonymous, allow_backbone)
-        with open_coordinator(coordinator, token_file) as api:
-            result = api.run(take(federation, round))
-        show_export(write_export(result, out, options), out, as_json)
-
-
-@app.command()
-def predict(
-    images: Annotated[list[Path], typer.Argument(help="image files")],
-    export: Annotated[Path | None, typer.Option(help="folder that `promptfed export` has written")] = None,
-    federation: Annotated[str | None, typer.Option(help="or a federation at a coordinator: its name or id")] = None,
-    round: Annotated[int | None, typer.Option(min=0, help="with --federation: after this round")] = None,
-    classes: Classes = None,
-    data: ClassesOf = None,
-    top: Annotated[int, typer.Option(min=1, help="classes that are shown")] = 5,
-    allow_backbone: AllowBackbone = False,
-    coordinator: Url = None,
-    token_file: TokenFile = None,
-    as_json: Json = False,
-) -> None:
-    """Classify images with what a federation learned, beside the same backbone's zero-shot answer."""
-    with reporting_errors():
-        if (export is None) == (federation is None):
-            raise CommandError("say what to predict with: --export FOLDER or --federation NAME", Exit.USAGE)
-        from promptfed.cli import predict as predicting
-
-        if export is not None:
-            model, names = predicting.model_of_export(export, classes, data)
-        else:
-            assert federation is not None
-            with open_coordinator(coordinator, token_file) as api:
-                model, names = predicting.model_of_federation(api, federation, round, classes, data)
-        predicting.predict(model, names, images, allow_backbone, top, as_json)
 
 
 @app.command()
@@ -299,6 +229,7 @@ def doctor(
     pretrained: Annotated[str, typer.Option(help="its weights")] = "embedded",
     state_dir: Annotated[Path | None, typer.Option(help="the client's state folder; default: in your home")] = None,
     allow_backbone: Annotated[list[str] | None, typer.Option(help="as of `promptfed client`, repeatable")] = None,
+    backbone_file: BackboneFile = None,
     ca_file: Annotated[Path | None, typer.Option(help="PEM file of the coordinator's authority")] = None,
     allow_plain_http: Annotated[bool, typer.Option(help="permit http:// to another machine")] = False,
     as_json: Json = False,
@@ -320,6 +251,7 @@ def doctor(
             device=device,
             state_dir=state_dir,
             allow_backbone=allow_backbone,
+            backbone_file=backbone_file,
             ca_file=ca_file,
             allow_plain_http=allow_plain_http,
         )

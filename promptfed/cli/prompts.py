@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from promptfed.cli.common import Json, TokenFile, Url
+from promptfed.cli.common import BackboneFile, Json, TokenFile, Url
 from promptfed.sdk import operations
 from promptfed.sdk.client import open_coordinator
 from promptfed.sdk.files import write_file
@@ -26,6 +26,7 @@ def generate(
     out: Annotated[Path | None, typer.Option(help="write safetensors here; default: print JSON")] = None,
     round: Annotated[str, typer.Option(help="a round's number, or latest")] = "latest",
     allow_backbone: Annotated[bool, typer.Option(help="allow a backbone outside open_clip's registry")] = False,
+    backbone_file: BackboneFile = None,
     coordinator: Url = None,
     token_file: TokenFile = None,
     as_json: Json = False,

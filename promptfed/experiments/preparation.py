@@ -12,6 +12,7 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip.hub import known_as
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.outcomes import Outcomes
@@ -83,8 +84,8 @@ def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpe
 
 def expect_backbone(spec: BackboneSpec, backbone: Backbone) -> None:
     """Raise CommandError where ``spec`` names another backbone than the one that is handed in."""
-    weights = None if spec.pretrained == "random" else spec.pretrained
-    wanted = (spec.model, weights, spec.precision)
+    model, pretrained = known_as(spec.model, spec.pretrained)
+    wanted = (model, None if pretrained == "random" else pretrained, spec.precision)
     given = (backbone.model_name, backbone.pretrained, backbone.precision)
     if wanted != given:
         text = f"the spec names the backbone {' '.join(map(str, wanted))}, but {' '.join(map(str, given))} is handed in"

@@ -29,6 +29,7 @@ def run(
     tests: Mapping[str, str | Source] | None = None,
     domains: Mapping[str, str] | None = None,
     backbone: Backbone | None = None,
+    backbone_file: Path | str | None = None,
     folder: Path | str | None = None,
     pool: int = 1,
     device: str = "cpu",
@@ -46,6 +47,7 @@ def run(
         tests: further test sets of every training client, by name.
         domains: what a client's images look like, in words, by the client's name: ``{"neon": "a neon sign of a {}"}``.
         backbone: the frozen model, where it is loaded already (`load_backbone`); default: the spec's.
+        backbone_file: a file of the backbone's weights, or a folder with one, in the place of a download.
         folder: a new folder that keeps what coordinator and clients keep; default: a temporary one.
         pool: clients that compute at once.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -60,7 +62,8 @@ def run(
     named = {"name": method} if isinstance(method, str) else method
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
-    model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device)
+    file = Path(backbone_file) if backbone_file is not None else None
+    model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
     quiet = not (sys.stderr.isatty() if progress is None else progress)
     with Watcher(resolved.rounds, quiet=quiet) as watcher:
         result = simulate(

@@ -5,7 +5,9 @@ Here a spec comes in at the door (`resolve`); behind it there is only `Federatio
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from promptfed.sdk.errors import CommandError, Exit, offences
@@ -42,8 +44,14 @@ def with_backbone(spec: FederationSpec, allow_backbone: bool) -> tuple[Federatio
     return described(spec, open_backbone(spec.backbone, allow_backbone=allow_backbone))
 
 
-def open_backbone(spec: BackboneSpec, *, allow_backbone: bool, device: str = "cpu") -> Backbone:
-    """The backbone that a spec names.
+BACKBONE_FILE = "PROMPTFED_BACKBONE_FILE"
+"""Names the file of weights that commands read in the place of a download, for who gives no other."""
+
+
+def open_backbone(
+    spec: BackboneSpec, *, allow_backbone: bool, device: str = "cpu", file: Path | None = None
+) -> Backbone:
+    """The backbone that a spec names, with the weights in ``file`` or in $PROMPTFED_BACKBONE_FILE where there is one.
 
     Raises:
         CommandError: it cannot be loaded.
@@ -55,6 +63,7 @@ def open_backbone(spec: BackboneSpec, *, allow_backbone: bool, device: str = "cp
             precision=spec.precision,
             device=device,
             allow_unregistered=allow_backbone,
+            weights_file=file or (Path(os.environ[BACKBONE_FILE]) if os.environ.get(BACKBONE_FILE) else None),
         )
     except BackboneError as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.backbone import Backbone
 from promptfed.shared.clip.building import check_runs, seeded
 from promptfed.shared.clip.errors import BackboneError, near, one_line
+from promptfed.shared.clip.hub import expect_at_hand, known_as
+from promptfed.shared.clip.local_weights import load_into, weights_in
 from promptfed.shared.clip.permissions import expect_permitted, expect_permitted_checkpoint
 from promptfed.shared.clip.timm_loading import load_timm
 
 PRECISIONS = ("fp32", "fp16", "bf16")
+PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "size", "mode", "fill_color")  # which a tag decides on
 
 
 def load_backbone(
@@ -26,31 +30,45 @@ def load_backbone(
     precision: str = "fp32",
     device: str = "cpu",
     allow_unregistered: bool = False,
+    weights_file: Path | None = None,
 ) -> Backbone:
     """The frozen backbone `model` of open_clip, or of timm, with the weights `pretrained`.
 
-    model: a name of open_clip's registry, `promptfed-tiny` or `promptfed-emoji`; with `allow_unregistered` also
-    `hf-hub:owner/name` or `local-dir:path`, which bring their own weights, and `timm:name`, a plain vision transformer
-    without text.
+    model: a name of open_clip's registry, or the one that such a model has on the Hugging Face hub, as in
+    `openai/clip-vit-base-patch16`, which brings its own weights; `promptfed-tiny` or `promptfed-emoji`; with
+    `allow_unregistered` also `hf-hub:owner/name` or `local-dir:path`, which bring their own, and `timm:name`, a plain
+    vision transformer without text.
     pretrained: a tag of that model, `embedded` for promptfed's own, None or "random" for random weights (the same ones
     every time); with `allow_unregistered` also a checkpoint file.
+    weights_file: a file, or a folder with one, that is read in the place of a download; open_clip's own or those of a
+    CLIP model of the transformers library.
     precision: fp32, fp16 or bf16. Checkpoints are read as safetensors or with `weights_only`. BackboneError says what
     is wrong.
     """
     if precision not in PRECISIONS:
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
     _check_device(device)
+    if weights_file is not None and (":" in model or model in (tiny.MODEL, emoji.MODEL)):
+        raise BackboneError(f"A file of weights is for models of open_clip, not for {model!r}: leave it out.")
     if model.startswith("timm:"):
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
     import open_clip
 
-    random = pretrained in (None, "random")
-    model, weights, options = _weights_of(model, pretrained, random, allow_unregistered)
+    model, pretrained = known_as(model, pretrained)
+    random = pretrained in (None, "random") and weights_file is None
+    if weights_file is not None:
+        model, weights, options = _with_file(model, pretrained)
+    else:
+        model, weights, options = _weights_of(model, pretrained, random, allow_unregistered)
     config = _config(model)
     try:
         built = _create(open_clip, model, weights, random, precision, device, options)
         if model == emoji.MODEL and not random:
             built.load_state_dict(emoji_weights())
+        if weights_file is not None:
+            load_into(built, weights_in(weights_file), model)
+    except BackboneError:
+        raise
     except Exception as error:
         name = model if pretrained is None else f"{model} ({pretrained})"
         hint = "" if precision == "fp32" else f" (in {precision}; try precision fp32)"
@@ -76,6 +94,18 @@ def _weights_of(
         return model, None, {}
     model = model if ":" in model else model.replace("/", "-")
     return model, *_resolve(model, pretrained, random, allow_unregistered)
+
+
+def _with_file(model: str, pretrained: str | None) -> tuple[str, None, dict[str, Any]]:
+    """As `_weights_of`, where the weights come from a file: the tag says what else the features depend on."""
+    from open_clip import get_pretrained_cfg, list_models
+
+    model = model.replace("/", "-")
+    if model not in list_models():
+        raise BackboneError(f"open_clip has no model {model!r}{near(model, list_models())}.")
+    known = get_pretrained_cfg(model, pretrained or "")
+    options: dict[str, Any] = {"force_quick_gelu": True} if known.get("quick_gelu", False) else {}
+    return model, None, options | {"force_preprocess_cfg": {key: known[key] for key in PREPROCESSING if key in known}}
 
 
 def _check_device(device: str) -> None:
@@ -133,6 +163,7 @@ def _resolve(
     assert pretrained is not None
     if is_pretrained_cfg(model, pretrained):
         # Weights trained with QuickGELU give other features under GELU, and open_clip only warns.
+        expect_at_hand(model, pretrained)
         quick = bool(get_pretrained_cfg(model, pretrained).get("quick_gelu", False))
         return pretrained, {"force_quick_gelu": True} if quick else {}
     expect_permitted_checkpoint(model, pretrained, list_pretrained_tags_by_model(model), allow_unregistered)

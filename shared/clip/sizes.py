@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from promptfed.shared.clip import tiny
+from promptfed.shared.clip.hub import known_as
 from promptfed.shared.spec import BackboneShape
 
 
@@ -15,7 +16,7 @@ def shape_by_name(model: str) -> BackboneShape | None:
     import open_clip
 
     tiny.register()
-    config = open_clip.get_model_config(model.replace("/", "-"))
+    config = open_clip.get_model_config(known_as(model, None)[0].replace("/", "-"))
     if config is None:
         return None
     text, vision = config["text_cfg"], config["vision_cfg"]

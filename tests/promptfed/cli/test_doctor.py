@@ -14,8 +14,11 @@ from typer.testing import CliRunner, Result
 from promptfed.cli.main import app
 from promptfed.client_service.__main__ import main as client
 from promptfed.client_service.joining import doctor as doctor_module
-from promptfed.sdk.errors import Exit
-from promptfed.shared.clip import shape_of
+from promptfed.client_service.settings import make_settings
+from promptfed.sdk.backbone import open_backbone
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.clip import hub, shape_of
+from promptfed.shared.spec import BackboneSpec
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
 
@@ -35,7 +38,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backbone is at hand, and a coordinator that does not answer is not waited for long."""
     backbone = exports.backbone()
-    monkeypatch.setattr(doctor_module, "open_backbone", lambda spec, device, allowed: backbone)
+    monkeypatch.setattr(doctor_module, "open_backbone", lambda spec, device, allowed, file: backbone)
     monkeypatch.setattr(doctor_module, "ANSWER_SECONDS", 0.3)
 
 
@@ -177,3 +180,28 @@ def test_a_client_checks_the_same_and_joins_nothing(
     assert "pass  coordinator" in said
     assert "Never leaves it: images" in said
     assert coordinator.get("pets/clients")["clients"] == []
+
+
+def test_weights_that_cannot_be_had_are_one_line_that_says_how_to_bring_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "_is_cached", lambda repository, file: False)
+    result = doctor("--model", "ViT-B-16", "--pretrained", "openai")
+    assert result.exit_code == Exit.BAD_INPUT
+    [line] = [line for line in result.output.splitlines() if line.startswith("fail  backbone")]
+    assert "are not on this machine" in line
+    assert "--backbone-file PATH" in line
+
+
+def test_a_file_of_weights_is_read_by_every_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in ("PROMPTFED_BACKBONE_FILE", "PROMPTFED_CLIENT_BACKBONE_FILE"):
+        monkeypatch.setenv(variable, "")  # put back afterwards
+    result = doctor("--model", "ViT-B-16", "--pretrained", "openai", "--backbone-file", str(tmp_path / "gone.pt"))
+    assert f"There is no file {tmp_path / 'gone.pt'} of weights" in result.output
+    with pytest.raises(CommandError, match="There is no file"):
+        open_backbone(BackboneSpec(model="ViT-B-16", pretrained="openai"), allow_backbone=False)
+    monkeypatch.setenv("PROMPTFED_CLIENT_BACKBONE_FILE", str(tmp_path / "gone.pt"))
+    settings = make_settings(coordinator="http://127.0.0.1", federation="a", data="digits", state_dir=tmp_path)
+    assert settings.backbone_file == tmp_path / "gone.pt"
+    (tmp_path / "run.yaml").write_text("method: {name: zero_shot}\nclients: [{data: digits}]\n")
+    launched = CliRunner().invoke(app, ["launch", str(tmp_path / "run.yaml"), "--runtime", "docker"])
+    assert "containers do not see a file of weights here" in launched.output

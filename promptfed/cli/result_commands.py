@@ -1,0 +1,93 @@
+"""What is done with a federation's result: export, verify, predict; the commands' options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from promptfed.cli.common import AllowBackbone, BackboneFile, TokenFile, Url
+from promptfed.sdk.client import open_coordinator
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.output import reporting_errors
+
+Classes = Annotated[
+    str | None, typer.Option(help="class names by commas, to choose among; default: those that the spec names")
+]
+ClassesOf = Annotated[str | None, typer.Option("--data", help="data URI whose class names are taken instead")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]
+
+
+def verify(
+    folder: Annotated[Path, typer.Argument(help="what `promptfed export` has written")],
+    key: Annotated[str, typer.Option(help="the coordinator's public key, as `GET /v1/signing-key` once told it")],
+) -> None:
+    """Check that an export is whole, and that its state is what the coordinator with this key came to."""
+    with reporting_errors():
+        from promptfed.export.export import verify_export
+
+        card = verify_export(folder, key)
+        typer.echo(f"{folder} is whole: {card.federation['name']} after round {card.round}, signed by {key}")
+
+
+def export(
+    federation: Annotated[str, typer.Argument(help="its name or id")],
+    out: Annotated[Path, typer.Option(help="a new folder")],
+    round: Annotated[int | None, typer.Option(min=0, help="after this round; default: the last finished one")] = None,
+    classes: Classes = None,
+    data: ClassesOf = None,
+    anonymous: Annotated[bool, typer.Option(help="number the clients in the card instead of naming them")] = False,
+    allow_backbone: AllowBackbone = False,
+    backbone_file: BackboneFile = None,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Take what a federation learned: prompts, class weights for plain open_clip code, and a card that tells all."""
+    with reporting_errors():
+        from promptfed.export.adapted_model import given_class_names
+        from promptfed.export.export import ExportOptions, check_new, show_export
+        from promptfed.export.export import export as write_export
+        from promptfed.sdk.operations import take
+
+        check_new(out)
+        options = ExportOptions(given_class_names(classes, data), anonymous, allow_backbone)
+        with open_coordinator(coordinator, token_file) as api:
+            result = api.run(take(federation, round))
+        show_export(write_export(result, out, options), out, as_json)
+
+
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="image files")],
+    export: Annotated[Path | None, typer.Option(help="folder that `promptfed export` has written")] = None,
+    federation: Annotated[str | None, typer.Option(help="or a federation at a coordinator: its name or id")] = None,
+    round: Annotated[int | None, typer.Option(min=0, help="with --federation: after this round")] = None,
+    classes: Classes = None,
+    data: ClassesOf = None,
+    top: Annotated[int, typer.Option(min=1, help="classes that are shown")] = 5,
+    allow_backbone: AllowBackbone = False,
+    backbone_file: BackboneFile = None,
+    coordinator: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Classify images with what a federation learned, beside the same backbone's zero-shot answer."""
+    with reporting_errors():
+        if (export is None) == (federation is None):
+            raise CommandError("say what to predict with: --export FOLDER or --federation NAME", Exit.USAGE)
+        from promptfed.cli import predict as predicting
+
+        if export is not None:
+            model, names = predicting.model_of_export(export, classes, data)
+        else:
+            assert federation is not None
+            with open_coordinator(coordinator, token_file) as api:
+                model, names = predicting.model_of_federation(api, federation, round, classes, data)
+        predicting.predict(model, names, images, allow_backbone, top, as_json)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add all of them to the command."""
+    for command in (verify, export, predict):
+        app.command()(command)

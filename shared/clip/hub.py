@@ -1,0 +1,111 @@
+"""What lies on the Hugging Face hub: models by the names that they have there, and whether weights are at hand here."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from promptfed.shared.clip.errors import BackboneError
+
+REACH_SECONDS = 3.0  # that a hub gets to answer anything at all
+# OpenAI's models as the transformers library knows them; open_clip takes the same weights from elsewhere.
+_OF_OPENAI = {
+    "openai/clip-vit-base-patch32": "ViT-B-32",
+    "openai/clip-vit-base-patch16": "ViT-B-16",
+    "openai/clip-vit-large-patch14": "ViT-L-14",
+    "openai/clip-vit-large-patch14-336": "ViT-L-14-336",
+}
+_UNSAID = (None, "random", "embedded")  # what stands in a spec that names no weights of its own
+
+
+def known_as(model: str, pretrained: str | None) -> tuple[str, str | None]:
+    """A model and its weights as open_clip names them, where ``model`` is a name on the hub that open_clip knows."""
+    if "/" not in model or ":" in model:
+        return model, pretrained
+    names = _names_on_the_hub()
+    if model not in names:
+        return model, pretrained
+    name, tag = names[model]
+    if pretrained == "random":
+        return name, pretrained
+    if pretrained not in (*_UNSAID, tag):
+        raise BackboneError(f"The backbone {model!r} brings its own weights, {tag!r}: leave `pretrained` out.")
+    return name, tag
+
+
+@cache
+def _names_on_the_hub() -> dict[str, tuple[str, str]]:
+    from open_clip import get_pretrained_cfg, list_pretrained
+
+    names: dict[str, tuple[str, str]] = {}
+    for model, tag in list_pretrained():
+        where = str(get_pretrained_cfg(model, tag).get("hf_hub", "")).rpartition("/")[0]
+        if where and "quickgelu" not in model:
+            names.setdefault(where, (model, tag))
+    return names | {name: (model, "openai") for name, model in _OF_OPENAI.items()}
+
+
+def expect_at_hand(model: str, tag: str) -> None:
+    """Refuse weights that are not on this machine and cannot be fetched, before a download tries for minutes.
+
+    Raises:
+        BackboneError: what is missing, and how to bring it.
+    """
+    from open_clip import get_pretrained_cfg
+    from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
+
+    known: Mapping[str, Any] = get_pretrained_cfg(model, tag)
+    if "file" in known or not (known.get("hf_hub") or known.get("url")):
+        return
+    repository, _, file = str(known.get("hf_hub") or "").rpartition("/")
+    if repository:
+        if any(_is_cached(repository, name) for name in ([file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME])):
+            return
+        address, bring = _endpoint(), f"hf download {repository} {file or HF_SAFE_WEIGHTS_NAME}"
+    else:
+        if (Path("~/.cache/clip").expanduser() / os.path.basename(known["url"])).is_file():
+            return
+        address, bring = str(known["url"]), f"curl -LO {known['url']}"
+    why = _unreachable(address)
+    if why is not None:
+        text = f"The weights {tag!r} of {model} are not on this machine, and {urlsplit(address).netloc} {why}"
+        how = (
+            f"fetch them on a machine with a network ({bring}), bring the file here, and give it: --backbone-file PATH"
+        )
+        raise BackboneError(f"{text}: {how}.")
+
+
+def _is_cached(repository: str, file: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repository, file), str)
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+def _unreachable(address: str) -> str | None:
+    """Why nothing comes from ``address``, None where something does. Looking up a name has no timeout of its own."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "is not asked (HF_HUB_OFFLINE)"
+    answered: list[bool] = []
+
+    def ask() -> None:
+        import httpx
+
+        try:
+            httpx.head(address, timeout=REACH_SECONDS)
+            answered.append(True)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError):
+            answered.append(False)
+
+    asking = threading.Thread(target=ask, name="reach", daemon=True)
+    asking.start()
+    asking.join(REACH_SECONDS)
+    return None if answered and answered[0] else f"cannot be reached ({REACH_SECONDS:.0f} s)"
