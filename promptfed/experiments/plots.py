@@ -74,6 +74,9 @@ def _few_shot(bench: Bench, rows: Sequence[TableRow]) -> Figure:
     figure, axes = _axes("training images of each class", "accuracy (%)")
     columns = bench.columns
     places = range(len(columns))
+    rows = [
+        row for row in rows if all(column in scores for scores in row.scores for column in columns)
+    ]  # a paper's not
     for number, row in enumerate(row for row in rows if not row.is_zero_shot):
         means = [100 * row.mean(column) for column in columns]
         spread = [100 * (row.sd(column) or 0.0) for column in columns]

@@ -80,7 +80,8 @@ def test_few_shot_curves(tmp_path: Path) -> None:
         TableRow("zero-shot", ({"1 shot": 0.2, "4 shots": 0.2},)),
         TableRow("promptfl", ({"1 shot": 0.3, "4 shots": 0.4}, {"1 shot": 0.2, "4 shots": 0.6})),
     ]
-    [path] = draw(described, rows, [], tmp_path)
+    printed = TableRow("plan (paper)", ({"1 shot": 0.3},))  # whose paper has one number of shots
+    [path] = draw(described, [*rows, printed], [], tmp_path)
     assert path.name == "few-shot.png"
     assert filled(path)
 

@@ -68,8 +68,10 @@ def test_printed_means_are_those_of_the_printed_numbers(name: str) -> None:
             numbers = [float(value) for value in values if value is not None]
             harmonic = "harmonic mean" in preset.columns
             expected = 3 / sum(1 / value for value in numbers) if harmonic else fmean(numbers)
-            # FedTPG's (a) averages nine harmonic means' parts; PLAN, FaST-PT and pFedPG print some averages 0.2 off.
-            assert row[mean] == pytest.approx(expected, abs=0.35), (panel, label)
+            # PLAN, FaST-PT and pFedPG print some averages 0.2 off. FedTPG's (a) is a mean of nine harmonic means: below
+            # the harmonic mean of the means, the more so the farther the data sets are apart.
+            below = 0.6 if name == "paper:fedtpg-5-classes" else 0.35
+            assert expected - below <= row[mean] <= expected + 0.35, (panel, label)
 
 
 def test_what_a_preset_lays_down_is_the_papers() -> None:
