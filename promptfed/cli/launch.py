@@ -21,6 +21,7 @@ from promptfed.sdk.files import new_folder
 from promptfed.sdk.follow import follow
 from promptfed.sdk.output import console, print_json
 from promptfed.sdk.progress import Watcher, result_table
+from promptfed.sdk.remarks import remarks
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import size
 from promptfed.shared.spec import FederationSpec
@@ -76,6 +77,8 @@ def run_launch(path: Path, clients: int | None, launch: Launch, as_json: bool) -
         print_json({key: whole[key] for key in KEYS})
     else:
         show(result, spec.method["name"], seconds)
+        for remark in remarks(result):
+            console.print(remark, highlight=False, markup=False, soft_wrap=True)
         console.print(f"State {result.federation.state_hash}", highlight=False, soft_wrap=True)
 
 

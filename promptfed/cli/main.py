@@ -134,6 +134,29 @@ def simulate(
 
 
 @app.command()
+def tune(
+    spec: Annotated[Path, typer.Argument(help="run file: a federation's spec and its clients, in YAML")],
+    out: Annotated[Path, typer.Option(help="a new file: the run file with the rate that was chosen")],
+    rates: Annotated[str, typer.Option(help="by commas")] = "0.002,0.01,0.03,0.1,0.3",
+    seeds: Annotated[str, typer.Option(help="by commas")] = "10",
+    validation: Annotated[float, typer.Option(help="share of the training images that is held out")] = 0.25,
+    pool: Pool = 1,
+    device: Device = "cpu",
+    allow_backbone: AllowBackbone = False,
+    backbone_file: BackboneFile = None,
+    as_json: Json = False,
+) -> None:
+    """Choose a learning rate in simulation, by held-out training images alone, and write it into a run file."""
+    with reporting_errors():
+        from promptfed.cli.bench import whole_numbers
+        from promptfed.cli.tune import run_tune
+        from promptfed.experiments.sweep import Grid, rates_of
+
+        grid = Grid(rates_of(rates, "--rates"), whole_numbers(seeds, "--seeds"), validation)
+        run_tune(spec, out, grid, pool, device, allow_backbone, as_json)
+
+
+@app.command()
 def methods(
     name: Annotated[str | None, typer.Argument(help="one method, in full")] = None, as_json: Json = False
 ) -> None:

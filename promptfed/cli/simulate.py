@@ -22,6 +22,7 @@ from promptfed.sdk.errors import Exit
 from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, messages, print_json, table
 from promptfed.sdk.progress import Watcher, result_table
+from promptfed.sdk.remarks import remarks
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import percent, size
 from promptfed.sdk.trackers import open_tracker, record
@@ -129,6 +130,7 @@ def _summary_json(result: FederationResult, seconds: float) -> dict[str, Any]:
         "rounds": result.round,
         "clients": counts.trainers + counts.evaluators,
         "accuracy": [asdict(summary) for summary in summaries(result.final())],
+        "remarks": remarks(result),
         "state_hash": result.state_hash,
         "bytes_up": result.bytes_up,
         "bytes_down": result.bytes_down,
@@ -165,6 +167,8 @@ def _round(report: Mapping[str, Any]) -> dict[str, Any]:
 def _show(result: FederationResult, seconds: float, out: Path | None) -> None:
     method = result.federation.spec.method["name"]
     console.print(_table(result.final(), f"Accuracy of {method} after {result.round} rounds"))
+    for remark in remarks(result):
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
     parts = [
         f"{seconds:.0f} s in all",
         f"the clients computed for {result.client_seconds:.0f} s",

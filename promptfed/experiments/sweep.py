@@ -48,7 +48,7 @@ class Grid:
     share: float = SHARE
 
 
-def rates_of(text: str) -> tuple[float, ...]:
+def rates_of(text: str, option: str = "--sweep") -> tuple[float, ...]:
     """Different rates above 0, in order, of ``0.001,0.01``.
 
     Raises:
@@ -59,7 +59,7 @@ def rates_of(text: str) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not rates or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
-        raise CommandError(f"--sweep {text!r}: write different rates above 0 separated by commas", Exit.BAD_INPUT)
+        raise CommandError(f"{option} {text!r}: write different rates above 0 separated by commas", Exit.BAD_INPUT)
     return rates
 
 

@@ -16,6 +16,7 @@ from promptfed.experiments.measures import figures
 from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of, weights_of
 from promptfed.export.export import ExportOptions, export, open_backbone_of
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.remarks import remarks
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import percent
 from promptfed.shared.clip import Backbone
@@ -113,6 +114,10 @@ class Result:
         for accuracy in _own(self.taken.accuracies(), role):
             by_round.setdefault(accuracy.round, []).append(accuracy)
         return {round: fmean(row.accuracy for row in rows) for round, rows in by_round.items()}
+
+    def remarks(self) -> list[str]:
+        """What catches the eye, in a sentence each, with what to try: zero-shot near chance, nothing that moved."""
+        return remarks(self.taken)
 
     def metrics(self, split: str = "test") -> dict[str, dict[str, float]]:
         """Calibration error (15 bins), macro-F1 and the worst class's accuracy of each client's classifier, by client.

@@ -1,0 +1,67 @@
+"""What catches the eye in a result, in a sentence each, with what to try: a table alone says neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from promptfed.sdk.result import FederationResult
+
+NEAR_CHANCE = 3.0  # times the accuracy of guessing, below which a template tells hardly anything apart
+MOVED = 0.005  # of accuracy, below which nothing has been gained or lost
+LEARNED = 0.02  # of the first round's loss that has to be gone for something to have been learned
+WORSE = 0.02  # of accuracy below the template's
+
+
+def remarks(result: FederationResult) -> list[str]:
+    """About the clients' own test images: zero-shot near chance, nothing learned, or worse than the template."""
+    own = [row for row in result.final() if row.role == "trainer" and row.split == "test"]
+    judged = [(row.accuracy, row.zero_shot) for row in own if row.zero_shot is not None]
+    if not judged:
+        return []
+    adapted, zero_shot = fmean(one for one, _ in judged), fmean(one for _, one in judged)
+    said = near_chance(zero_shot, _classes(result), result.federation.spec.backbone.model)
+    losses = [report.phases[0].metrics["loss"] for report in result.round_reports if _has_loss(report.phases)]
+    rate = result.federation.spec.training.learning_rate
+    return said + movement(adapted - zero_shot, losses, rate, result.round)
+
+
+def near_chance(zero_shot: float, classes: float | None, backbone: str) -> list[str]:
+    """About a template that is right hardly more often than guessing among ``classes`` would be."""
+    if not classes or classes < 2 or zero_shot >= min(NEAR_CHANCE / classes, 0.75):
+        return []
+    found = (
+        f"Zero-shot is right in {100 * zero_shot:.1f} %, guessing among {classes:.0f} classes in {100 / classes:.1f} %"
+    )
+    why = f"{backbone} hardly knows these pictures, or these names"
+    return [f"{found}: {why}. Try class names in plain English words, a template that fits, or another backbone."]
+
+
+def movement(gain: float, losses: Sequence[float], rate: float, rounds: int) -> list[str]:
+    """About training that changed nothing, or for the worse. ``losses`` are the rounds', none where none is told."""
+    if not losses:
+        return []
+    learned = 1 - losses[-1] / losses[0] if losses[0] > 0 else 0.0
+    tune = "`promptfed tune RUN.yaml` finds a rate on held-out training images"
+    if gain < -WORSE:
+        return [
+            f"Below zero-shot by {-100 * gain:.1f} points: try a lower training.learning_rate than {rate:g}; {tune}."
+        ]
+    if abs(gain) < MOVED and learned < LEARNED:
+        fell = f"from {losses[0]:.3f} to {losses[-1]:.3f}"
+        text = f"Nothing moved in {rounds} rounds (loss {fell}): try a higher training.learning_rate than {rate:g}"
+        return [f"{text}, or more rounds; {tune}."]
+    return []
+
+
+def _has_loss(phases: Sequence[object]) -> bool:
+    return bool(phases) and "loss" in getattr(phases[0], "metrics", {})
+
+
+def _classes(result: FederationResult) -> float | None:
+    """Among which a client tells apart, in the mean over the trainers."""
+    spec = result.federation.spec
+    if spec.class_names is not None and spec.method.get("label_space") != "client":
+        return float(len(spec.class_names))
+    counts = [client.num_classes for client in result.clients if client.role == "trainer"]
+    return fmean(counts) if counts else None
