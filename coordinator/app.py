@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import (
@@ -66,9 +67,24 @@ ROUTERS = (
 )
 
 
-def create_app(settings: Settings) -> FastAPI:
+class Application(FastAPI):
+    """The calls of a round, and behind them all that the framework does for any other request."""
+
+    def __init__(self, settings: Settings, **options: Any):
+        super().__init__(**options)
+        self.state.settings = settings
+        self._round_calls = RoundCalls(super().__call__, settings.upload_timeout_seconds)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        scope["app"] = self
+        await self._round_calls(scope, receive, send)
+
+
+def create_app(settings: Settings) -> Application:
     """The application; its lifespan opens the data folder, takes up all federations, and lets go of them."""
-    app = FastAPI(
+    app = Application(
+        settings,
         title="promptfed coordinator",
         version="1",
         summary="Federated prompt learning: rounds, tasks and updates as resources",
@@ -77,9 +93,7 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         separate_input_output_schemas=False,
     )
-    app.state.settings = settings
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
-    app.add_middleware(RoundCalls, seconds=settings.upload_timeout_seconds)
     app.add_middleware(AnswerHeaders)  # the last one is the outermost
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for module in ROUTERS:

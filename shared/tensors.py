@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -144,8 +145,8 @@ def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str]]) -> None:
-    """Refuse tensors that differ from ``expected`` (name -> shape, dtype) or hold NaN or infinity.
+def check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str]]) -> float:
+    """Refuse tensors that differ from ``expected`` (name -> shape, dtype) or hold NaN or infinity; their ``norm``.
 
     Raises:
         TensorError: ``unknown-tensor``, ``missing-tensor``, ``wrong-shape``, ``wrong-dtype`` or ``not-finite``,
@@ -161,9 +162,11 @@ def check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str
         if tensors[name].dtype != DTYPES[dtype]:
             kind = str(tensors[name].dtype).removeprefix("torch.")
             raise TensorError("wrong-dtype", f"tensor {name!r} is {kind}; {dtype} was asked for")
-    for name in sorted(expected):
-        if not all(bool(torch.isfinite(part).all()) for part in chunks(tensors[name])):
-            raise TensorError("not-finite", f"tensor {name!r} holds NaN or infinity")
+    size = norm(tensors)
+    if not math.isfinite(size):  # One look at each entry does: in float64 no square of a finite one overflows.
+        name = next(name for name in sorted(expected) if not bool(torch.isfinite(tensors[name]).all()))
+        raise TensorError("not-finite", f"tensor {name!r} holds NaN or infinity")
+    return size
 
 
 def _refuse(kind: str, what: str, names: Iterable[str], expected: Mapping[str, object]) -> None:

@@ -22,6 +22,7 @@ from promptfed.coordinator.api.deps import (
     Viewed,
 )
 from promptfed.coordinator.engine import deletion
+from promptfed.coordinator.http.uploads import Incoming
 from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view
 from promptfed.shared.access_schemas import MintedToken, TokenPage, TokenRequest
@@ -157,7 +158,7 @@ def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
 async def put_initial_state(request: Request, registry: RegistryOf, federation: Operated) -> SuppliedState:
     """Supply the state of round 0, as safetensors; before the start, any number of times."""
     limit = federation.spec.admission.max_bytes
-    async with request.app.state.uploads.receive(request, limit) as upload:
+    async with request.app.state.uploads.receive(Incoming.of(request), limit) as upload:
         if upload.too_large:
             raise problems.BodyTooLarge(f"a body may have {limit} bytes (admission.max_bytes); this one has more")
         state_hash = await run_sync(lambda: federations.supply_state(registry, federation.id, upload.read()))

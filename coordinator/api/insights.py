@@ -14,6 +14,7 @@ from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import RoundQuery, round_number
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.http.uploads import Incoming
 from promptfed.coordinator.operations import lexicon
 from promptfed.coordinator.reports.insights import Insights
 from promptfed.coordinator.store.lexicon import read_lexicon
@@ -44,7 +45,7 @@ async def get_lexicon(registry: RegistryOf, federation: Viewed) -> LexiconView:
 @router.put("/lexicon", responses=problems.for_callers(problems.WrongState, *TENSORS), openapi_extra=TENSOR_BODY)
 async def put_lexicon(request: Request, registry: RegistryOf, federation: Operated) -> LexiconView:
     """Supply word embeddings and class names' text features, as safetensors; any number of times."""
-    async with request.app.state.uploads.receive(request, lexicon.MOST_BYTES) as upload:
+    async with request.app.state.uploads.receive(Incoming.of(request), lexicon.MOST_BYTES) as upload:
         if upload.too_large:
             raise problems.BodyTooLarge(
                 f"a lexicon may have {lexicon.MOST_BYTES} bytes; this one has more: leave words out"

@@ -31,7 +31,8 @@ WHOLE_BYTES = 64 << 10  # an answer up to here leaves in one piece, and with its
 RoundQuery = Annotated[str, Query(pattern=r"^(latest|\d{1,7})$", description="a round, or latest")]
 
 MOST_JSON_NUMBERS = 1_000_000
-TENSOR_TYPES = ("application/octet-stream", "application/vnd.safetensors", "application/*", "*/*")
+TENSORS_TYPE = "application/octet-stream"
+TENSOR_TYPES = (TENSORS_TYPE, "application/vnd.safetensors", "application/*", "*/*")
 
 
 def streamed(pieces: Iterator[bytes], media_type: str = "application/json") -> Response:
@@ -117,8 +118,8 @@ def get_prompts(
 def tensors_at(place: bytes | FilePath, headers: dict[str, str]) -> Response:
     """Tensors as they are kept, small ones whole: a file's way through four threads costs more than its bytes."""
     if isinstance(place, bytes):
-        return Response(place, media_type="application/octet-stream", headers=headers)
-    return FileResponse(place, media_type="application/octet-stream", headers=headers)
+        return Response(place, media_type=TENSORS_TYPE, headers=headers)
+    return FileResponse(place, media_type=TENSORS_TYPE, headers=headers)
 
 
 def round_number(round: str) -> int | None:

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from promptfed.coordinator.api import tasks
 from promptfed.coordinator.api.deps import CallingClient
+from promptfed.coordinator.api.results import TENSORS_TYPE, tensors_at
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.http.answer_headers import OF_THE_API, with_headers
 from promptfed.coordinator.http.body_limits import JsonBody
 from promptfed.coordinator.http.callers import ClientCaller, look_up_own, may_be_foreign, trust
-from promptfed.coordinator.http.uploads import announced_digest
+from promptfed.coordinator.http.uploads import Incoming, announced_digest, announced_length
+from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.problems import DigestMissing, Refusal
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.messages import EvaluationRequest
@@ -36,16 +39,45 @@ _WAIT = re.compile(rb"wait=(\d{1,2}(?:\.\d{1,6})?)")
 _VERBS = {"task": "GET", "payload": "GET", "update": "PUT", "evaluation": "PUT"}
 _REPLAYED: Message = {"type": "http.disconnect"}
 
+Header = tuple[bytes, bytes]
+_JSON: Header = (b"content-type", b"application/json")
+_TENSORS: Header = (b"content-type", TENSORS_TYPE.encode())
+
 
 @dataclass(frozen=True)
 class _Call:
     """A request that is as it should be, as far as its head tells."""
 
     kind: str
-    request: Request
+    scope: Scope
+    receive: Receive
     registry: Registry
     caller: CallingClient
     task_id: str
+    announced: str = ""  # the digest of an update
+    seconds: float = 0.0  # that a poll waits
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is answered: a body (None: there is none) of a ``kind``, or as the framework has it (``response``)."""
+
+    status: int = 200
+    body: bytes | None = None
+    kind: Header = _JSON
+    etag: str | None = None
+    response: Response | None = None
+
+    async def send(self, call: _Call, send: Send) -> None:
+        """Send it as the declared routes would, with the headers of ``AnswerHeaders``, in their order."""
+        if self.response is not None:
+            await self.response(call.scope, call.receive, with_headers(call.scope, send))
+            return
+        headers = [] if self.etag is None else [(b"etag", self.etag.encode())]
+        if self.body is not None:
+            headers += [(b"content-length", b"%d" % len(self.body)), self.kind]
+        await send({"type": "http.response.start", "status": self.status, "headers": [*headers, *OF_THE_API]})
+        await send({"type": "http.response.body", "body": self.body or b""})
 
 
 class _ForTheRoute(Exception):
@@ -60,7 +92,7 @@ class RoundCalls:
     """Answers these calls, and passes all others on."""
 
     def __init__(self, app: ASGIApp, seconds: float):
-        """``seconds``: how long a JSON body may take."""
+        """``app`` is the whole application, middleware and all. ``seconds``: how long a JSON body may take."""
         self._app = app
         self._seconds = seconds
 
@@ -71,35 +103,68 @@ class RoundCalls:
             await self._app(scope, receive, send)
             return
         try:
-            response = await self._answer(call)
+            answer = await self._answer(call)
         except _ForTheRoute as read:
             await self._app(scope, _again(read.body, receive), send)
             return
         except Exception as error:
-            handle = _handler(scope["app"], error)
-            if handle is None:
-                raise
-            response = await handle(call.request, error)  # all of ours are coroutines
-        await response(scope, receive, send)
+            answer = await _refusal(call, error, send)
+        await answer.send(call, send)
         if call.kind in ("update", "evaluation"):
             point("answer-sent")
 
-    async def _answer(self, call: _Call) -> Response:
+    async def _answer(self, call: _Call) -> _Answer:
+        registry, caller, task_id = call.registry, call.caller, call.task_id
         if call.kind == "task":
-            return await tasks.answer_poll(call.registry, call.caller, _seconds_to_wait(call.request.scope) or 0.0)
+            task = await tasks.next_task(registry, caller, call.seconds)
+            return _Answer(204) if task is None else _Answer(body=task.encode())
         if call.kind == "payload":
-            if tasks.is_at_hand(call.registry, call.caller, call.task_id):
-                return tasks.answer_payload(call.registry, call.caller, call.task_id)
-            return await run_sync(tasks.answer_payload, call.registry, call.caller, call.task_id)
+            if tasks.is_at_hand(registry, caller, task_id):
+                return _payload(call)
+            return await run_sync(_payload, call)
         if call.kind == "update":
-            announced = announced_digest(call.request.headers.get("content-digest"))
-            return _json(*await tasks.take_update(call.request, call.registry, call.caller, call.task_id, announced))
-        evaluation = await _evaluation(call.request, self._seconds)
-        return _json(*await tasks.take_evaluation(call.registry, call.caller, call.task_id, evaluation))
+            uploads = call.scope["app"].state.uploads
+            return _receipt(*await tasks.take_update(_body(call), uploads, registry, caller, task_id, call.announced))
+        evaluation = await _evaluation(call, self._seconds)
+        return _receipt(*await tasks.take_evaluation(registry, caller, task_id, evaluation))
 
 
-def _json(receipt: BaseModel, new: bool) -> Response:
-    return Response(receipt.model_dump_json(), 201 if new else 200, media_type="application/json")
+def _payload(call: _Call) -> _Answer:
+    digest, place = submissions.payload(call.registry, call.caller.federation, call.caller.client, call.task_id)
+    etag = f'"{digest}"'
+    if isinstance(place, bytes):
+        return _Answer(body=place, kind=_TENSORS, etag=etag)
+    return _Answer(response=tensors_at(place, {"ETag": etag}))
+
+
+def _receipt(receipt: BaseModel, new: bool) -> _Answer:
+    return _Answer(201 if new else 200, receipt.model_dump_json().encode())
+
+
+async def _refusal(call: _Call, error: Exception, send: Send) -> _Answer:
+    """The answer of the application's own handler of such an error.
+
+    Where there is none but the last resort, that answers here, and the error is raised for the server to log it.
+    """
+    app: FastAPI = call.scope["app"]
+    kinds = (kind for kind in type(error).__mro__ if kind not in (Exception, BaseException, object))
+    handle = next((app.exception_handlers[kind] for kind in kinds if kind in app.exception_handlers), None)
+    if handle is None:
+
+        async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+            raise error
+
+        last: Any = app.exception_handlers[Exception]
+        await ServerErrorMiddleware(broken, last)(call.scope, call.receive, with_headers(call.scope, send))
+    assert handle is not None, "the last resort raises"
+    response: Any = handle(Request(call.scope, call.receive), error)
+    return _Answer(response=await response)  # all of ours are coroutines
+
+
+def _body(call: _Call) -> Incoming:
+    length = next((value for name, value in call.scope["headers"] if name == b"content-length"), None)
+    announced = announced_length(length.decode("latin-1")) if length is not None else None
+    return Incoming(call.receive, announced, call.scope["state"]["client"])
 
 
 def _call(scope: Scope, receive: Receive) -> _Call | None:
@@ -108,39 +173,39 @@ def _call(scope: Scope, receive: Receive) -> _Call | None:
     if match is None or scope.get("root_path"):
         return None
     federation, task_id, kind = match.group(1), match.group(2) or "", match.group(3) or "task"
-    headers = scope["headers"]
-    if scope["method"] != _VERBS[kind] or not _is_plain(kind, scope):
+    if scope["method"] != _VERBS[kind]:
         return None
-    tokens = [value for name, value in headers if name == b"authorization"]
+    seconds = _seconds_to_wait(scope) if kind == "task" else 0.0
+    announced = _announced(scope) if kind == "update" else ""
+    if seconds is None or announced is None or (kind == "evaluation" and not _is_json(scope)):
+        return None
+    tokens = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(tokens) != 1 or not tokens[0].startswith(b"Bearer ") or tokens[0] != tokens[0].strip():
         return None
     registry: Registry | None = getattr(scope["app"].state, "registry", None)
     if registry is None:
         return None
     # A copy of the state: a route that answers after all is to know nobody whom it has not recognised itself.
-    inner = {**scope, "path_params": {"federation": federation}, "state": dict(scope.get("state", {}))}
+    state = dict(scope.get("state", {}))
+    inner = {**scope, "path_params": {"federation": federation}, "state": state}
     caller = _known(HTTPConnection(inner), registry, federation, tokens[0][7:].decode("latin-1"))
     if caller is None:
         return None
-    request = Request(inner, receive)
-    request.state.client = (caller.federation.id, caller.client.name)
-    return _Call(kind, request, registry, caller, task_id)
+    state["client"] = (caller.federation.id, caller.client.name)
+    return _Call(kind, inner, receive, registry, caller, task_id, announced, seconds)
 
 
-def _is_plain(kind: str, scope: Scope) -> bool:
-    """Whether query and headers are what clients send."""
-    if kind == "task":
-        return _seconds_to_wait(scope) is not None
-    if kind == "update":
-        digests = [value for name, value in scope["headers"] if name == b"content-digest"]
-        try:
-            return len(digests) == 1 and bool(announced_digest(digests[0].decode("latin-1")))
-        except DigestMissing:
-            return False
-    if kind == "evaluation":
-        kinds = [value for name, value in scope["headers"] if name == b"content-type"]
-        return kinds == [b"application/json"]
-    return True
+def _announced(scope: Scope) -> str | None:
+    """The digest of an update that is announced as clients do it."""
+    digests = [value for name, value in scope["headers"] if name == b"content-digest"]
+    try:
+        return announced_digest(digests[0].decode("latin-1")) if len(digests) == 1 else None
+    except DigestMissing:
+        return None
+
+
+def _is_json(scope: Scope) -> bool:
+    return [value for name, value in scope["headers"] if name == b"content-type"] == [b"application/json"]
 
 
 def _seconds_to_wait(scope: Scope) -> float | None:
@@ -170,10 +235,10 @@ def _known(connection: HTTPConnection, registry: Registry, asked: str, token: st
     return CallingClient(known, caller.client)
 
 
-async def _evaluation(request: Request, seconds: float) -> EvaluationRequest:
+async def _evaluation(call: _Call, seconds: float) -> EvaluationRequest:
     """The body. Raises HTTPException where it is too long or takes too long, as for any route."""
     try:
-        body = await Request(request.scope, JsonBody(request.scope, request.receive, seconds)).body()
+        body = await Request(call.scope, JsonBody(call.scope, call.receive, seconds, known=True)).body()
     except ClientDisconnect:
         raise _ForTheRoute(None) from None
     try:
@@ -190,9 +255,3 @@ def _again(body: bytes | None, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replayed
-
-
-def _handler(app: FastAPI, error: Exception) -> Callable[[Request, Any], Any] | None:
-    """The application's handler of such an error; None where only the last resort is left, which logs it."""
-    kinds = (kind for kind in type(error).__mro__ if kind not in (Exception, BaseException, object))
-    return next((app.exception_handlers[kind] for kind in kinds if kind in app.exception_handlers), None)

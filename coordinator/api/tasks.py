@@ -17,7 +17,7 @@ from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
-from promptfed.coordinator.http.uploads import announced_digest, expect_digest
+from promptfed.coordinator.http.uploads import Incoming, Uploads, announced_digest, expect_digest
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api_schemas import Receipt, UpdateReceipt
@@ -39,11 +39,14 @@ async def get_task(
     wait_seconds: Annotated[float, Query(alias="wait", ge=0, le=60, description="seconds")] = 0,
 ) -> Response:
     """The client's open task; waits for one."""
-    return await answer_poll(registry, caller, wait_seconds)
+    task = await next_task(registry, caller, wait_seconds)
+    if task is None:
+        return Response(status_code=status.HTTP_204_NO_CONTENT)
+    return Response(task, media_type="application/json")
 
 
-async def answer_poll(registry: Registry, caller: CallingClient, wait_seconds: float) -> Response:
-    """The task, or 204 where there is none within so many seconds. Raises as ``get_task`` describes."""
+async def next_task(registry: Registry, caller: CallingClient, wait_seconds: float) -> str | None:
+    """The task as JSON; None where there is none within so many seconds. Raises as ``get_task`` describes."""
     key = (caller.federation.id, caller.client.name)
     until = clock.monotonic() + wait_seconds
     registry.metrics.waiting.inc()
@@ -53,9 +56,9 @@ async def answer_poll(registry: Registry, caller: CallingClient, wait_seconds: f
             served = _open_task(registry, caller.federation.id, caller.client)
             left = until - clock.monotonic()
             if served is not None:
-                return Response(_message(registry, *served), media_type="application/json")
+                return _message(registry, *served)
             if left <= 0 or registry.wakeups.closed:
-                return Response(status_code=status.HTTP_204_NO_CONTENT)
+                return None
             await wait(wakeup, left)
     finally:
         registry.metrics.waiting.dec()
@@ -128,7 +131,8 @@ def _config(registry: Registry, federation: Federation) -> str:
 )
 def get_payload(registry: RegistryOf, caller: Calling, task_id: TaskId) -> Response:
     """What the client starts from: always the same bytes for one task."""
-    return answer_payload(registry, caller, task_id)
+    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id)
+    return tensors_at(place, {"ETag": f'"{digest}"'})
 
 
 def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
@@ -137,12 +141,6 @@ def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
     if task is None or task.id != task_id or task.payload_sha256 is None:
         return False
     return registry.blobs.remembered(task.payload_sha256) is not None
-
-
-def answer_payload(registry: Registry, caller: CallingClient, task_id: str) -> Response:
-    """The payload. Raises NotFound, PayloadGone."""
-    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id)
-    return tensors_at(place, {"ETag": f'"{digest}"'})
 
 
 @router.put(
@@ -175,19 +173,20 @@ async def put_update(
     content_digest: Annotated[str | None, Header(description="`sha-256=:<base64>:` (RFC 9530)")] = None,
 ) -> UpdateReceipt:
     """Answer a training task. 201 means that it is on the disk and counts, unless the phase was already closed."""
-    receipt, new = await take_update(request, registry, caller, task_id, announced_digest(content_digest))
+    announced, uploads = announced_digest(content_digest), request.app.state.uploads
+    receipt, new = await take_update(Incoming.of(request), uploads, registry, caller, task_id, announced)
     if not new:
         response.status_code = status.HTTP_200_OK
     return receipt
 
 
 async def take_update(
-    request: Request, registry: Registry, caller: CallingClient, task_id: str, announced: str
+    body: Incoming, uploads: Uploads, registry: Registry, caller: CallingClient, task_id: str, announced: str
 ) -> tuple[UpdateReceipt, bool]:
     """Receive and admit an update of the ``announced`` digest; the receipt, and whether it is new."""
     federation, client = caller.federation, caller.client
     with registry.metrics.receiving.time():
-        async with request.app.state.uploads.receive(request, federation.spec.admission.max_bytes) as upload:
+        async with uploads.receive(body, federation.spec.admission.max_bytes) as upload:
             expect_digest(upload, announced)
             point("update-received")
             new = await submissions.accept_update(registry, federation, client, task_id, upload)

@@ -18,7 +18,15 @@ def now() -> str:
 
 def later(seconds: float) -> str:
     """The moment ``seconds`` from now as RFC 3339 in UTC."""
-    moment = datetime.now(UTC) + timedelta(seconds=seconds)
+    return _text(datetime.now(UTC) + timedelta(seconds=seconds))
+
+
+def text(seconds: float) -> str:
+    """``seconds`` since 1970, as `time.time` tells them, as RFC 3339 in UTC."""
+    return _text(datetime.fromtimestamp(seconds, UTC))
+
+
+def _text(moment: datetime) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

@@ -76,6 +76,24 @@ class OpenTask:
     payload_bytes: int = 0
 
 
+class LastContext:
+    """The context that was made last, and the objects that it was made of, which are replaced whenever they change."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[object, ...], ServerContext] | None = None
+
+    def get(self, made_of: tuple[object, ...]) -> ServerContext | None:
+        """The context, if it was made of these very objects."""
+        last = self._last
+        if last is None or any(one is not other for one, other in zip(last[0], made_of, strict=True)):
+            return None
+        return last[1]
+
+    def set(self, made_of: tuple[object, ...], context: ServerContext) -> None:
+        """Keep ``context``. Whoever is last has the last word: all are right."""
+        self._last = made_of, context
+
+
 @dataclass(frozen=True)
 class Federation:
     """One federation at one moment. Replaced as a whole after each commit, so that readers see one whole step.
@@ -105,6 +123,7 @@ class Federation:
     starting: bool = False
     named: frozenset[str] = frozenset()
     named_bytes: int = 0
+    _last_context: LastContext = field(default_factory=LastContext, repr=False, compare=False)
 
     @property
     def absent(self) -> str | None:
@@ -118,8 +137,17 @@ class Federation:
 
     def context(self, names: list[str] | None = None) -> ServerContext:
         """What the method's server half may look at; the roster is ``names``, or all whom the state knows."""
-        if names is None:
-            names = [name for name, member in self.run.members.items() if member.joined]
+        if names is not None:
+            return self._context(names)
+        # One object as long as it would come out the same: each update of a phase is looked at beside it.
+        made_of = (self.spec, self.shape, self.clients, self.run.members)
+        known = self._last_context.get(made_of)
+        if known is None:
+            known = self._context([name for name, member in self.run.members.items() if member.joined])
+            self._last_context.set(made_of, known)
+        return known
+
+    def _context(self, names: list[str]) -> ServerContext:
         assert self.shape is not None, "nobody has enrolled, so nobody has said what the backbone looks like"
         return ServerContext(
             training=self.spec.training,

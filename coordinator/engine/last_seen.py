@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 
 from sqlalchemy import bindparam, update
@@ -27,13 +28,13 @@ class LastSeen:
     def __init__(self, database: Database):
         self._database = database
         self._lock = threading.Lock()
-        self._seen: dict[str, str] = {}
+        self._seen: dict[str, float] = {}  # seconds of the epoch
         self._bytes: Counter[str] = Counter()
 
     def seen(self, client_id: str) -> None:
         """A client has just sent a request."""
         with self._lock:
-            self._seen[client_id] = clock.now()
+            self._seen[client_id] = time.time()
 
     def served(self, task_id: str, size: int) -> None:
         """``size`` bytes of a task's payload went out."""
@@ -51,7 +52,7 @@ class LastSeen:
             with self._database.write() as session:
                 connection = session.connection()
                 if seen:
-                    connection.execute(SEEN, [{"key": key, "moment": moment} for key, moment in seen.items()])
+                    connection.execute(SEEN, [{"key": key, "moment": clock.text(at)} for key, at in seen.items()])
                 if served:
                     connection.execute(SERVED, [{"key": key, "size": size} for key, size in served.items()])
         except SQLAlchemyError:

@@ -18,12 +18,22 @@ class AnswerHeaders:
             await self._app(scope, receive, send)
             return
 
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["X-Content-Type-Options"] = "nosniff"
-                if scope["path"].startswith("/v1/"):
-                    headers["Cache-Control"] = "no-store"
-            await send(message)
+        await self._app(scope, receive, with_headers(scope, send))
 
-        await self._app(scope, receive, answer)
+
+OF_THE_API = ((b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store"))
+"""What is added to an answer of the API that has neither."""
+
+
+def with_headers(scope: Scope, send: Send) -> Send:
+    """``send`` for the answer to a request of ``scope``, which adds its headers."""
+
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["X-Content-Type-Options"] = "nosniff"
+            if scope["path"].startswith("/v1/"):
+                headers["Cache-Control"] = "no-store"
+        await send(message)
+
+    return answer

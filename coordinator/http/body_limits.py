@@ -44,8 +44,9 @@ class JsonBodies:
 class JsonBody:
     """One request's body. Nobody is looked up before somebody asks for it: most requests have none."""
 
-    def __init__(self, scope: Scope, receive: Receive, seconds: float):
-        """``scope`` and ``receive`` are the request's."""
+    def __init__(self, scope: Scope, receive: Receive, seconds: float, known: bool = False):
+        """``scope`` and ``receive`` are the request's; ``known``: whoever sends it has been looked up already."""
+        self._known = known
         self._scope = scope
         self._receive = receive
         self._seconds = seconds
@@ -59,7 +60,7 @@ class JsonBody:
         if self._whole:  # What comes now is that the caller has gone.
             return await self._receive()
         if self._until is None:
-            if not await _is_known(self._scope):
+            if not self._known and not await _is_known(self._scope):
                 self._whole = True
                 return NOTHING
             self._until = asyncio.get_running_loop().time() + self._seconds

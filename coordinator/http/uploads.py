@@ -14,10 +14,11 @@ import hashlib
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import Request
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
@@ -32,6 +33,39 @@ SHARE = 4  # a client has at most one place in so many, but always one
 OF_ONE_CLIENT = 8  # bodies that may be under way or wait
 HELD_BYTES = 320 << 10  # of one body, before the server stops reading it: 64 KB and what was under way
 _SHA256 = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]*):")
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A request's body that is to come: from where, of what ``length`` if that was announced, and from which client
+    (None: an operator).
+    """
+
+    receive: Receive
+    length: int | None
+    client: object | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Incoming:
+        """The body of a request of which nothing is read yet."""
+        length = announced_length(request.headers.get("content-length"))
+        return cls(request.receive, length, getattr(request.state, "client", None))
+
+    @property
+    def held(self) -> int:
+        """How much of it may lie in memory while it waits."""
+        return HELD_BYTES if self.length is None else min(self.length, HELD_BYTES)
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Its parts as they come. Raises ClientDisconnect."""
+        more = True
+        while more:
+            message = await self.receive()
+            if message["type"] != "http.request":
+                raise ClientDisconnect
+            more = message.get("more_body", False)
+            if part := message.get("body", b""):
+                yield part
 
 
 class _ClientPlaces:
@@ -56,26 +90,26 @@ class Uploads:
         self._waiting_bytes = 0
 
     @asynccontextmanager
-    async def receive(self, request: Request, limit: int) -> AsyncIterator[Upload]:
-        """The request's body in memory or on disk, where it is removed at the end of the block unless somebody took it.
+    async def receive(self, body: Incoming, limit: int) -> AsyncIterator[Upload]:
+        """The body in memory or on disk, where it is removed at the end of the block unless somebody took it.
 
         A body in memory gives its place to the next one at once; it counts as waiting until the end of the block.
 
         Raises:
             TooManyUploads, UploadTimeout, IncompleteBody: it could not be received.
         """
-        client = getattr(request.state, "client", None)
-        own = self._enter(client, _held(request))
-        path, in_memory = self._registry.blobs.temporary(), 0
+        own = self._enter(body)
+        path, in_memory, on_disk = self._registry.blobs.temporary(), 0, True
         try:
-            await self._take_places(own, _held(request))
+            await self._take_places(own, body.held)
             try:
-                upload = await self._receive(request, path, limit)
-                if upload.content is None:
+                upload = await self._receive(body, path, limit)
+                on_disk = upload.content is None
+                if on_disk:
                     yield upload
             finally:
                 self._give_places(own)
-            if upload.content is not None:
+            if not on_disk:
                 in_memory = upload.size
                 self._waiting_bytes += in_memory
                 yield upload
@@ -83,12 +117,13 @@ class Uploads:
             self._waiting_bytes -= in_memory
             own.bodies -= 1
             if own.bodies == 0:
-                del self._by_client[client]
-            if _is_there(path):
+                del self._by_client[body.client]
+            if on_disk and _is_there(path):
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
-    def _enter(self, client: object | None, held: int) -> _ClientPlaces:
-        """The places of ``client``, which has one body more; it is None where an operator sends."""
+    def _enter(self, body: Incoming) -> _ClientPlaces:
+        """The places of the body's client, which has one body more."""
+        client, held = body.client, body.held
         most = self._most if client is None else max(1, self._most // SHARE)
         own = self._by_client.get(client) or _ClientPlaces(most)
         if self._waiting_bytes + held > WAITING_BYTES or (client is not None and own.bodies >= OF_ONE_CLIENT):
@@ -131,38 +166,37 @@ class Uploads:
         text = f"too many uploads are under way: try again in {RETRY_AFTER} s"
         return TooManyUploads(text, headers={"Retry-After": RETRY_AFTER})
 
-    async def _receive(self, request: Request, path: Path, limit: int) -> Upload:
+    async def _receive(self, body: Incoming, path: Path, limit: int) -> Upload:
         try:
             async with asyncio.timeout(self._timeout):
-                return await self._stream(request, path, limit)
+                return await self._stream(body, path, limit)
         except TimeoutError:
             raise UploadTimeout(f"the body did not arrive within {self._timeout:g} s") from None
         except ClientDisconnect:
             raise IncompleteBody("the connection ended before the body did") from None
 
-    async def _stream(self, request: Request, path: Path, limit: int) -> Upload:
-        body, size = _Body(path), 0
-        announced = _announced_length(request)
-        if announced is not None and announced > limit + DRAINED:
-            return Upload(path, announced, "", too_large=True)
-        async for chunk in request.stream():
-            size += len(chunk)
+    async def _stream(self, body: Incoming, path: Path, limit: int) -> Upload:
+        file, size = _File(path), 0
+        if body.length is not None and body.length > limit + DRAINED:
+            return Upload(path, body.length, "", too_large=True)
+        async for part in body.parts():
+            size += len(part)
             if size > limit:
                 # Read on for a while, so that a client that is still sending finds our answer and not a closed door.
                 if size > limit + DRAINED:
                     break
                 continue
-            body.waiting += chunk
-            if len(body.waiting) >= CHUNK:
-                await asyncio.to_thread(body.write)
-        if not body.written and size <= limit and self._registry.blobs.is_small(size):
-            content = bytes(body.waiting)
+            file.waiting += part
+            if len(file.waiting) >= CHUNK:
+                await asyncio.to_thread(file.write)
+        if not file.written and size <= limit and self._registry.blobs.is_small(size):
+            content = bytes(file.waiting)
             return Upload(path, size, digest_of(content), content=content)
-        await asyncio.to_thread(body.write)
-        return Upload(path, size, "sha256:" + body.digest.hexdigest(), too_large=size > limit)
+        await asyncio.to_thread(file.write)
+        return Upload(path, size, "sha256:" + file.digest.hexdigest(), too_large=size > limit)
 
 
-class _Body:
+class _File:
     """A body on its way to a file."""
 
     def __init__(self, path: Path):
@@ -180,15 +214,9 @@ class _Body:
         self.written = True
 
 
-def _held(request: Request) -> int:
-    """How much of the body may lie in memory while it waits."""
-    length = _announced_length(request)
-    return HELD_BYTES if length is None else min(length, HELD_BYTES)
-
-
-def _announced_length(request: Request) -> int | None:
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() else None
+def announced_length(header: str | None) -> int | None:
+    """What a Content-Length header says, if it is a number."""
+    return int(header) if header is not None and header.isdecimal() else None
 
 
 def _is_there(path: Path) -> bool:

@@ -24,7 +24,7 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
-from promptfed.shared.tensors import TensorError, Tensors, canonical_json, check, norm
+from promptfed.shared.tensors import TensorError, Tensors, canonical_json, check
 
 # No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
 # float32: the aggregate would be no state, and one update the end of the federation.
@@ -244,10 +244,10 @@ def _examine(
     phase = federation.method_phase(task.round, task.step)
     try:
         tensors, metadata = upload.tensors()
-        check(tensors, federation.method.expected_update(phase, client.info(), federation.context()))
+        size = check(tensors, federation.method.expected_update(phase, client.info(), federation.context()))
     except TensorError as error:
         raise problems.TENSOR_REFUSALS[error.kind](str(error)) from None
-    size, limit = norm(tensors), federation.spec.admission.max_update_norm
+    limit = federation.spec.admission.max_update_norm
     if limit is not None:
         _check_change(tensors, blobs.tensors(task.payload_sha256 or "")[0], limit)
     if size > LARGEST_NORM:

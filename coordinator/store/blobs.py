@@ -12,8 +12,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from uuid import uuid4
 
 from promptfed.coordinator.store import blob_rows
 from promptfed.coordinator.store.blob_rows import BlobRows, Remembered
@@ -38,6 +38,8 @@ class Blobs:
     def __init__(self, folder: Path, rows: BlobRows | None = None):
         self._folder = folder / "blobs"
         self.incoming = folder / "incoming"
+        self._temporary = f"{self.incoming}{os.sep}{os.getpid()}-"
+        self._numbers = count()
         self._rows = rows
         self._remembered = Remembered()
         self._lock = threading.Lock()
@@ -54,7 +56,7 @@ class Blobs:
 
     def temporary(self) -> Path:
         """A fresh path for bytes on their way in."""
-        return self.incoming / uuid4().hex
+        return Path(self._temporary + str(next(self._numbers)))  # of this process, whose folder nobody else writes into
 
     def is_small(self, size: int) -> bool:
         """Whether a blob of ``size`` bytes is to be a row."""
@@ -174,11 +176,11 @@ class Held:
     def put(self, content: bytes) -> str:
         """Store ``content`` durably, or have it ready for ``Change.keep``; its digest."""
         digest = digest_of(content)
+        if self._blobs.is_small(len(content)):
+            self.add_small(content, digest)
+            return digest
         self._hold(digest)
         if self._blobs._has(digest):
-            return digest
-        if self._blobs.is_small(len(content)):
-            self.small[digest] = content
             return digest
         temporary = self._blobs.temporary()
         try:
@@ -188,6 +190,11 @@ class Held:
             # A full disk is not to be made fuller by each attempt.
             temporary.unlink(missing_ok=True)
         return digest
+
+    def add_small(self, content: bytes, digest: str) -> None:
+        """Have a small blob ready for ``Change.keep``: a row, even if an earlier version kept a file."""
+        self._hold(digest)
+        self.small[digest] = content
 
     def adopt(self, temporary: Path, digest: str) -> None:
         """Make the file at ``temporary``, whose content has ``digest``, a blob, durably."""

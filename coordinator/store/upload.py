@@ -34,12 +34,15 @@ class Upload:
             return decode(self.content)
         except TensorError:
             # The library says of bytes in other words what is wrong than of a file, and the texts are promised.
-            self.path.write_bytes(self.content)
-            return decode_file(self.path)
+            try:
+                self.path.write_bytes(self.content)
+                return decode_file(self.path)
+            finally:
+                self.path.unlink(missing_ok=True)
 
     def keep(self, held: Held) -> None:
         """Make it a blob: a small one with ``Change.keep``."""
         if self.content is not None:
-            held.put(self.content)
+            held.add_small(self.content, self.sha256)
         else:
             held.adopt(self.path, self.sha256)
