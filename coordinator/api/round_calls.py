@@ -125,8 +125,9 @@ class RoundCalls:
         if call.kind == "update":
             uploads = call.scope["app"].state.uploads
             return _receipt(*await tasks.take_update(_body(call), uploads, registry, caller, task_id, call.announced))
-        evaluation = await _evaluation(call, self._seconds)
-        return _receipt(*await tasks.take_evaluation(registry, caller, task_id, evaluation))
+        with registry.committer.coming():
+            evaluation = await _evaluation(call, self._seconds)
+            return _receipt(*await tasks.take_evaluation(registry, caller, task_id, evaluation))
 
 
 def _payload(call: _Call) -> _Answer:
@@ -191,6 +192,7 @@ def _call(scope: Scope, receive: Receive) -> _Call | None:
     caller = _known(HTTPConnection(inner), registry, federation, tokens[0][7:].decode("latin-1"))
     if caller is None:
         return None
+    registry.committer.notice()
     state["client"] = (caller.federation.id, caller.client.name)
     return _Call(kind, inner, receive, registry, caller, task_id, announced, seconds)
 

@@ -185,7 +185,7 @@ async def take_update(
 ) -> tuple[UpdateReceipt, bool]:
     """Receive and admit an update of the ``announced`` digest; the receipt, and whether it is new."""
     federation, client = caller.federation, caller.client
-    with registry.metrics.receiving.time():
+    with registry.metrics.receiving.time(), registry.committer.coming():
         async with uploads.receive(body, federation.spec.admission.max_bytes) as upload:
             expect_digest(upload, announced)
             point("update-received")

@@ -1,8 +1,11 @@
 """Group commit: answers that arrive together are committed together, so that they wait for the disk once.
 
-Whoever has an answer to a task enters it and waits. One thread takes what waits, lets each entry look again at how
-things stand inside the transaction and step the round machine, commits once, and then tells all. What was told as
-accepted is on the disk; a crash loses only entries that nobody was told of.
+Whoever has an answer to a task enters it and waits. The event loop gathers a group; one thread takes it, lets each
+entry look again at how things stand inside the transaction and step the round machine, commits once, and then tells all.
+What was told as accepted is on the disk; a crash loses only entries that nobody was told of.
+
+A group waits for more while others are at it: one that comes alone is committed at once, and what comes while another
+group is on its way to the disk is the next one.
 """
 
 from __future__ import annotations
@@ -10,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Protocol
 
 from promptfed.coordinator.engine.recorder import Change, Changes
@@ -25,7 +27,8 @@ from promptfed.coordinator.store.fault_points import point
 log = logging.getLogger("promptfed.coordinator")
 
 MOST = 64  # entries of a group
-GATHER_SECONDS = 0.001  # for which a group waits for more; meanwhile whoever else changes something has its turn
+QUIET_SECONDS = 0.001  # in which no client has asked for anything: then a group waits for no more
+MOST_SECONDS = 0.005  # that a group waits for more, however many still come: about as long as the disk takes for one
 
 Outcome = bool | Exception
 """Whether the entry was new, or why it was refused or could not be written down."""
@@ -55,23 +58,45 @@ class _Waiting:
 
 
 class Committer:
-    """The one thread that commits answers."""
+    """The one thread that commits answers. All but ``close`` is called on the event loop."""
 
     def __init__(self, changes: Callable[[], AbstractContextManager[Changes]], is_full: Callable[[Exception], bool]):
         """``changes`` opens a transaction, ``is_full`` says whether an error means a full disk."""
         self._changes = changes
         self._is_full = is_full
-        self._waiting: SimpleQueue[_Waiting | None] = SimpleQueue()
+        self._groups: SimpleQueue[list[_Waiting] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # about what follows, which ``close`` looks at too
+        self._gathered: list[_Waiting] = []
         self._closed = False
+        self._since = 0.0  # when the first of the gathered ones came
+        self._timer: asyncio.TimerHandle | None = None
+        self._committing = False
+        self._coming = 0  # answers that are being received, entered, or committed
+        self._entered = 0  # of these, the ones that are entered
+        self._asked = self._asked_before = 0.0  # when a client asked for something last, and when before
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to commit what is submitted on ``loop``."""
         self._loop = loop
+        self._asked = self._asked_before = loop.time()
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
+
+    def notice(self) -> None:
+        """A client has asked for something: answers of others may follow."""
+        if self._loop is not None:
+            self._asked_before, self._asked = self._asked, self._loop.time()
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """A block in which an answer is received, and then submitted unless it is refused."""
+        self._coming += 1
+        try:
+            yield
+        finally:
+            self._coming -= 1
 
     async def submit(self, entry: Entry) -> bool:
         """Commit ``entry``; whether it was new.
@@ -81,12 +106,20 @@ class Committer:
             DatabaseAway: it may have been committed all the same.
             SQLAlchemyError, OSError, Stopped: nothing of it is stored.
         """
-        outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(entry, loop.create_future())
         with self._lock:
             if self._closed:
                 raise Stopped
-            self._waiting.put(_Waiting(entry, outcome))
-        return await outcome
+            if not self._gathered:
+                self._since = loop.time()
+            self._gathered.append(waiting)
+        self._entered += 1
+        try:
+            self._go_on(loop)
+            return await waiting.outcome
+        finally:
+            self._entered -= 1
 
     def close(self) -> None:
         """Commit what waits, and nothing from then on."""
@@ -94,33 +127,56 @@ class Committer:
             if self._closed:
                 return
             self._closed = True
-            self._waiting.put(None)
+            while self._gathered:
+                self._put()
+            self._groups.put(None)
         if self._thread is not None:
             self._thread.join()
 
-    def _work(self) -> None:
-        open_ = True
-        while open_:
-            group, open_ = self._next()
-            if group:
-                self._tell(group, self._commit([waiting.entry for waiting in group]))
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the gathered ones committed, now or when they have waited for more."""
+        if self._committing or not self._gathered:
+            return
+        left = min(QUIET_SECONDS, self._since + MOST_SECONDS - loop.time())
+        if len(self._gathered) < MOST and left > 0 and not self._is_quiet(loop.time()):
+            if self._timer is None:
+                self._timer = loop.call_later(left, self._look_again, loop)
+            return
+        with self._lock:
+            if not self._closed:
+                self._committing = True
+                self._put()
 
-    def _next(self) -> tuple[list[_Waiting], bool]:
-        """The next group, and whether more may follow."""
-        first = self._waiting.get()
-        if first is None:
-            return [], False
-        group = [first]
-        time.sleep(GATHER_SECONDS)
-        while len(group) < MOST:
-            try:
-                one = self._waiting.get_nowait()
-            except Empty:
-                break
-            if one is None:
-                return group, False
-            group.append(one)
-        return group, True
+    def _is_quiet(self, now: float) -> bool:
+        """Whether nobody else is at it: whoever is gathered has asked for something itself."""
+        before = self._asked_before if len(self._gathered) == 1 else self._asked
+        return self._coming <= self._entered and now - before > QUIET_SECONDS
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        self._go_on(loop)
+
+    def _put(self) -> None:
+        self._groups.put(self._gathered[:MOST])
+        self._gathered = self._gathered[MOST:]
+
+    def _work(self) -> None:
+        while (group := self._groups.get()) is not None:
+            outcomes = self._commit([waiting.entry for waiting in group])
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._tell, group, outcomes)
+
+    def _tell(self, group: Sequence[_Waiting], outcomes: Sequence[Outcome]) -> None:
+        for waiting, outcome in zip(group, outcomes, strict=True):
+            if waiting.outcome.done():
+                continue  # Who waited for it has gone.
+            if isinstance(outcome, Exception):
+                waiting.outcome.set_exception(outcome)
+            else:
+                waiting.outcome.set_result(outcome)
+        self._committing = False
+        if self._loop is not None:
+            self._go_on(self._loop)
 
     def _commit(self, entries: Sequence[Entry]) -> list[Outcome]:
         """The outcome of each."""
@@ -146,17 +202,3 @@ class Committer:
             point("group-before-commit")
         point("group-committed")
         return outcomes
-
-    def _tell(self, group: Sequence[_Waiting], outcomes: Sequence[Outcome]) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_tell, group, outcomes)
-
-
-def _tell(group: Sequence[_Waiting], outcomes: Sequence[Outcome]) -> None:
-    for waiting, outcome in zip(group, outcomes, strict=True):
-        if waiting.outcome.done():
-            continue  # Who waited for it has gone.
-        if isinstance(outcome, Exception):
-            waiting.outcome.set_exception(outcome)
-        else:
-            waiting.outcome.set_result(outcome)

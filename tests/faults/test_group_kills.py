@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.coordinators import Api, ForkedCoordinator, in_thread
 from tests.support.fake_clients import FakeClient, drive
-from tests.support.groups import GATHER, LONG, at_once, updates_of
+from tests.support.groups import GATHER, at_once, updates_of
 from tests.support.kill_campaign import FILES
 from tests.support.postgres import PostgresServer
 
@@ -57,7 +57,7 @@ def test_killed_inside_a_group_nothing_that_was_told_is_lost_and_nothing_counts_
     server: PostgresServer | None = request.getfixturevalue("postgres") if database else None
     options = ["--database-url", server.schema()] if server else []
     files, point = fault.startswith("files "), fault.removeprefix("files ")
-    constants = {GATHER: LONG} | (FILES if files else {})
+    constants = GATHER | (FILES if files else {})
     process = ForkedCoordinator(tmp_path / "data", *options, constants=constants)
     try:
         federation, clients, tasks = begin(process)

@@ -12,14 +12,15 @@ import httpx
 
 from tests.support.fake_clients import FakeClient, trained, update_body
 
-GATHER = "promptfed.coordinator.engine.committer.GATHER_SECONDS"
-LONG = 0.5  # for which a group waits for more, so that it gets all
+COMMITTER = "promptfed.coordinator.engine.committer"
+GATHER = {f"{COMMITTER}.QUIET_SECONDS": 3600.0, f"{COMMITTER}.MOST_SECONDS": 0.5}
+"""Constants of a coordinator whose groups wait for more, so that they get all."""
 
 
 def at_once(calls: Sequence[Callable[[], httpx.Response]]) -> list[httpx.Response | None]:
     """The answer to each, or None where there was none; all are sent together.
 
-    A coordinator in this process gathers for `LONG` meanwhile, and not before: what prepares a test is no group.
+    A coordinator in this process goes by `GATHER` meanwhile, and not before: what prepares a test is no group.
     """
     found: list[httpx.Response | None] = [None] * len(calls)
     begin = threading.Barrier(len(calls))
@@ -30,7 +31,9 @@ def at_once(calls: Sequence[Callable[[], httpx.Response]]) -> list[httpx.Respons
             found[number] = calls[number]()
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(len(calls))]
-    with mock.patch(GATHER, LONG):
+    with contextlib.ExitStack() as stack:
+        for name, value in GATHER.items():
+            stack.enter_context(mock.patch(name, value))
         for thread in threads:
             thread.start()
         for thread in threads:
