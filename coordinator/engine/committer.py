@@ -1,7 +1,7 @@
 """Group commit: answers that arrive together are committed together, so that they wait for the disk once.
 
-Whoever has an answer to a task enters it and waits. The event loop gathers a group; one thread takes it, lets each
-entry look again at how things stand inside the transaction and step the round machine, commits once, and then tells all.
+Whoever has an answer to a task enters it and waits. The event loop gathers a group. One thread takes it, lets each
+entry look again at how things stand inside the transaction and step the round machine, commits once, and tells all.
 What was told as accepted is on the disk; a crash loses only entries that nobody was told of.
 
 A group waits for more while others are at it: one that comes alone is committed at once, and what comes while another
@@ -28,6 +28,7 @@ log = logging.getLogger("promptfed.coordinator")
 
 MOST = 64  # entries of a group
 QUIET_SECONDS = 0.001  # in which no client has asked for anything: then a group waits for no more
+LATELY = 20  # times that: who asked for something then may be about to answer
 MOST_SECONDS = 0.005  # that a group waits for more, however many still come: about as long as the disk takes for one
 
 Outcome = bool | Exception
@@ -148,9 +149,13 @@ class Committer:
                 self._put()
 
     def _is_quiet(self, now: float) -> bool:
-        """Whether nobody else is at it: whoever is gathered has asked for something itself."""
-        before = self._asked_before if len(self._gathered) == 1 else self._asked
-        return self._coming <= self._entered and now - before > QUIET_SECONDS
+        """Whether nobody else is at it, or seems to have come to an answer in these moments."""
+        if self._coming > self._entered:
+            return False
+        if now - self._since >= QUIET_SECONDS:
+            return now - self._asked > QUIET_SECONDS
+        # It has asked for something itself: what counts is whether others have shortly before.
+        return len(self._gathered) == 1 and now - self._asked_before > LATELY * QUIET_SECONDS
 
     def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None

@@ -17,6 +17,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
+from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import deletion, jobs, json_logs, retention
 from promptfed.coordinator.engine.committer import Stopped
 from promptfed.coordinator.engine.registry import Registry
@@ -28,6 +29,7 @@ log = logging.getLogger("promptfed.coordinator")
 
 FLUSH_SECONDS = 2.0
 RETRY_SECONDS = 2.0
+RETIRE_SECONDS = 1.0  # between two removals of what a running federation's rounds have left: quick rounds share one
 STOP_SECONDS = 1.0
 HANG_SECONDS = 30.0  # after which a database that neither answers nor refuses is given up
 
@@ -44,6 +46,7 @@ class Scheduler:
         self._deleting: asyncio.Task[None] | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._refused_starts: dict[str, object] = {}
+        self._retired_at: dict[str, float] = {}
         self._last_warning = ""
 
     async def start(self) -> None:
@@ -145,6 +148,8 @@ class Scheduler:
         if job is not None and federation.id not in self._jobs:
             task = asyncio.create_task(self._carry_out(federation.id, job), name=f"job {federation.id}")
             self._jobs[federation.id] = task
+            if job is retention.retire:
+                self._retired_at[federation.id] = clock.monotonic()
 
     def _due(self, federation: Federation) -> Job | None:
         run = federation.run
@@ -159,7 +164,9 @@ class Scheduler:
         if run.state == "enrolling" and self._could_start(federation):
             return self._start_by_itself
         if retention.has_to_retire(federation, self._registry.retired.get(federation.id, 0)):
-            return retention.retire
+            last = self._retired_at.get(federation.id)
+            if last is None or run.state in ENDED or clock.monotonic() - last >= RETIRE_SECONDS:
+                return retention.retire
         return None
 
     def _could_start(self, federation: Federation) -> bool:

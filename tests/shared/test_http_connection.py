@@ -190,6 +190,32 @@ def test_an_answer_of_no_known_length_to_http_1_0_ends_with_the_connection() -> 
     assert b"transfer-encoding: chunked" in head
 
 
+def test_the_head_of_an_answer_goes_out_with_its_body() -> None:
+    found = converse(get() + get(b"/y"))
+    assert [written[:15] for written in found.writes] == [b"HTTP/1.1 200 OK"] * 2
+    assert all(written.endswith(b"0\r\n\r\n") for written in found.writes)
+    assert b"".join(found.writes) == found.written
+
+
+def test_a_head_whose_body_is_long_in_coming_does_not_wait_for_it() -> None:
+    found = converse(get(b"/later") + get(b"/y"))
+    first, second, third = found.writes
+    assert first.startswith(b"HTTP/1.1 200 OK")
+    assert first.endswith(b"\r\n\r\n")
+    assert (second, found.statuses) == (b"4\r\ngood\r\n0\r\n\r\n", [200, 200])
+    assert third.startswith(b"HTTP/1.1 200 OK")
+
+
+def test_an_answer_without_a_body_and_one_to_a_client_that_waits_to_be_asked_are_whole() -> None:
+    found = converse(get(verb=b"HEAD") + get(b"/y"))
+    assert found.statuses == [200, 200]
+    found = converse(post(b"Expect: 100-continue\r\nContent-Length: 3\r\n", b""), b"abc")
+    assert found.statuses == [100, 200]
+    assert [request.body for request in found.requests] == [b"abc"]
+    found = converse(get(version=b"HTTP/1.0", verb=b"HEAD", headers=HOST))
+    assert (found.statuses, found.ended) == ([200], True)
+
+
 def test_the_end_of_a_connection_reaches_the_request_under_way_though_more_was_asked() -> None:
     found = converse(post(b"Content-Length: 9\r\n", b"abc"))
     assert (found.requests, found.statuses) == ([], []), "and the application has come to its end"

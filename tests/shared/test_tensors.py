@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import struct
 import tempfile
 from pathlib import Path
@@ -73,6 +74,24 @@ def test_check_names_what_is_wrong(tensors: dict[str, torch.Tensor], kind: str, 
     with pytest.raises(TensorError, match=says) as caught:
         check(tensors, EXPECTED)
     assert caught.value.kind == kind
+
+
+AWKWARD = (0.0, -0.0, 1.0, -3.4e38, 3.4e38, 1e-45, float("nan"), float("inf"), -float("inf"))
+
+
+@given(st.lists(st.sampled_from(AWKWARD), max_size=8), st.sampled_from([0, 1, (1 << 14) - 1, 1 << 14, (1 << 14) + 1]))
+def test_the_norm_tells_what_a_look_at_each_entry_tells(values: list[float], before: int) -> None:
+    tensor = torch.cat([torch.full((before,), 3.4e38), torch.tensor(values, dtype=torch.float32)])
+    expected = {"context": ((len(tensor),), "float32"), "labels": ((2,), "int64")}
+    tensors = {"context": tensor, "labels": torch.tensor([2**63 - 1, -(2**63)])}
+    if bool(torch.isfinite(tensor).all()):
+        size = check(tensors, expected)
+        assert size == norm(tensors)
+        assert math.isfinite(size)
+        return
+    with pytest.raises(TensorError, match="'context' holds NaN or infinity") as caught:
+        check(tensors, expected)
+    assert caught.value.kind == "not-finite"
 
 
 def raw(header: object, data: bytes = b"") -> bytes:

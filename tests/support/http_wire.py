@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class Conversation:
 
     requests: list[Request] = field(default_factory=list)
     written: bytes = b""
+    writes: list[bytes] = field(default_factory=list)
     ended: bool = False
     aborted: bool = False
 
@@ -56,6 +57,7 @@ class _Wire(asyncio.Transport):
     def write(self, data: Any) -> None:
         if not self.said.ended:
             self.said.written += bytes(data)
+            self.said.writes.append(bytes(data))
 
     def close(self) -> None:
         self.said.ended = True
@@ -78,7 +80,7 @@ def converse(*pieces: bytes) -> Conversation:
     return asyncio.run(_converse(pieces))
 
 
-async def _converse(pieces: Iterable[bytes]) -> Conversation:
+async def _converse(pieces: Sequence[bytes]) -> Conversation:
     wire = _Wire()
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -92,6 +94,8 @@ async def _converse(pieces: Iterable[bytes]) -> Conversation:
         target = scope["raw_path"].decode() + (f"?{query}" if query else "")
         wire.said.requests.append(Request(scope["method"], target, scope["http_version"], list(scope["headers"]), body))
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/later":
+            await asyncio.sleep(0.01)
         await send({"type": "http.response.body", "body": b"good"})
 
     config = uvicorn.Config(answer, http=Connection, ws="none", lifespan="off", log_config=None)
@@ -107,6 +111,8 @@ async def _converse(pieces: Iterable[bytes]) -> Conversation:
             break
         connection.data_received(piece)
         await asyncio.sleep(0)
+    if connection.tasks and b"/later" in b"".join(pieces):
+        await asyncio.wait(connection.tasks)
     for _ in range(TURNS):
         if not connection.tasks:
             break

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
+import types
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from promptfed.coordinator.engine import committer
+from promptfed.coordinator.engine.committer import Committer, Stopped
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.database import Database
@@ -148,3 +155,100 @@ def test_a_read_of_many_asks_once(coordinator: InThread, monkeypatch: pytest.Mon
     places = blobs.places(blobs.all())
     assert reads.count(threading.get_ident()) == 2, "one for the digests, one for all contents"
     assert all(isinstance(place, bytes) for place in places)
+
+
+class Noted:
+    """An entry that does nothing; what the registry's own do is tested with them."""
+
+    def __init__(self, federation: str):
+        self.federation = federation
+
+    def enter(self, change: Change) -> bool:
+        return True
+
+
+def groups_of(
+    monkeypatch: pytest.MonkeyPatch, play: Callable[[Committer], Awaitable[Any]], quiet: float, most: float
+) -> list[int]:
+    """The sizes of the groups that a play's entries are committed in."""
+    monkeypatch.setattr(committer, "QUIET_SECONDS", quiet)
+    monkeypatch.setattr(committer, "MOST_SECONDS", most)
+    sizes: list[int] = []
+
+    @contextmanager
+    def changes() -> Iterator[Any]:
+        yield types.SimpleNamespace(of=lambda _: None, write=lambda: None)
+
+    async def run() -> None:
+        made = Committer(changes, lambda error: False)
+        together = made._together
+
+        def counted(entries: Any) -> Any:
+            sizes.append(len(entries))
+            return together(entries)
+
+        monkeypatch.setattr(made, "_together", counted)
+        made.open(asyncio.get_running_loop())
+        try:
+            await play(made)
+        finally:
+            await asyncio.to_thread(made.close)
+
+    asyncio.run(run())
+    return sizes
+
+
+LONGER = 30.0  # than a test that does not wait for it, on any machine
+
+
+def test_one_that_comes_alone_is_committed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def alone(made: Committer) -> None:
+        await asyncio.sleep(0.1)  # `LATELY` times the quiet time, and more
+        made.notice()
+        with made.coming():
+            assert await made.submit(Noted("a"))
+
+    begun = time.monotonic()
+    assert groups_of(monkeypatch, alone, quiet=0.001, most=LONGER) == [1]
+    assert time.monotonic() - begun < LONGER
+
+
+def test_a_group_waits_for_an_answer_that_is_being_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def another_comes(made: Committer) -> None:
+        async def slow() -> None:
+            with made.coming():
+                await asyncio.sleep(0.2)
+                await made.submit(Noted("b"))
+
+        other = asyncio.create_task(slow())
+        await asyncio.sleep(0)
+        with made.coming():
+            await asyncio.gather(made.submit(Noted("a")), other)
+
+    assert groups_of(monkeypatch, another_comes, quiet=0.001, most=LONGER) == [2]
+    assert groups_of(monkeypatch, another_comes, quiet=0.001, most=0.01) == [1, 1], "but not for ever"
+
+
+def test_a_group_waits_while_others_ask_for_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def others_ask(made: Committer) -> None:
+        made.notice()
+        made.notice()
+        first = asyncio.create_task(made.submit(Noted("a")))
+        await asyncio.sleep(0.05)
+        await asyncio.gather(first, made.submit(Noted("b")))
+
+    assert groups_of(monkeypatch, others_ask, quiet=0.5, most=LONGER) == [2]
+
+
+def test_no_group_is_larger_than_the_largest_and_what_waits_at_the_end_is_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def many(made: Committer) -> None:
+        waiting = [asyncio.create_task(made.submit(Noted("a"))) for _ in range(committer.MOST + 3)]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(made.close)
+        assert await asyncio.gather(*waiting) == [True] * len(waiting)
+        with pytest.raises(Stopped):
+            await made.submit(Noted("a"))
+
+    assert groups_of(monkeypatch, many, quiet=LONGER, most=LONGER) == [committer.MOST, 3]
