@@ -7,6 +7,7 @@ the same bytes, because it depends on nothing but what is committed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,6 +23,7 @@ from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store.batch import serve_tasks
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
@@ -178,12 +180,14 @@ def aggregate(registry: Registry, id: str) -> None:
             change.send(events.JobDone(clock.monotonic()))
             point("state-before-commit")
     point("state-committed")
-    for client, _, _ in updates:
-        verdict = rule.judged[client].verdict if client in rule.judged else "counted"
-        registry.metrics.updates.labels(verdict).inc()
+    verdicts = Counter(rule.judged[client].verdict if client in rule.judged else "counted" for client, _, _ in updates)
+    for verdict, number in verdicts.items():
+        registry.metrics.updates.labels(verdict).inc(number)
 
 
 def _note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
+    if not judged:
+        return
     mine = (TaskRow.phase_id == phase_id, TaskRow.counted)
     rows = session.execute(
         select(TaskRow.client, UpdateRow).join(UpdateRow, UpdateRow.task_id == TaskRow.id).where(*mine)
@@ -261,16 +265,13 @@ def _are_the_same(first: Tensors, second: Tensors) -> bool:
 def _serve(change: Change, made: dict[str, OpenTask]) -> None:
     tasks = {name: made.get(task.id, task) for name, task in change.federation.tasks.items()}
     change.federation = replace(change.federation, tasks=tasks)
-    stages: set[int] = set()
     unserved = (TaskRow.federation_id == change.federation.id, TaskRow.payload_sha256.is_(None))
-    for row in change.session.scalars(select(TaskRow).where(*unserved)):
-        if row.id not in made:
-            continue
-        row.payload_sha256, row.payload_bytes = made[row.id].payload_sha256, made[row.id].payload_bytes
-        row.payload_stored = True
-        change.wake.add(row.client)
-        stages.add(row.phase_id)
-    change.session.flush()
+    rows = change.session.execute(select(TaskRow.id, TaskRow.client, TaskRow.phase_id).where(*unserved))
+    served = [row for row in rows if row.id in made]
+    payloads = {row.id: (str(made[row.id].payload_sha256), made[row.id].payload_bytes) for row in served}
+    serve_tasks(change.session, payloads)
+    change.wake.update(row.client for row in served)
+    stages = {row.phase_id for row in served}
     change.federation = replace(change.federation, common_payload=common_payload(change.session, stages))
 
 

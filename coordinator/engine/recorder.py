@@ -16,7 +16,7 @@ from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import Machine
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Run
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.store.batch import Batch
+from promptfed.coordinator.store.batch import Batch, Row, count_tasks, insert_tasks
 from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow
 
@@ -205,22 +205,19 @@ class _Recorder:
     def _add_tasks(self, names: tuple[str, ...]) -> None:
         stage, federation = self._stage(), self._change.federation
         first = self._session.scalar(select(func.count()).where(TaskRow.phase_id == stage.id)) or 0
-        tasks = dict(federation.tasks)
+        tasks, now, rows = dict(federation.tasks), clock.now(), []
         for number, name in enumerate(names, first):
-            row = TaskRow(
+            task = OpenTask(
                 id=secrets.token_hex(16),
-                federation_id=federation.id,
-                phase_id=stage.id,
-                number=number,
                 client=name,
-                status="open",
-                opened_at=clock.now(),
-                payload_stored=False,
-                bytes_down=0,
-                counted=False,
+                kind="train" if stage.kind == "train" else "evaluate",
+                round=stage.round,
+                step=stage.step,
+                phase=stage.name,
             )
-            self._session.add(row)
-            tasks[name] = open_task(row, stage)
+            tasks[name] = task
+            rows.append(task_row(federation.id, stage.id, number, task, now))
+        insert_tasks(self._session, rows)
         self._change.federation = replace(federation, tasks=tasks)
 
     def _set_deadline(self, seconds: float) -> None:
@@ -244,16 +241,15 @@ class _Recorder:
     def _closed(self, fact: facts.Closed) -> None:
         stage = self._stage()
         stage.closed_at, stage.sample_size = clock.now(), fact.sample_size
-        latest = select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number)
-        tasks = {task.client: task for task in self._session.scalars(latest)}
+        latest = select(TaskRow.client, TaskRow.id).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number)
+        tasks = {row.client: row.id for row in self._session.execute(latest)}
         federation = self._change.federation
         weights: dict[str, float] = {}
         if stage.kind == "train":
             weights = shares(
                 {name: federation.clients[name].num_samples for name in fact.counted}, federation.spec.aggregation
             )
-        for name in fact.counted:
-            tasks[name].counted, tasks[name].weight = True, weights.get(name)
+        count_tasks(self._session, {tasks[name]: weights.get(name) for name in fact.counted})
         self._change.federation = replace(federation, tasks={}, deadline=None)
         self._change.emit("phase-closed", **self._where(), counted=list(fact.counted))
 
@@ -269,6 +265,22 @@ class _Recorder:
         for name in names:
             self._change.client_row(name).joined = True
         self._change.emit("clients-joined", clients=list(names))
+
+
+def task_row(federation: str, phase_id: int, number: int, task: OpenTask, opened_at: str) -> Row:
+    """The row of a task that is asked now."""
+    return {
+        "id": task.id,
+        "federation_id": federation,
+        "phase_id": phase_id,
+        "number": number,
+        "client": task.client,
+        "status": "open",
+        "opened_at": opened_at,
+        "payload_stored": False,
+        "bytes_down": 0,
+        "counted": False,
+    }
 
 
 def open_task(row: TaskRow, stage: PhaseRow) -> OpenTask:

@@ -122,6 +122,8 @@ def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
     yield from session.scalars(select(UpdateRow.sha256).where(*old_updates))
     for digest in session.scalars(select(TaskRow.payload_sha256).where(old_tasks, TaskRow.payload_stored)):
         yield str(digest)
-    session.execute(update(StateRow).where(*old_states).values(stored=False))
-    session.execute(update(UpdateRow).where(*old_updates).values(stored=False))
-    session.execute(update(TaskRow).where(old_tasks).values(payload_stored=False))
+    # No object of these rows is at hand that would have to follow.
+    blindly = {"synchronize_session": False}
+    session.execute(update(StateRow).where(*old_states).values(stored=False), execution_options=blindly)
+    session.execute(update(UpdateRow).where(*old_updates).values(stored=False), execution_options=blindly)
+    session.execute(update(TaskRow).where(old_tasks).values(payload_stored=False), execution_options=blindly)

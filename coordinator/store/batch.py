@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import Dialect, bindparam, insert, update
@@ -33,6 +34,17 @@ _BLOBS = {
     "sqlite": sqlite.insert(BlobRow.__table__).on_conflict_do_nothing(),  # type: ignore[arg-type]
     "postgresql": postgresql.insert(BlobRow.__table__).on_conflict_do_nothing(),  # type: ignore[arg-type]
 }
+_SERVE = (
+    update(TaskRow.__table__)  # type: ignore[arg-type]
+    .where(TaskRow.id == bindparam("key"))
+    .values(payload_sha256=bindparam("digest"), payload_bytes=bindparam("size"), payload_stored=True)
+)
+_COUNT = (
+    update(TaskRow.__table__)  # type: ignore[arg-type]
+    .where(TaskRow.id == bindparam("key"))
+    .values(counted=True, weight=bindparam("share"))
+)
+_TASKS = insert(TaskRow.__table__)  # type: ignore[arg-type]
 _UPDATES = insert(UpdateRow.__table__)  # type: ignore[arg-type]
 _EVALUATIONS = insert(EvaluationRow.__table__)  # type: ignore[arg-type]
 _EVENTS = insert(EventRow.__table__)  # type: ignore[arg-type]
@@ -79,6 +91,25 @@ class Batch:
                 waiting.clear()
         self.blobs.clear()
         self.tokens.clear()
+
+
+def insert_tasks(session: Session, rows: list[Row]) -> None:
+    """Add tasks at once; of those that the session holds as objects, none may be among them."""
+    if rows:
+        session.connection().execute(_TASKS, rows)
+
+
+def serve_tasks(session: Session, payloads: Mapping[str, tuple[str, int]]) -> None:
+    """Write down digest and size of each task's payload, by the task's id; as ``insert_tasks``."""
+    if payloads:
+        rows = [{"key": id, "digest": digest, "size": size} for id, (digest, size) in payloads.items()]
+        session.connection().execute(_SERVE, rows)
+
+
+def count_tasks(session: Session, weights: Mapping[str, float | None]) -> None:
+    """Write down that tasks count, and with which weight, by the task's id; as ``insert_tasks``."""
+    if weights:
+        session.connection().execute(_COUNT, [{"key": id, "share": weight} for id, weight in weights.items()])
 
 
 def _blobs(dialect: Dialect) -> Insert:
