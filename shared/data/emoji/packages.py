@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from promptfed.shared.data.emoji.styles import NAMES_PACKAGE, SIZE, Style, packa
 from promptfed.shared.data.emoji.things import Thing, spellings, squeezed
 from promptfed.shared.data.source import DataError
 
-_SVG = (
+SVG = (
     '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
     'viewBox="{left} {top} {width} {height}" width="256" height="256">{body}</svg>'
 )
@@ -31,9 +31,13 @@ def folder_of(root: Path, package: str) -> Path:
     return root / package.removeprefix("@").replace("/", "-")
 
 
-def fetch(root: Path) -> None:
-    """Unpack into ``root`` each package that is not there, with npm. DataError says by hand what npm cannot."""
-    missing = [package for package in packages() if not (folder_of(root, package) / "package.json").is_file()]
+def fetch(root: Path, wanted: Iterable[str] | None = None) -> None:
+    """Unpack into ``root`` each package of ``wanted`` (all that emoji need) that is not there, with npm.
+
+    DataError says by hand what npm cannot.
+    """
+    names = packages() if wanted is None else wanted
+    missing = [package for package in names if not (folder_of(root, package) / "package.json").is_file()]
     if not missing:
         return
     npm = shutil.which("npm")
@@ -125,7 +129,7 @@ def _iconify(
             side: icon.get(side, whole.get(side, default))
             for side, default in (("left", 0), ("top", 0), ("width", 16), ("height", 16))
         }
-        image = renderer.draw(_SVG.format(body=icon["body"], **box))
+        image = renderer.draw(SVG.format(body=icon["body"], **box))
         if image is not None:
             yield thing, image
 
