@@ -13,7 +13,7 @@ import re
 from typing import Any, cast
 
 import httptools
-from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_SECONDS = 30.0  # that the head of a request may take, from the connection's opening or its own first byte
@@ -131,6 +131,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["method"] != "HEAD":  # whose answers have nothing that a head could go out with
             cycle.transport = cast(asyncio.Transport, _HeadWithBody(self.transport, self.loop))
+        cycle.receive = _Parts(cycle).receive  # type: ignore[method-assign]
         if cycle.scope["http_version"] == "1.0":
             cycle.send = _UntilTheEnd(cycle).send  # type: ignore[method-assign]
         super()._start_asgi_task(cycle, app)
@@ -242,6 +243,37 @@ def _body_of(headers: list[tuple[bytes, bytes]], version: str) -> _Counted | _Ch
     if lengths or version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]:
         raise ValueError("chunked, and nothing else")
     return _Chunked()
+
+
+class _Parts:
+    """What a request's body is collected in: the parts as they were read, which the server library would copy twice."""
+
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
+        self._receive = cycle.receive
+        self._parts: list[bytes] = []
+        self._size = 0
+        cycle.body = cast(bytearray, self)
+
+    def __iadd__(self, part: bytes) -> _Parts:
+        self._parts.append(part)
+        self._size += len(part)
+        return self
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __bytes__(self) -> bytes:
+        found = b"".join(self._parts)
+        self._parts.clear()
+        self._size = 0
+        return found
+
+    async def receive(self) -> ASGIReceiveEvent:
+        """As the cycle's own, which takes the parts and would collect the next ones in a buffer of its own."""
+        message = await self._receive()
+        self._cycle.body = cast(bytearray, self)
+        return message
 
 
 class _HeadWithBody:

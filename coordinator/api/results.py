@@ -7,10 +7,11 @@ from pathlib import Path as FilePath
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Response, status
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api.deps import After, Limit, Operated, RegistryOf, SignerOf, Viewed
+from promptfed.coordinator.http.blob_file import BlobFile
 from promptfed.coordinator.reports import generation, metrics, rounds
 from promptfed.coordinator.reports.pieces import json_pieces
 from promptfed.shared.api_schemas import (
@@ -119,7 +120,7 @@ def tensors_at(place: bytes | FilePath, headers: dict[str, str]) -> Response:
     """Tensors as they are kept, small ones whole: a file's way through four threads costs more than its bytes."""
     if isinstance(place, bytes):
         return Response(place, media_type=TENSORS_TYPE, headers=headers)
-    return FileResponse(place, media_type=TENSORS_TYPE, headers=headers)
+    return BlobFile(place, media_type=TENSORS_TYPE, headers=headers)
 
 
 def round_number(round: str) -> int | None:

@@ -186,31 +186,41 @@ class Uploads:
                 if size > limit + DRAINED:
                     break
                 continue
-            file.waiting += part
-            if len(file.waiting) >= CHUNK:
+            file.add(part)
+            if file.bytes_waiting >= CHUNK:
                 await asyncio.to_thread(file.write)
         if not file.written and size <= limit and self._registry.blobs.is_small(size):
-            content = bytes(file.waiting)
+            content = b"".join(file.waiting)
             return Upload(path, size, digest_of(content), content=content)
         await asyncio.to_thread(file.write)
         return Upload(path, size, "sha256:" + file.digest.hexdigest(), too_large=size > limit)
 
 
 class _File:
-    """A body on its way to a file."""
+    """A body on its way to a file, in the parts that it came in: copies of long ones cost as much as their digest."""
 
     def __init__(self, path: Path):
         self.digest = hashlib.sha256()
-        self.waiting = bytearray()
+        self.waiting: list[bytes] = []
+        self.bytes_waiting = 0
         self.written = False
         self._path = path
 
+    def add(self, part: bytes) -> None:
+        """Keep a part until it is written."""
+        self.waiting.append(part)
+        self.bytes_waiting += len(part)
+
     def write(self) -> None:
         """Write and hash what waits."""
-        self.digest.update(self.waiting)
-        with self._path.open("ab") as file:
-            file.write(self.waiting)
+        with self._path.open("ab", buffering=0) as file:
+            for part in self.waiting:
+                self.digest.update(part)
+                left = memoryview(part)
+                while left:
+                    left = left[file.write(left) :]
         self.waiting.clear()
+        self.bytes_waiting = 0
         self.written = True
 
 

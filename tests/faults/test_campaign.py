@@ -9,8 +9,18 @@ import pytest
 
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import ForkedCoordinator, in_thread
-from tests.support.kill_campaign import CASES, FILES, Case, KilledApi, at_every_point, killed_at_random, play_case
+from tests.support.kill_campaign import (
+    CASES,
+    FILES,
+    Case,
+    KilledApi,
+    at_every_point,
+    delete_while_killed,
+    killed_at_random,
+    play_case,
+)
 from tests.support.postgres import PostgresServer
+from tests.support.stored import wait_until_empty
 from tests.support.two_phase import TwoPhase
 
 RANDOM_KILLS = 10
@@ -36,17 +46,27 @@ def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
 def killed(
     case: Case, folder: Path, options: list[str], faults: list[str], kills: int, seed: int, files: bool = False
 ) -> tuple[dict[str, Any], int]:
-    """What comes of a run that dies at ``faults`` or so many times at random, and how often it did."""
+    """What comes of a run that dies at ``faults`` or so many times at random, and how often it did.
+
+    One that dies at named points is deleted afterwards, and dies at those of the deletion: nothing of it may be left.
+    """
+    named = bool(faults)
     constants = FILES if files else None
     process = ForkedCoordinator(folder, *options, fault=faults.pop(0) if faults else "", constants=constants)
     api = KilledApi(process, faults)
     try:
         with killed_at_random(process, kills, seed):
             found = play_case(api, case)
+        assert faults == [], "every point was reached"
+        deaths = api.deaths
+        if named:
+            deaths += delete_while_killed(process, "campaign")
     finally:
         process.kill()
-    assert faults == [], "every point was reached"
-    return found, api.deaths
+    if named:
+        with in_thread(folder, **({"database_url": options[1]} if options else {})) as coordinator:
+            wait_until_empty(coordinator)
+    return found, deaths
 
 
 @pytest.mark.both_databases

@@ -13,7 +13,15 @@ import pytest
 
 from promptfed.shared.methods import METHODS
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
-from tests.support.kill_campaign import FILES, KilledApi, at_every_point, killed_at_random
+from tests.support.kill_campaign import (
+    DELETION_FAULTS,
+    FILES,
+    KilledApi,
+    at_every_point,
+    delete_while_killed,
+    killed_at_random,
+)
+from tests.support.stored import wait_until_empty
 from tests.support.two_phase import TwoPhase
 from tests.support.whole_federation import run
 
@@ -45,11 +53,17 @@ def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(
     api = KilledApi(process, faults)
     try:
         found = run(api, "two_phase", ROUNDS)
+        deaths = api.deaths
+        assert faults == [], "every point was reached"
+        assert found == expected
+        assert deaths == instants
+        if not files:
+            assert delete_while_killed(process, "kills") == len(DELETION_FAULTS)
     finally:
         process.kill()
-    assert faults == [], "every point was reached"
-    assert api.deaths == instants
-    assert found == expected
+    if not files:
+        with in_thread(tmp_path / "killed") as coordinator:
+            wait_until_empty(coordinator)
 
 
 def test_killed_at_random_instants_it_ends_where_an_undisturbed_run_ends(tmp_path: Path) -> None:

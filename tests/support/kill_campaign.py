@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import torch
 
-from promptfed.coordinator.store.fault_points import OF_FILES, OF_ROWS, POINTS
+from promptfed.coordinator.store.fault_points import DELETION_POINTS, OF_FILES, OF_ROWS, POINTS
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ServerContext
 from promptfed.shared.seeds import generator
@@ -26,6 +26,7 @@ from promptfed.shared.tensors import Tensors
 from tests.support.coordinators import Api, ForkedCoordinator
 from tests.support.fake_clients import FakeClient, spec, update_body
 from tests.support.resending import Resending, ResendingApi
+from tests.support.waiting import wait_for
 from tests.support.whole_federation import play
 
 SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8, "text_layers": 2, "vision_layers": 2, "context_length": 16, "patch_size": 4}
@@ -162,6 +163,24 @@ def at_every_point(first: int, *, files: bool = False) -> list[str]:
     return [
         f"{name}:{1 + (number + first) % 2}" if number >= ONCE else f"{name}:1" for number, name in enumerate(reached)
     ]
+
+
+DELETION_FAULTS = (f"{DELETION_POINTS[0]}:1", f"{DELETION_POINTS[1]}:1", f"{DELETION_POINTS[1]}:2")
+
+
+def delete_while_killed(process: ForkedCoordinator, name: str) -> int:
+    """Delete a federation while the coordinator dies at each of ``DELETION_FAULTS``; how often it has died.
+
+    It dies by the request first, then by what it takes up again at its starts. At the end it lives.
+    """
+    process.kill()
+    faults = list(DELETION_FAULTS)
+    process.start(faults.pop(0))
+    api = KilledApi(process, faults)
+    deleted = api.http.request("DELETE", f"/v1/federations/{name}", headers=api.operator)
+    assert deleted.status_code in (204, 404), deleted.text
+    wait_for("every point", lambda: not api.get("/v1/federations")["federations"] and api.deaths == 3)
+    return api.deaths
 
 
 @contextmanager

@@ -7,29 +7,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from sqlalchemy import func, select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.engine import deletion
 from promptfed.coordinator.store.fault_points import DELETION_POINTS
-from promptfed.coordinator.store.tables import AuditRow, Base, OperatorRow, StoreRow
 from tests.support.coordinators import Api, ForkedCoordinator, InThread, in_thread
 from tests.support.fake_clients import drive
-from tests.support.waiting import PATIENCE, wait_for
-
-KEPT = {table.__tablename__ for table in (AuditRow, OperatorRow, StoreRow)}
-
-
-def rows(coordinator: InThread) -> dict[str, int]:
-    """How many rows there are in each table that is not empty, but for what outlives federations."""
-    with coordinator.registry.database.read() as session:
-        counts = {
-            name: session.scalar(select(func.count()).select_from(table)) or 0
-            for name, table in Base.metadata.tables.items()
-            if name not in KEPT
-        }
-    return {name: count for name, count in counts.items() if count}
+from tests.support.stored import rows, wait_until_empty
+from tests.support.waiting import PATIENCE
 
 
 def finished(coordinator: Api, name: str) -> str:
@@ -39,10 +25,6 @@ def finished(coordinator: Api, name: str) -> str:
     drive(clients)
     coordinator.until(id, state="finished")
     return id
-
-
-def wait_until_empty(coordinator: InThread) -> None:
-    wait_for("no row and no blob", lambda: not rows(coordinator) and not coordinator.registry.blobs.all())
 
 
 @pytest.mark.both_databases
