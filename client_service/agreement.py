@@ -221,8 +221,7 @@ class Agreement:
             NotAgreed: it differs, or is one more than the rounds allow.
             ClientError: WITHDRAWN where consent was called back meanwhile.
         """
-        if self.state.read_note(WITHDRAWN) is not None:
-            raise ClientError(Exit.WITHDRAWN, "this client's owner has called consent back: it takes part no longer")
+        self.expect_consent()
         terms = self.consent.terms
         found = differences(self._agreed(), _asked(task.config))
         fingerprint = task.config.backbone.fingerprint
@@ -235,6 +234,11 @@ class Agreement:
         elif task.round > terms.rounds or not (task.round % terms.evaluate_every == 0 or task.round == terms.rounds):
             raise NotAgreed(f"no evaluation was agreed to after round {task.round} of {terms.rounds}")
         self._expect_turn(task)
+
+    def expect_consent(self) -> None:
+        """Raises ClientError (WITHDRAWN) where consent was called back meanwhile."""
+        if self.state.read_note(WITHDRAWN) is not None:
+            raise ClientError(Exit.WITHDRAWN, "this client's owner has called consent back: it takes part no longer")
 
     def _agreed(self) -> dict[str, Any]:
         wanted = ("method", "backbone", "class_names", "template", "rounds", "training")

@@ -14,6 +14,7 @@ def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
         "accepted": _accepted,
         "evaluated": _evaluated,
         "again": _again,
+        "sent_again": _sent_again,
         "other_payload": _other_payload,
         "ended": _ended,
     }.get(event)
@@ -51,6 +52,10 @@ def _again(facts: Mapping[str, Any]) -> str:
     return (
         f"the coordinator asks for {_round(facts)} {facts['phase']} again, as one does that was restored from a backup"
     )
+
+
+def _sent_again(facts: Mapping[str, Any]) -> str:
+    return f"{_round(facts)} {facts['phase']}: the coordinator's disk had lost the update, the same bytes went again"
 
 
 def _ended(facts: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ Layout of the state folder (mode 0700):
     enrolment.json           what the coordinator said of the federation
     committed.safetensors    private tensors after the last update that the coordinator accepted
     pending/                 an update and the private tensors that belong to it, written before the first sending
+    answered/                the update that was accepted last, in case the coordinator's disk loses it
     serving.json             the last evaluation's task, and serving-*.safetensors, the payload that came with it
     last-refusal.json        the last refusal, for people
     consent.json             what the owner agreed to, answers.json what was sent since; withdrawn: it was called back
@@ -32,6 +33,8 @@ from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
 from promptfed.shared.tensors import TensorError, Tensors, decode, encode
 
 PENDING = "pending"
+ANSWERED = "answered"
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -208,19 +211,30 @@ class PrivateState:
         if not self._pending.exists():
             return None
         try:
-            about = json.loads((self._pending / "about.json").read_bytes())
-            update = (self._pending / "update.safetensors").read_bytes()
-            if hashlib.sha256(update).hexdigest() != about["sha256"]:
-                raise self.damaged("pending/update.safetensors")
-            return Pending(about["task_id"], about["round"], about["phase"], update)
-        except (OSError, ValueError, KeyError, TypeError):
+            return _update_in(self._pending)
+        except _Changed:
+            raise self.damaged("pending/update.safetensors") from None
+        except UNREADABLE:
             raise self.damaged("pending") from None
 
     def commit(self) -> None:
         """The coordinator has the pending update: its private tensors become the committed ones."""
         os.replace(self._pending / "private.safetensors", self.folder / "committed.safetensors")
         self._disk.sync_folder(self.folder)
-        self.discard()
+        self._keep_answered()
+
+    def answered(self) -> Pending | None:
+        """The update that was accepted last, as it was sent; None where there is none, or it is damaged."""
+        try:
+            return _update_in(self.folder / ANSWERED)
+        except UNREADABLE:
+            return None
+
+    def _keep_answered(self) -> None:
+        """Of the pending update, whose private tensors are committed, keep what was sent."""
+        shutil.rmtree(self.folder / ANSWERED, ignore_errors=True)
+        os.rename(self._pending, self.folder / ANSWERED)
+        self._disk.sync_folder(self.folder)
 
     def discard(self) -> None:
         """Forget the pending update and its private tensors."""
@@ -239,7 +253,7 @@ class PrivateState:
         for leftover in ("pending.tmp", "discarded"):
             shutil.rmtree(self.folder / leftover, ignore_errors=True)
         if self._pending.exists() and not (self._pending / "private.safetensors").exists():
-            self.discard()  # killed in the middle of `commit`, after its rename
+            self._keep_answered()  # killed in the middle of `commit`, after its rename
 
     # For predictions and for people
 
@@ -292,7 +306,7 @@ class PrivateState:
 
     def delete_private(self) -> None:
         """Delete private tensors, the update that waits, prompts to predict with and features: all but who this is."""
-        for name in (PENDING, "pending.tmp", "discarded", "features"):
+        for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for pattern in ("committed.safetensors*", "serving*", "last-refusal.json*"):
             for path in self.folder.glob(pattern):
@@ -319,6 +333,19 @@ class PrivateState:
         """What ends a client whose file ``name`` says nothing that can be."""
         text = f"{self.folder / name} is damaged: restore it, or enrol anew with another --state-dir and --name"
         return ClientError(Exit.STATE, text)
+
+
+class _Changed(ValueError):
+    """The bytes of an update are not those that were written."""
+
+
+def _update_in(folder: Path) -> Pending:
+    """The update that lies in a folder. Raises _Changed, or one of UNREADABLE."""
+    about = json.loads((folder / "about.json").read_bytes())
+    update = (folder / "update.safetensors").read_bytes()
+    if hashlib.sha256(update).hexdigest() != about["sha256"]:
+        raise _Changed
+    return Pending(about["task_id"], about["round"], about["phase"], update)
 
 
 def _encode(private: Tensors, provenance: Provenance) -> bytes:

@@ -17,7 +17,7 @@ from promptfed.client_service.agreement import Agreement, NotAgreed
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.monitor import Monitor
-from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.private_state import Pending, PrivateState
 from promptfed.client_service.training.data import TEST, Cancelled
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork
@@ -34,6 +34,7 @@ log = logging.getLogger("promptfed.client")
 
 POLL_SECONDS = 30
 SHORTEST_POLL = 0.5  # seconds between polls where the coordinator has no task for us and says so at once
+RESENDS = 3  # of one accepted update, where the coordinator asks for it again
 WATCH_SECONDS = 10.0  # between two looks at whether the task that is being carried out is still ours
 
 # What may be said of a failure outside: these texts name settings, tensors and classes, never a path or an image.
@@ -54,6 +55,7 @@ class TaskLoop:
     agreement: Agreement
     _settled: set[str] = field(default_factory=set)  # tasks that are answered, or can no longer be
     _epoch: str = ""
+    _again: dict[str, int] = field(default_factory=dict)  # how often an accepted update was sent again, by its task
 
     async def take_part(self) -> None:
         """Carry out tasks, first of all sending what an earlier run left unsent.
@@ -70,7 +72,9 @@ class TaskLoop:
                 # Another process of the coordinator, perhaps on a backup: it knows which tasks are open.
                 self._settled.clear()
                 self._epoch = task.epoch
-            if task is not None and task.task_id not in self._settled:
+            if task is not None and (answered := self._answered(task)) is not None:
+                await self._send_again(task, answered)
+            elif task is not None and task.task_id not in self._settled:
                 async with self.compute.turn():
                     await self._carry_out(task)
             else:
@@ -145,6 +149,26 @@ class TaskLoop:
         self.state.commit()
         self._settled.add(pending.task_id)
         self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=len(pending.update))
+
+    def _answered(self, task: Task) -> Pending | None:
+        """The update that was accepted for this very task, unless it has been sent again often enough."""
+        answered = self.state.answered() if task.kind == "train" else None
+        if answered is None or answered.task_id != task.task_id or self._again.get(task.task_id, 0) >= RESENDS:
+            return None
+        return answered
+
+    async def _send_again(self, task: Task, answered: Pending) -> None:
+        """The coordinator asks for what it had accepted: its disk has lost it. The same bytes tell it nothing new."""
+        self.agreement.expect_consent()
+        self._again[task.task_id] = self._again.get(task.task_id, 0) + 1
+        try:
+            await self.coordinator.send_update(task.task_id, answered.update)
+        except Refused as refused:
+            self._note(refused, task)
+        else:
+            facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
+            self.monitor.tell("sent_again", **facts, bytes=len(answered.update))
+            await asyncio.sleep(SHORTEST_POLL)
 
     def _compare(self, task: Task) -> None:
         """Tell the owner where this client was given other tensors than the others, though the method has one payload.

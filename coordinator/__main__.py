@@ -44,7 +44,10 @@ def _help_of(field: FieldInfo) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0; 2 where it cannot start; 3 where the database did not answer in time."""
+    """The exit code: 0; 2 where it cannot start; 3 where the database did not answer in time.
+
+    With ``--verify`` 1 where something is damaged.
+    """
     options = vars(parser().parse_args(arguments))
     if "database_url" in options or "database_url_file" in options:
         # One of them given here is the answer, whichever the environment has.
@@ -56,6 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
             place = "".join(f"--{str(part).replace('_', '-')}: " for part in item["loc"])
             print(f"coordinator: {place}{item['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         return 2
+    if settings.verify:
+        from promptfed.coordinator.operations.verification import verify
+
+        return verify(settings)
     from promptfed.coordinator.server import serve
 
     return serve(settings)

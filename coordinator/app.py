@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -40,11 +41,12 @@ from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.http.uploads import Uploads
-from promptfed.coordinator.operations import bootstrap, federations
+from promptfed.coordinator.operations import bootstrap, federations, mending
 from promptfed.coordinator.reports.insights import Insights
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import DatabaseAway
+from promptfed.coordinator.store.blobs import DamagedBlob
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.messages import Problem
@@ -104,6 +106,7 @@ def create_app(settings: Settings) -> Application:
     app.add_exception_handler(OSError, _store_failed)
     app.add_exception_handler(SQLAlchemyError, _store_failed)
     app.add_exception_handler(DatabaseAway, _store_away)
+    app.add_exception_handler(DamagedBlob, _damaged)
     app.add_exception_handler(Exception, _broken)
     return app
 
@@ -142,7 +145,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )
     app.state.auth_throttle = AuthThrottle(settings.auth_failures_per_minute)
-    scheduler = Scheduler(registry)
+    scheduler = Scheduler(registry, mending.mend)
     try:
         await scheduler.start()
         await asyncio.to_thread(bootstrap.bootstrap, registry, settings)
@@ -208,6 +211,16 @@ async def _store_failed(request: Request, error: Exception) -> JSONResponse:
             request, problems.StorageFull("the disk is full, nothing was stored: make room and send it again")
         )
     return await _answer(request, problems.InternalError("the coordinator's store failed; its log says why"))
+
+
+async def _damaged(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, DamagedBlob)
+    registry: Registry = request.app.state.registry
+    with contextlib.suppress(problems.Refusal):
+        id = registry.find_any(str(request.path_params.get("federation"))).id
+        registry.report_damage(id, error)
+    text = "what is stored is damaged, and is not given out: the federation says what is waited for"
+    return await _answer(request, problems.StorageDamaged(text))
 
 
 async def _store_away(request: Request, error: Exception) -> JSONResponse:

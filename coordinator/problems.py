@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
@@ -18,11 +17,16 @@ class Refusal(Exception):
     status: ClassVar[int]
     kind: ClassVar[str]
     title: ClassVar[str]
+    retry_after: ClassVar[int | None] = None
 
-    def __init_subclass__(cls, *, kind: str, title: str, status: int | None = None) -> None:
-        """Declare a refusal; without a ``status`` it has its base's, or each one its own."""
+    def __init_subclass__(
+        cls, *, kind: str, title: str, status: int | None = None, retry_after: int | None = None
+    ) -> None:
+        """Declare a refusal; without a ``status`` it has its base's, or each one its own. ``retry_after``: seconds."""
         super().__init_subclass__()
         cls.kind, cls.title = kind, title
+        if retry_after is not None:
+            cls.retry_after = retry_after
         if status is not None:
             cls.status = status
 
@@ -30,6 +34,8 @@ class Refusal(Exception):
         super().__init__(detail)
         self.detail = detail
         self.headers = headers or {}
+        if self.retry_after is not None:
+            self.headers.setdefault("Retry-After", str(self.retry_after))
         self.members = members
 
     def response(self, instance: str) -> JSONResponse:
@@ -88,6 +94,10 @@ class StorageFull(Refusal, status=507, kind="storage-full", title="The coordinat
     """The disk is full: nothing was stored."""
 
 
+class StorageDamaged(Refusal, status=503, kind="storage-damaged", title="What was stored is damaged", retry_after=2):
+    """Stored bytes that are not what they were: they are not given out. Made or sent again, they are."""
+
+
 class StoreAway(Refusal, status=503, kind="store-away", title="The coordinator's database is away"):
     """The database does not answer: nothing was stored, or it was and sending it again will be told so."""
 
@@ -96,12 +106,17 @@ class StoreAway(Refusal, status=503, kind="store-away", title="The coordinator's
 
 
 class MethodAbsent(
-    Refusal, status=503, kind="method-absent", title="The coordinator does not have this federation's method"
+    Refusal,
+    status=503,
+    kind="method-absent",
+    title="The coordinator does not have this federation's method",
+    retry_after=60,
 ):
     """A federation whose method comes from a package that is not installed here any more, or is broken."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail, headers={"Retry-After": "60"})
+
+class Unreadable(MethodAbsent, kind="unreadable", title="What is stored of this federation cannot be read"):
+    """A federation whose stored spec or rows cannot be read: its rows stay as they are."""
 
 
 class NotReady(Refusal, status=503, kind="not-ready", title="The coordinator is not ready"):
@@ -122,11 +137,10 @@ class TokenExpired(Unauthorized, kind="token-expired", title="This token has exp
     """An enrolment token, or an operator's, after its time."""
 
 
-class IssuerAway(Refusal, status=503, kind="issuer-away", title="The issuer of operators' tokens does not answer"):
+class IssuerAway(
+    Refusal, status=503, kind="issuer-away", title="The issuer of operators' tokens does not answer", retry_after=10
+):
     """An OIDC token whose issuer's keys cannot be had just now."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail, headers={"Retry-After": "10"})
 
 
 class TooManyFailures(
@@ -246,11 +260,8 @@ class OtherToken(Refusal, status=409, kind="other-token", title="This enrolment 
     """An enrolment token for another role, or for the one name that was reset."""
 
 
-class Starting(Refusal, status=503, kind="starting", title="The federation is just being started"):
+class Starting(Refusal, status=503, kind="starting", title="The federation is just being started", retry_after=1):
     """A newcomer while the initial state is made for the clients that there are."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(detail, headers={"Retry-After": "1"})
 
 
 class TooManyClassNames(
@@ -365,30 +376,3 @@ class WrongPayload(Refusal, status=422, kind="wrong-payload", title="The update 
 _OF_TENSORS: tuple[type[Refusal], ...]
 _OF_TENSORS = (NotSafetensors, HeaderTooLarge, BadMetadata, UnknownTensor, MissingTensor, WrongShape, WrongDtype)
 TENSOR_REFUSALS = {refusal.kind: refusal for refusal in (*_OF_TENSORS, NotFinite)}
-
-ANY_REQUEST: tuple[type[Refusal], ...] = (InvalidRequest, UnreadableBody, UploadTimeout, BodyTooLarge, InternalError)
-ANY_CALLER: tuple[type[Refusal], ...] = (
-    Unauthorized,
-    TokenExpired,
-    TooManyFailures,
-    WrongRole,
-    OtherCertificate,
-    NotFound,
-    StoreAway,
-    IssuerAway,
-    MethodAbsent,
-)
-
-
-def for_callers(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for a route that asks for a token, and refuses with ``kinds``."""
-    return documented(*ANY_CALLER, *kinds)
-
-
-def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for a route that refuses with ``kinds``, besides those of any request."""
-    texts: dict[int, dict[str, None]] = defaultdict(dict)  # as an ordered set
-    for kind in (*kinds, *ANY_REQUEST):
-        texts[kind.status][f"`{kind.kind}`: {kind.title}"] = None
-    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
-    return {status: {"description": "; ".join(kinds_), "content": content} for status, kinds_ in sorted(texts.items())}

@@ -12,14 +12,15 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from types import FrameType
 from typing import Literal
 
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
 
-from promptfed.coordinator.app import create_app
+from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.engine import json_logs
 from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection, raise_open_files
 from promptfed.coordinator.http.malloc import share_heaps
@@ -29,7 +30,7 @@ from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
-from promptfed.coordinator.store.opening import open_store
+from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.shared.files import write_whole
 from promptfed.shared.net import bind, url_of
 
@@ -39,6 +40,7 @@ GRACE_SECONDS = 2  # for answers under way, once waiting requests have been woke
 CANNOT_START = 2
 DATABASE_AWAY = 3
 INTERRUPTED = 130
+NOT_TAKEN_UP = (CannotOpen, BootstrapFailed, DatabaseAway, SQLAlchemyError, OSError)
 
 
 class Server(uvicorn.Server):
@@ -49,14 +51,33 @@ class Server(uvicorn.Server):
         self._app = app
         self._ready = ready
         self._serving: asyncio.AbstractEventLoop | None = None
+        self._open = AsyncExitStack()
+        self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and call ``ready`` once connections are accepted."""
+        """Take up the federations, listen, and call ``ready`` once connections are accepted.
+
+        Where they cannot be taken up, ``failure`` says why, and the server ends.
+        """
         self._serving = asyncio.get_running_loop()
+        try:
+            # Not by the server's own events, which would make a page of log of one line.
+            await self._open.enter_async_context(lifespan(self._app))
+        except NOT_TAKEN_UP as error:
+            self.failure = error
+            self.should_exit = True
+            return
         await super().startup(sockets)
         for listening in sockets or []:
             listening.listen(QUEUE)  # asyncio has one number for this and for how many it accepts at once
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End connections, then let go of the federations."""
+        try:
+            await super().shutdown(sockets)
+        finally:
+            await self._open.aclose()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On SIGTERM or Ctrl-C. Unlike the base, the signal is not raised again: this end is an orderly one."""
@@ -109,6 +130,9 @@ def serve(settings: Settings) -> int:
     # again and again while a long report is made.
     gc.freeze()
     server.run(sockets=[listening])
+    if server.failure is not None:
+        print(f"coordinator: {_why(server.failure, store)}", file=sys.stderr)
+        return DATABASE_AWAY if isinstance(server.failure, DatabaseAway) else CANNOT_START
     if not server.started:
         return CANNOT_START
     if app.state.registry.computing:
@@ -116,6 +140,16 @@ def serve(settings: Settings) -> int:
         logging.shutdown()
         os._exit(0)
     return 0
+
+
+def _why(error: Exception, store: Store) -> str:
+    """One line on why the federations could not be taken up."""
+    database = store.database
+    if database.is_full(error):
+        return f"the disk of {database.backend.place} is full: make room, and start it again"
+    if isinstance(error, SQLAlchemyError):
+        return database.cannot_be_read(error)
+    return str(error)
 
 
 @contextmanager
@@ -135,7 +169,7 @@ def _config(settings: Settings, app: FastAPI) -> uvicorn.Config:
         http=LimitedConnection,
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
-        lifespan="on",
+        lifespan="off",
         log_config=None,
         access_log=False,
         proxy_headers=settings.forwarded_allow_ips is not None,

@@ -92,6 +92,9 @@ class Settings(BaseSettings):
     enrolment_token_mode: Annotated[
         int, Field(ge=0, le=0o777, description="octal mode of that file (default: 600)")
     ] = 0o600
+    verify: Annotated[
+        bool, Field(description="look at all that is stored, name what is damaged, and end: 0, or 1 where there is any")
+    ] = False
     log_level: Annotated[str, Field(examples=["debug", "info", "warning", "error"])] = "info"
     log_format: Annotated[
         Literal["auto", "text", "json"],

@@ -130,8 +130,18 @@ def counted(session: Session, phase_id: int) -> list[Counted]:
     return sorted((row[0], row[1] or 0.0, row[2]) for row in rows)
 
 
+def no_longer_kept(session: Session, phase_id: int) -> set[str]:
+    """The clients of a phase's counted updates that were removed, by retention or on request."""
+    rows = session.scalars(
+        select(TaskRow.client)
+        .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+        .where(TaskRow.phase_id == phase_id, TaskRow.counted, UpdateRow.stored.is_(False))
+    )
+    return set(rows)
+
+
 def stored_updates(blobs: Blobs, updates: Iterable[Counted]) -> Iterator[ClientUpdate]:
-    """The updates themselves, read some at a time. Raises FileNotFoundError where one is no longer kept."""
+    """The updates themselves, read some at a time. Raises DamagedBlob where one is not what was accepted."""
     wanted = list(updates)
     for begin in range(0, len(wanted), READ_AT_ONCE):
         some = wanted[begin : begin + READ_AT_ONCE]

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request, Response, status
 from sqlalchemy import select
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import (
     After,
     Calling,
@@ -33,7 +34,7 @@ from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["enrolment"])
 
 
-@router.get("/enrolment", responses=problems.for_callers())
+@router.get("/enrolment", responses=described.for_callers())
 def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
     """What a client must know before it can enrol."""
     return enrolment_info(federation)
@@ -45,7 +46,7 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
     response_model=EnrolResponse,
     responses={
         200: {"model": EnrolResponse, "description": "the same name and secret again: the same identity"},
-        **problems.for_callers(
+        **described.for_callers(
             problems.Withdrawn,
             problems.NameTaken,
             problems.TokenUsedUp,
@@ -82,7 +83,7 @@ async def post_client(
     return EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name)
 
 
-@router.get("/clients", responses=problems.for_callers())
+@router.get("/clients", responses=described.for_callers())
 def list_clients(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> ClientPage:
     """Who has enrolled, in order of name, with last-seen and last refusal."""
     registry.last_seen.flush_if_possible()
@@ -96,7 +97,7 @@ def list_clients(registry: RegistryOf, federation: Viewed, limit: Limit = 100, a
 @router.delete(
     "/clients/{client_id}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=problems.for_callers(problems.WrongState, problems.StorageFull),
+    responses=described.for_callers(problems.WrongState, problems.StorageFull),
 )
 def withdraw_client(
     registry: RegistryOf,
@@ -111,7 +112,7 @@ def withdraw_client(
 @router.post(
     "/withdrawal",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=problems.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
+    responses=described.for_callers(problems.Withdrawn, problems.WrongState, problems.StorageFull),
 )
 def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> None:
     """Leave for good: as the operator's withdrawal, by the client; an update of the open phase does not count."""
@@ -122,7 +123,7 @@ def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> 
 @router.delete(
     "/clients/{client_id}/updates",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=problems.for_callers(problems.WrongState, problems.StorageFull),
+    responses=described.for_callers(problems.WrongState, problems.StorageFull),
 )
 async def delete_updates(registry: RegistryOf, federation: Operated, client_id: ClientId) -> None:
     """Delete the tensors that a client has sent, once it is withdrawn or all is over; reports keep their figures.
@@ -132,7 +133,7 @@ async def delete_updates(registry: RegistryOf, federation: Operated, client_id: 
     await federations.delete_updates(registry, federation.id, client_id)
 
 
-@router.post("/clients/{client_id}/reset", responses=problems.for_callers(problems.StorageFull))
+@router.post("/clients/{client_id}/reset", responses=described.for_callers(problems.StorageFull))
 def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ClientView:
     """Free the client's name for a new secret, which enrols with a token for just this name; its identity stays."""
     federations.reset(registry, federation.id, client_id)

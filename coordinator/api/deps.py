@@ -13,7 +13,7 @@ from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import ClientCaller, EnrollingCaller, OperatorCaller, address_of, authenticate
-from promptfed.coordinator.problems import MethodAbsent, NotFound, Withdrawn, WrongRole
+from promptfed.coordinator.problems import MethodAbsent, NotFound, Unreadable, Withdrawn, WrongRole
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.signing import Signer
 from promptfed.coordinator.store.tokens import digest
@@ -144,6 +144,8 @@ def _own(registry: Registry, asked: str, own_id: str) -> Federation:
     federation = registry.find_any(own_id)
     if asked not in (federation.id, federation.name):
         raise NotFound(f"there is no federation {asked[:100]!r}")
+    if federation.unreadable:
+        raise Unreadable(f"what is stored of {federation.name} cannot be read by this coordinator: ask its operator")
     if federation.absent is not None:
         # Why, which may hold a package's own error with this machine's paths, is for the operator.
         raise MethodAbsent(f"{federation.name} waits for its method, which this coordinator lacks: ask its operator")

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import select
 
-from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import RegistryOf, Viewed
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import EVENTS, Registry
@@ -25,7 +25,7 @@ LOOK_AGAIN_SECONDS = 60.0
 AWAY_SECONDS = 1.0
 
 
-@router.get("/events", response_class=EventSourceResponse, responses=problems.for_callers())
+@router.get("/events", response_class=EventSourceResponse, responses=described.for_callers())
 async def get_events(
     registry: RegistryOf,
     federation: Viewed,

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Body, Header, Query, Request, Response, status
 from fastapi.responses import JSONResponse
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import (
     After,
     IsOperator,
@@ -62,7 +63,7 @@ TENSORS = (
     response_model=FederationView,
     responses={
         200: {"model": DryRun, "description": "with `dry_run`: the spec is good"},
-        **problems.for_callers(problems.InvalidSpec, problems.NameTaken, problems.KeyReused, problems.StorageFull),
+        **described.for_callers(problems.InvalidSpec, problems.NameTaken, problems.KeyReused, problems.StorageFull),
     },
     openapi_extra=SPEC_BODY,
 )
@@ -83,7 +84,7 @@ def create(
         return federation_view(session, federation)
 
 
-@router.get("", responses=problems.for_callers())
+@router.get("", responses=described.for_callers())
 def list_federations(registry: RegistryOf, _: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
     """All federations, oldest first."""
     known = registry.federations
@@ -95,7 +96,7 @@ def list_federations(registry: RegistryOf, _: IsViewer, limit: Limit = 100, afte
         return FederationPage(federations=[federation_view(session, federation) for federation in page], next=following)
 
 
-@router.get("/{federation}", responses=problems.for_callers())
+@router.get("/{federation}", responses=described.for_callers())
 def get_federation(registry: RegistryOf, federation: Viewed) -> FederationView:
     """One federation: resolved spec, state and reason, round and phase, who has answered, who is awaited until when."""
     with registry.database.read() as session:
@@ -103,7 +104,7 @@ def get_federation(registry: RegistryOf, federation: Viewed) -> FederationView:
 
 
 @router.delete(
-    "/{federation}", status_code=status.HTTP_204_NO_CONTENT, responses=problems.for_callers(problems.StorageFull)
+    "/{federation}", status_code=status.HTTP_204_NO_CONTENT, responses=described.for_callers(problems.StorageFull)
 )
 def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
     """Delete it with all its data."""
@@ -118,7 +119,7 @@ def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationV
 
 @router.post(
     "/{federation}/start",
-    responses=problems.for_callers(
+    responses=described.for_callers(
         problems.WrongState,
         problems.NotEnoughClients,
         problems.InitialStateMissing,
@@ -132,19 +133,19 @@ def start(registry: RegistryOf, federation: Operated) -> FederationView:
     return _steer(registry, federation, "start")
 
 
-@router.post("/{federation}/pause", responses=problems.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/pause", responses=described.for_callers(problems.WrongState, problems.StorageFull))
 def pause(registry: RegistryOf, federation: Operated) -> FederationView:
     """Ask nobody until it is resumed; updates of open tasks are still taken."""
     return _steer(registry, federation, "pause")
 
 
-@router.post("/{federation}/resume", responses=problems.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/resume", responses=described.for_callers(problems.WrongState, problems.StorageFull))
 def resume(registry: RegistryOf, federation: Operated) -> FederationView:
     """Go on; an open phase gets its full deadline again. After a missed quorum, those who failed are asked again."""
     return _steer(registry, federation, "resume")
 
 
-@router.post("/{federation}/cancel", responses=problems.for_callers(problems.WrongState, problems.StorageFull))
+@router.post("/{federation}/cancel", responses=described.for_callers(problems.WrongState, problems.StorageFull))
 def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
     """End it for good."""
     return _steer(registry, federation, "cancel")
@@ -152,7 +153,7 @@ def cancel(registry: RegistryOf, federation: Operated) -> FederationView:
 
 @router.put(
     "/{federation}/initial-state",
-    responses=problems.for_callers(problems.WrongState, *TENSORS),
+    responses=described.for_callers(problems.WrongState, *TENSORS),
     openapi_extra=TENSOR_BODY,
 )
 async def put_initial_state(request: Request, registry: RegistryOf, federation: Operated) -> SuppliedState:
@@ -168,7 +169,7 @@ async def put_initial_state(request: Request, registry: RegistryOf, federation: 
 @router.post(
     "/{federation}/enrolment-tokens",
     status_code=status.HTTP_201_CREATED,
-    responses=problems.for_callers(problems.NameTaken, problems.WrongState, problems.StorageFull),
+    responses=described.for_callers(problems.NameTaken, problems.WrongState, problems.StorageFull),
     tags=["enrolment"],
 )
 def mint_token(
@@ -178,7 +179,7 @@ def mint_token(
     return tokens.mint(registry, federation.id, request or TokenRequest(), settings.token_hours)
 
 
-@router.get("/{federation}/enrolment-tokens", responses=problems.for_callers(), tags=["enrolment"])
+@router.get("/{federation}/enrolment-tokens", responses=described.for_callers(), tags=["enrolment"])
 def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> TokenPage:
     """Enrolment tokens, without their texts: what they allow, and who came by them."""
     with registry.database.read() as session:
@@ -188,7 +189,7 @@ def list_tokens(registry: RegistryOf, federation: Viewed, limit: Limit = 100, af
 @router.delete(
     "/{federation}/enrolment-tokens/{token_id}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=problems.for_callers(problems.StorageFull),
+    responses=described.for_callers(problems.StorageFull),
     tags=["enrolment"],
 )
 def revoke_token(registry: RegistryOf, federation: Operated, token_id: TokenId) -> None:

@@ -6,7 +6,8 @@ from fastapi import APIRouter, Response
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.api.deps import RegistryOf
-from promptfed.coordinator.problems import NotReady, documented
+from promptfed.coordinator.api.described import documented
+from promptfed.coordinator.problems import NotReady
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.shared.api_schemas import Health
 
@@ -21,7 +22,7 @@ async def healthz() -> Health:
 
 @router.get("/readyz", responses=documented(NotReady))
 def readyz(registry: RegistryOf) -> Health:
-    """The store can be read, and the engine runs."""
+    """The store can be read and written, and the engine runs."""
     if registry.away:
         raise NotReady("the database is away")
     try:
@@ -30,6 +31,9 @@ def readyz(registry: RegistryOf) -> Health:
         readable = False
     if not (readable and registry.ready):
         raise NotReady("the store cannot be read, or the engine is stopping")
+    if (why := registry.writable.why_not()) is not None:
+        # The path of a file, which an error may name, is for the log.
+        raise NotReady(why if "full" in why else "nothing can be written: the coordinator's log says why")
     return Health(status="ok")
 
 

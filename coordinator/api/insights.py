@@ -9,6 +9,7 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Request
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Operated, RegistryOf, Viewed
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import RoundQuery, round_number
@@ -28,7 +29,7 @@ async def _insights(request: Request) -> Insights:
     return insights
 
 
-@router.get("/insights", responses=problems.for_callers(problems.NoState))
+@router.get("/insights", responses=described.for_callers(problems.NoState))
 async def get_insights(
     federation: Viewed, insights: Annotated[Insights, Depends(_insights)], round: RoundQuery = "latest"
 ) -> InsightsView:
@@ -36,13 +37,13 @@ async def get_insights(
     return await insights.of(federation, round_number(round))
 
 
-@router.get("/lexicon", responses=problems.for_callers())
+@router.get("/lexicon", responses=described.for_callers())
 async def get_lexicon(registry: RegistryOf, federation: Viewed) -> LexiconView:
     """Which constants of the backbone are here, and which class names are wanted."""
     return await asyncio.to_thread(_view, registry, federation)
 
 
-@router.put("/lexicon", responses=problems.for_callers(problems.WrongState, *TENSORS), openapi_extra=TENSOR_BODY)
+@router.put("/lexicon", responses=described.for_callers(problems.WrongState, *TENSORS), openapi_extra=TENSOR_BODY)
 async def put_lexicon(request: Request, registry: RegistryOf, federation: Operated) -> LexiconView:
     """Supply word embeddings and class names' text features, as safetensors; any number of times."""
     async with request.app.state.uploads.receive(Incoming.of(request), lexicon.MOST_BYTES) as upload:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from promptfed.coordinator.problems import NotFound, documented
+from promptfed.coordinator.api.described import documented
+from promptfed.coordinator.problems import NotFound
 from promptfed.shared import methods
 from promptfed.shared.api_schemas import MethodList, MethodView
 from promptfed.shared.spec import SpecError

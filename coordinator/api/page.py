@@ -6,7 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Response
 
-from promptfed.coordinator.problems import NotFound, documented
+from promptfed.coordinator.api.described import documented
+from promptfed.coordinator.problems import NotFound
 from promptfed.shared.static_page import MEDIA_TYPES, StaticPage
 
 router = APIRouter(tags=["page"])

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Response
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Operated, RegistryOf
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.operations import replay
@@ -28,7 +29,7 @@ ONLY_THIS_PHASE = (
     response_model=ReplayReport,
     responses={
         200: {"content": {TENSORS: {}}, "description": "the report, or the round's last state where Accept asks"},
-        **problems.for_callers(problems.NoState, problems.NotAMean, problems.TooFewUpdates, problems.UpdatesGone),
+        **described.for_callers(problems.NoState, problems.NotAMean, problems.TooFewUpdates, problems.UpdatesGone),
     },
 )
 async def replay_round(

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Path, Query, Response, status
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import After, Limit, Operated, RegistryOf, SignerOf, Viewed
 from promptfed.coordinator.http.blob_file import BlobFile
 from promptfed.coordinator.reports import generation, metrics, rounds
@@ -56,7 +57,7 @@ def _gathered(begun: bytearray, pieces: Iterator[bytes]) -> Iterator[bytes]:
     yield bytes(begun)
 
 
-@router.get("/rounds", response_model=RoundPage, responses=problems.for_callers())
+@router.get("/rounds", response_model=RoundPage, responses=described.for_callers())
 def list_rounds(registry: RegistryOf, federation: Viewed, limit: Limit = 100, after: After = None) -> Response:
     """Reports of all rounds so far, from round 0 on."""
     registry.last_seen.flush_if_possible()
@@ -68,7 +69,7 @@ def list_rounds(registry: RegistryOf, federation: Viewed, limit: Limit = 100, af
     return streamed(rounds.page(registry.database, federation, page, following))
 
 
-@router.get("/rounds/{round}", response_model=RoundReport, responses=problems.for_callers())
+@router.get("/rounds/{round}", response_model=RoundReport, responses=described.for_callers())
 def get_round(registry: RegistryOf, federation: Viewed, round: Annotated[int, Path(ge=0, le=1_000_000)]) -> Response:
     """Report of one round: times, bytes, asked, answered, counted, verdicts, metrics, state hash."""
     registry.last_seen.flush_if_possible()
@@ -87,7 +88,7 @@ def get_round(registry: RegistryOf, federation: Viewed, round: Annotated[int, Pa
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors, or JSON where Accept asks"},
         304: {"description": "the state has the hash of If-None-Match"},
-        **problems.for_callers(problems.NoState, problems.NotAcceptable),
+        **described.for_callers(problems.NoState, problems.NotAcceptable),
     },
 )
 def get_prompts(
@@ -144,7 +145,7 @@ def _as_json(state: rounds.Stored, content: bytes, headers: dict[str, str]) -> J
 
 @router.post(
     "/prompts/generate",
-    responses=problems.for_callers(problems.NotAGenerator, problems.NoState, problems.InvalidRequest),
+    responses=described.for_callers(problems.NotAGenerator, problems.NoState, problems.InvalidRequest),
 )
 def generate(
     registry: RegistryOf, federation: Operated, request: GenerateRequest, round: RoundQuery = "latest"
@@ -156,7 +157,7 @@ def generate(
 @router.get(
     "/metrics",
     response_model=MetricList,
-    responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **problems.for_callers()},
+    responses={200: {"content": {"text/csv": {}}, "description": "JSON or CSV"}, **described.for_callers()},
 )
 def get_metrics(
     registry: RegistryOf, federation: Viewed, format: Annotated[Literal["json", "csv"], Query()] = "json"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import SignerOf
 from promptfed.shared.access_schemas import SigningKey
 
 router = APIRouter(prefix="/v1", tags=["results"])
 
 
-@router.get("/signing-key", responses=problems.documented())
+@router.get("/signing-key", responses=described.documented())
 async def get_signing_key(signer: SignerOf) -> SigningKey:
     """The public key. Note it down once, from a coordinator that you trust: later it is what you compare with."""
     return SigningKey(public_key=signer.public_key)

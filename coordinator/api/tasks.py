@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import tensors_at
@@ -25,13 +26,13 @@ from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task, T
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
-CLIENT = (*problems.ANY_CALLER, problems.Withdrawn)
+CLIENT = (*described.ANY_CALLER, problems.Withdrawn)
 
 
 @router.get(
     "/task",
     response_model=Task,
-    responses={204: {"description": "no task within the time"}, **problems.documented(*CLIENT, problems.Ended)},
+    responses={204: {"description": "no task within the time"}, **described.documented(*CLIENT, problems.Ended)},
 )
 async def get_task(
     registry: RegistryOf,
@@ -73,6 +74,8 @@ def _open_task(registry: Registry, id: str, client: Client) -> tuple[Federation,
     if federation.run.state in ENDED:
         raise problems.Ended(f"{federation.name} is {federation.run.state}: there will be no more tasks")
     task = federation.tasks.get(name)
+    if name in federation.resend and federation.run.is_damaged:
+        return federation, federation.resend[name]
     if federation.run.state != "running" or task is None or task.payload_sha256 is None or federation.deadline is None:
         return None
     return federation, task
@@ -86,7 +89,7 @@ def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
         "kind": task.kind,
         "round": task.round,
         "phase": task.phase,
-        "deadline": federation.deadline,
+        "deadline": federation.deadline or clock.now(),
         "seconds_left": round(max(0.0, federation.run.stage.deadline - clock.monotonic()), 3),
         "payload": {
             "url": f"/v1/federations/{federation.id}/tasks/{task.id}/payload",
@@ -126,7 +129,7 @@ def _config(registry: Registry, federation: Federation) -> str:
     response_class=FileResponse,
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
-        **problems.documented(*CLIENT, problems.PayloadGone),
+        **described.documented(*CLIENT, problems.PayloadGone),
     },
 )
 def get_payload(registry: RegistryOf, caller: Calling, task_id: TaskId) -> Response:
@@ -149,7 +152,7 @@ def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
     response_model=UpdateReceipt,
     responses={
         200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"},
-        **problems.documented(
+        **described.documented(
             *CLIENT,
             problems.DigestMissing,
             problems.DigestMismatch,
@@ -199,7 +202,7 @@ async def take_update(
     response_model=Receipt,
     responses={
         200: {"model": Receipt, "description": "the same accuracies were accepted before"},
-        **problems.documented(
+        **described.documented(
             *CLIENT, problems.WrongTaskKind, problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull
         ),
     },
@@ -224,7 +227,7 @@ async def take_evaluation(
 
 @router.post(
     "/tasks/{task_id}/failure",
-    responses=problems.documented(*CLIENT, problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
+    responses=described.documented(*CLIENT, problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
 )
 def post_failure(registry: RegistryOf, caller: Calling, task_id: TaskId, failure: FailureRequest) -> Receipt:
     """Say that the task cannot be carried out: nobody waits for it any longer."""

@@ -54,6 +54,20 @@ class Fail:
 
 
 @dataclass(frozen=True)
+class Damaged:
+    """Stored bytes that are needed to go on are not what they were; ``what`` says which."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Mended:
+    """They are what they were again."""
+
+    now: float
+
+
+@dataclass(frozen=True)
 class Withdraw:
     """The operator takes a client out; ``discard`` drops its accepted update of the open stage too."""
 
@@ -107,6 +121,8 @@ Event = (
     | Resume
     | Cancel
     | Fail
+    | Damaged
+    | Mended
     | Withdraw
     | Answered
     | Failed

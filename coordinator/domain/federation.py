@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
@@ -99,6 +99,7 @@ class Federation:
     """One federation at one moment. Replaced as a whole after each commit, so that readers see one whole step.
 
     ``starting``: its initial state is being made for the clients that there are; others come in once it is there.
+    ``resend``: closed tasks whose updates the disk has damaged, by client: whoever kept its update sends it again.
     ``common_payload``: the digest of the open stage's payloads, where they are all the same.
     ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
     """
@@ -121,9 +122,15 @@ class Federation:
     deadline: str | None = None
     common_payload: str | None = None
     starting: bool = False
+    resend: Mapping[str, OpenTask] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
     named_bytes: int = 0
     _last_context: LastContext = field(default_factory=LastContext, repr=False, compare=False)
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether what is stored of it cannot be read, which ``absent`` tells."""
+        return isinstance(self.method, UnreadableFederation)
 
     @property
     def absent(self) -> str | None:
@@ -245,6 +252,10 @@ class AbsentMethod(Method):
     def __init__(self, why: str):
         super().__init__(Hyperparameters())
         self.why = why
+
+
+class UnreadableFederation(AbsentMethod):
+    """Stands in where what is stored of a federation cannot be read: nothing is done with it, others go on."""
 
 
 def kept_method(spec: FederationSpec) -> Method:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from promptfed.coordinator.domain import events, facts
 from promptfed.coordinator.domain.run_state import (
+    DAMAGED,
     ENDED,
     EVALUATION,
     QUORUM_MISSED,
@@ -89,6 +90,10 @@ class Machine:
                 self._end("cancelled", None)
             case events.Fail(reason):
                 self._end("failed", reason)
+            case events.Damaged(what):
+                self._damaged(what)
+            case events.Mended(now):
+                self._mended(now)
             case events.Withdraw(name, discard, now):
                 self._withdraw(name, discard, now)
             case events.Answered(name, now):
@@ -132,6 +137,19 @@ class Machine:
             if again:
                 self.facts.append(facts.Asked(tuple(again)))
         self._move("running", None)
+        self._set_deadline(now)
+        self._go_on(now)
+
+    def _damaged(self, what: str) -> None:
+        """Wait, without an end: whoever has the bytes may bring them again. Nothing that clients did is lost."""
+        if self.run.state not in ("enrolling", "running"):
+            raise WrongMoment(self.run.state)
+        self._move("paused" if self.run.state == "running" else "enrolling", DAMAGED + what)
+
+    def _mended(self, now: float) -> None:
+        if self.run.state not in ("enrolling", "paused") or not self.run.is_damaged:
+            raise WrongMoment(self.run.state)
+        self._move("running" if self.run.state == "paused" else "enrolling", None)
         self._set_deadline(now)
         self._go_on(now)
 

@@ -13,6 +13,8 @@ AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "exp
 DueJob = Literal["join", "aggregate"]
 ENDED: tuple[FederationState, ...] = ("finished", "failed", "cancelled")
 QUORUM_MISSED = "quorum_missed"
+DAMAGED = "damaged: "
+"""How the reason begins for which a federation waits until stored bytes are again what they were."""
 EVALUATION = "evaluation"
 
 
@@ -91,6 +93,11 @@ class Run:
     joining: tuple[str, ...] = ()
     answered_first: tuple[str, ...] = ()
     sample_size: int = 0
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it waits for stored bytes to be again what they were."""
+        return self.reason is not None and self.reason.startswith(DAMAGED)
 
     def trainers(self) -> list[str]:
         """Active trainers, newcomers included, in order of name."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
@@ -64,8 +64,9 @@ def finish(registry: Registry) -> None:
 
 def _hide(session: Session, federation: Federation) -> None:
     """Its name and its key are free from here on; no spec can have the name that its row gets."""
-    row = session.get_one(FederationRow, federation.id)
-    row.state, row.name, row.idempotency_key = DELETING, f"{DELETING} {federation.id}", None
+    # By a statement: what the row holds may be what cannot be read.
+    hidden = {"state": DELETING, "name": f"{DELETING} {federation.id}", "idempotency_key": None}
+    session.execute(update(FederationRow).where(FederationRow.id == federation.id).values(**hidden))
 
 
 def _delete_rows(registry: Registry, id: str) -> None:

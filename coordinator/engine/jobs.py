@@ -41,11 +41,11 @@ def start(registry: Registry, id: str) -> None:
         WrongState, NotEnoughClients, InitialStateMissing, InitialStateMismatch, CannotStart: it cannot.
     """
     _expect_startable(registry.get(id))
-    registry.set_starting(id, True)
+    registry.note(id, starting=True)
     try:
         _start_with_those_there_are(registry, id)
     finally:
-        registry.set_starting(id, False)
+        registry.note(id, starting=False)
 
 
 def _start_with_those_there_are(registry: Registry, id: str) -> None:
@@ -255,6 +255,21 @@ def fill_payloads(registry: Registry, id: str) -> None:
             _serve(change, made)
             point("payloads-before-commit")
     point("payloads-committed")
+
+
+def payload_again(registry: Registry, federation: Federation, digest: str) -> bytes | None:
+    """The payload with ``digest`` of the stage that is open, or closed and not computed yet; None if it has none."""
+    with registry.database.read() as session:
+        mine = (TaskRow.federation_id == federation.id, TaskRow.payload_sha256 == digest)
+        query = select(TaskRow, PhaseRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+        found = session.execute(query.where(*mine, PhaseRow.completed_at.is_(None))).first()
+        if found is None:
+            return None
+        state = method_part(current_state(registry, session, federation.id))
+    task, stage = found
+    phase = federation.method_phase(stage.round, stage.step) if stage.kind == "train" else None
+    info = federation.clients[task.client].info()
+    return encode(federation.method.payload(state, phase, info, federation.context()))
 
 
 def _are_the_same(first: Tensors, second: Tensors) -> bool:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import cast
 
+from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
-from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation, federation_of, kept_method
+from promptfed.coordinator.domain.federation import (
+    Client,
+    EnrolmentToken,
+    Federation,
+    UnreadableFederation,
+    federation_of,
+    kept_method,
+)
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, DueJob, Member, Run, Stage
 from promptfed.coordinator.engine.recorder import open_task
+from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from promptfed.shared.messages import Domain, FederationState, Role
 from promptfed.shared.spec import BackboneShape, FederationSpec
@@ -19,15 +29,27 @@ from promptfed.shared.spec import BackboneShape, FederationSpec
 
 def load_all(session: Session, now: float) -> dict[str, Federation]:
     """All federations by id. Deadlines are left at ``now``: ``Restarted`` sets them."""
-    query = select(FederationRow).where(FederationRow.state != DELETING).order_by(FederationRow.created_at)
-    rows = session.scalars(query)
-    return {row.id: load(session, row, now) for row in rows}
+    query = select(FederationRow.id, FederationRow.name).where(FederationRow.state != DELETING)
+    found: dict[str, Federation] = {}
+    for id, name in session.execute(query.order_by(FederationRow.created_at)):
+        try:
+            found[id] = load(session, session.get_one(FederationRow, id), now)
+        except (ValueError, TypeError, KeyError) as error:
+            # One that cannot be read keeps nobody from the others; its clients are told so, if they are known.
+            federation = _unreadable(id, name, {}, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                federation = _with_its_clients(session, federation)
+            found[id] = federation
+    return found
 
 
 def load(session: Session, row: FederationRow, now: float) -> Federation:
     """One federation, its stage's deadline left at ``now``."""
-    spec = FederationSpec.model_validate(row.spec)
-    federation = federation_of(row.id, spec, kept_method(spec))
+    try:
+        spec = FederationSpec.model_validate(row.spec)
+        federation = federation_of(row.id, spec, kept_method(spec))
+    except ValidationError as error:
+        federation = _unreadable(row.id, row.name, row.spec, _first_of(error))
     clients = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == row.id)))
     tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
     stage_row = _stage_row(session, row)
@@ -45,7 +67,36 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         deadline=stage_row.deadline if stage_row is not None and is_open else None,
         common_payload=_common_payload(tasks),
     )
-    return loaded.drawing_with(row.draw_secret).recounted()
+    loaded = loaded.drawing_with(row.draw_secret).recounted()
+    return _at_rest(loaded) if loaded.unreadable else loaded
+
+
+def _unreadable(id: str, name: str, raw: object, why: str) -> Federation:
+    """A federation of which only so much can be read, for a list that says why."""
+    spec = {"name": name, "method": {"name": "unreadable"}}
+    for key, value in raw.items() if isinstance(raw, dict) else ():
+        with contextlib.suppress(ValidationError):
+            FederationSpec.model_validate({**spec, key: value})
+            spec[key] = value
+    method = UnreadableFederation(f"its stored spec or rows cannot be read: {one_line(why)[:500]}")
+    return _at_rest(federation_of(id, FederationSpec.model_validate(spec), method))
+
+
+def _at_rest(federation: Federation) -> Federation:
+    """As it is listed, in memory alone: its rows stay as they are, for the version that can read them."""
+    run = replace(federation.run, state="failed", reason=f"unreadable: {federation.absent}", stage=None, due_job=None)
+    return replace(federation, run=run, tasks={}, deadline=None)
+
+
+def _with_its_clients(session: Session, federation: Federation) -> Federation:
+    clients = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == federation.id)))
+    members = {client.name: Member(cast(Role, client.role), client.active, client.joined) for client in clients}
+    return replace(federation.with_clients(*map(client_of, clients)), run=replace(federation.run, members=members))
+
+
+def _first_of(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
 def token_of(row: TokenRow) -> EnrolmentToken:

@@ -29,11 +29,12 @@ from promptfed.coordinator.engine.last_seen import LastSeen
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.engine.wakeups import Wakeups
-from promptfed.coordinator.problems import MethodAbsent, NotFound
+from promptfed.coordinator.problems import MethodAbsent, NotFound, Unreadable
 from promptfed.coordinator.store.backend import DatabaseAway
-from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import OperatorRow
+from promptfed.coordinator.store.writable import Writable
 from promptfed.shared.access_schemas import OperatorRole
 
 log = logging.getLogger("promptfed.coordinator")
@@ -61,19 +62,22 @@ class Registry:
     """All federations of one data folder.
 
     ``operators``: their tokens by digest. ``ready``: federations are taken up, and driven. ``retired``: up to which
-    round a federation's tensors are removed. ``leftovers``: deleted federations may have left rows behind.
+    round a federation's tensors are removed. ``damaged``: what was found of a federation that is not what it was.
+    ``leftovers``: deleted federations may have left rows behind.
     """
 
     def __init__(self, database: Database, blobs: Blobs, metrics: Metrics):
         self.database = database
         self.blobs = blobs
         self.metrics = metrics
+        self.writable = Writable(database, blobs)
         self.wakeups = Wakeups()
         self.committer = Committer(self.changes, database.is_full)
         self.last_seen = LastSeen(database)
         self.federations: dict[str, Federation] = {}
         self.operators: dict[str, Operator] = {}
         self.retired: dict[str, int] = {}
+        self.damaged: dict[str, DamagedBlob] = {}
         self.configs: dict[str, tuple[object, object, str]] = {}
         self.epoch = ""  # another one each time the store is taken up: clients may have seen more than it holds
         self.ready = False
@@ -114,11 +118,13 @@ class Registry:
             self.operators = {row.digest: _operator_of(row) for row in session.scalars(select(OperatorRow))}
         for federation in self.federations.values():
             if federation.absent is not None:
-                text = "%s waits for its method: %s"
+                text = "%s is left alone: %s" if federation.unreadable else "%s waits for its method: %s"
                 log.error(text, federation.name, federation.absent, extra=json_logs.where(federation))
             elif federation.run.state not in ENDED:
+                now = clock.monotonic()
                 with self.change(federation.id) as change:
-                    change.send(events.Restarted(clock.monotonic()))
+                    # What was damaged may have been put back meanwhile: it is looked at again.
+                    change.send(events.Mended(now) if federation.run.is_damaged else events.Restarted(now))
 
     @property
     def away(self) -> bool:
@@ -164,6 +170,8 @@ class Registry:
         federation = self.federations.get(id)
         if federation is None:
             raise NotFound("there is no such federation")
+        if federation.unreadable:
+            raise Unreadable(f"{federation.name} is left alone: {federation.absent}")
         if federation.absent is not None:
             why = f"{federation.name} waits for its method: {federation.absent}"
             raise MethodAbsent(f"{why}; then start the coordinator again")
@@ -204,12 +212,17 @@ class Registry:
                 self.metrics.observe(change, before[id].run)
         self._announce(changes)
 
-    def set_starting(self, id: str, starting: bool) -> None:
-        """Whether a federation is just being started, for as long as this process knows it: it is not written down."""
+    def note(self, id: str, **known: Any) -> None:
+        """What this process alone knows of a federation (``starting``, ``resend``): it is not written down."""
         with self._turn:
             federation = self.federations.get(id)
             if federation is not None:
-                self.federations = {**self.federations, id: replace(federation, starting=starting)}
+                self.federations = {**self.federations, id: replace(federation, **known)}
+
+    def report_damage(self, id: str, error: DamagedBlob) -> None:
+        """Have the scheduler see to stored bytes of a federation that are not what they were."""
+        self.damaged[id] = error
+        self.wake([])
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:

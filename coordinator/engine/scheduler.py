@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
 from promptfed.coordinator.domain import clock, events
@@ -24,6 +25,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.problems import NotFound, Refusal
 from promptfed.coordinator.store.backend import DatabaseAway, InUse
+from promptfed.coordinator.store.blobs import DamagedBlob
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -40,8 +42,11 @@ Job = Callable[[Registry, str], None]
 class Scheduler:
     """Drives the federations of one registry."""
 
-    def __init__(self, registry: Registry):
+    def __init__(self, registry: Registry, mend: Job):
+        """``mend`` sees to what was found damaged of a federation (``Registry.damaged``)."""
         self._registry = registry
+        self._mend = mend
+        self._mended_at: dict[str, float] = {}
         self._driver: asyncio.Task[None] | None = None
         self._deleting: asyncio.Task[None] | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}
@@ -155,6 +160,8 @@ class Scheduler:
         run = federation.run
         if federation.absent is not None:
             return None
+        if federation.id in self._registry.damaged:
+            return self._mend if self._is_to_be_mended(federation.id) else None
         if run.state == "running" and run.due_job is not None:
             return jobs.join if run.due_job == "join" else jobs.aggregate
         if run.state in ("running", "paused") and any(t.payload_sha256 is None for t in federation.tasks.values()):
@@ -168,6 +175,13 @@ class Scheduler:
             if last is None or run.state in ENDED or clock.monotonic() - last >= RETIRE_SECONDS:
                 return retention.retire
         return None
+
+    def _is_to_be_mended(self, id: str) -> bool:
+        now = clock.monotonic()
+        if now - self._mended_at.get(id, -math.inf) < RETRY_SECONDS:
+            return False
+        self._mended_at[id] = now
+        return True
 
     def _could_start(self, federation: Federation) -> bool:
         if federation.spec.start != "when_ready" or len(federation.run.trainers()) < federation.rules.min_clients:
@@ -206,13 +220,27 @@ class Scheduler:
             job(self._registry, id)
         except (NotFound, WrongMoment, Stopped):
             pass  # Deleted, cancelled or moved on meanwhile.
+        except DamagedBlob as error:
+            self._mended_at.pop(id, None)
+            self._registry.report_damage(id, error)
         except (OSError, OperationalError, NoConnection, DatabaseAway):
             raise
-        except Exception as error:
-            log.exception("the method failed", extra=self._where(id))
+        except DatabaseError as error:
+            if not self._registry.database.is_damaged(error):
+                self._fail(id, error)
+                return
+            text = self._registry.database.cannot_be_read(error)
+            log.error("%s", text, extra=self._where(id))
             with contextlib.suppress(NotFound, WrongMoment, Stopped), self._registry.change(id) as change:
-                reason = f"{type(error).__name__}: {error}".replace("\0", "\\0")  # PostgreSQL's text holds no NUL
-                change.send(events.Fail(reason[:2000]))
+                change.send(events.Damaged(text))
+        except Exception as error:
+            self._fail(id, error)
+
+    def _fail(self, id: str, error: Exception) -> None:
+        log.error("the method failed", exc_info=error, extra=self._where(id))
+        with contextlib.suppress(NotFound, WrongMoment, Stopped), self._registry.change(id) as change:
+            reason = f"{type(error).__name__}: {error}".replace("\0", "\\0")  # PostgreSQL's text holds no NUL
+            change.send(events.Fail(reason[:2000]))
 
 
 def _tick(registry: Registry, id: str) -> None:

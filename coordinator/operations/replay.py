@@ -39,8 +39,11 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One committed state: how it came about, from which state, and whom the state knew then."""
+class Step:
+    """One committed state: how it came about, from which state, and whom the state knew then.
+
+    ``gone``: clients of ``updates`` whose tensors are no longer kept.
+    """
 
     origin: str
     state: StateRow
@@ -49,6 +52,7 @@ class _Step:
     newcomers: tuple[str, ...]
     step: int = 0
     updates: tuple[global_state.Counted, ...] = ()
+    gone: frozenset[str] = frozenset()
     forgotten: str | None = None
 
 
@@ -78,15 +82,17 @@ def replay(registry: Registry, federation: Federation, round: int, what_if: What
         NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone: see each; nothing is computed then.
     """
     _check(federation, what_if)
+    run = federation.run
+    if not (round < run.round or (round == run.round and run.state in ENDED)):
+        raise NoState(f"round {round} is not over; {federation.name} is in round {run.round}")
     with registry.database.read() as session:
-        steps = _steps(session, federation, round)
+        steps = steps_of(session, federation, round)
         if what_if:
             steps = [step for step in steps if step.updates]
+    if any(step.gone - set(what_if.without) for step in steps):
+        raise _gone(federation, round)
     global_state.use_threads(federation)
-    try:
-        return [_again(registry, federation, round, step, what_if) for step in steps]
-    except FileNotFoundError:
-        raise _gone(federation, round) from None
+    return [_again(registry, federation, step, what_if) for step in steps]
 
 
 def _check(federation: Federation, what_if: WhatIf) -> None:
@@ -108,10 +114,8 @@ def _gone(federation: Federation, round: int) -> UpdatesGone:
 # What there is to compute
 
 
-def _steps(session: Session, federation: Federation, round: int) -> list[_Step]:
-    run = federation.run
-    if not (round < run.round or (round == run.round and run.state in ENDED)):
-        raise NoState(f"round {round} is not over; {federation.name} is in round {run.round}")
+def steps_of(session: Session, federation: Federation, round: int) -> list[Step]:
+    """How each state of a round came about so far. Raises UpdatesGone where one is no longer kept."""
     mine = (StateRow.federation_id == federation.id, StateRow.round <= round)
     rows = list(session.scalars(select(StateRow).where(*mine, StateRow.round == round).order_by(StateRow.id)))
     if not rows:
@@ -156,39 +160,29 @@ def _step(
     before: StateRow | None,
     newcomers: Mapping[int, list[str]],
     forgotten: Mapping[int, str],
-) -> _Step:
+) -> Step:
     roster = [name for id, names in newcomers.items() if id < row.id for name in names]
     if row.id in forgotten:
-        return _Step(row.origin, row, before, tuple(roster), (), forgotten=forgotten[row.id])
+        return Step(row.origin, row, before, tuple(roster), (), forgotten=forgotten[row.id])
     if row.phase_id is None:
-        return _Step(row.origin, row, before, tuple(roster), tuple(newcomers[row.id]))
+        return Step(row.origin, row, before, tuple(roster), tuple(newcomers[row.id]))
     phase = session.get_one(PhaseRow, row.phase_id)
     updates = tuple(global_state.counted(session, row.phase_id))
-    return _Step(row.origin, row, before, tuple(roster), (), phase.step, updates)
+    gone = frozenset(global_state.no_longer_kept(session, row.phase_id))
+    return Step(row.origin, row, before, tuple(roster), (), phase.step, updates, gone)
 
 
 # Computing it
 
 
-def _again(registry: Registry, federation: Federation, round: int, step: _Step, what_if: WhatIf) -> Replayed:
-    rule = Rule(what_if.aggregation or federation.spec.aggregation, {})
-    updates = _weighed(federation, step.updates, what_if)
-    context = federation.context([*step.roster, *step.newcomers])
+def _again(registry: Registry, federation: Federation, step: Step, what_if: WhatIf) -> Replayed:
     before = _stored(registry, step.before) if step.before is not None else {}
-    if step.before is None:
-        made = global_state.initial_state(registry.blobs, federation, context)
-    elif step.forgotten is not None:
-        made = global_state.forgotten(federation, before, step.forgotten, context)
-    elif step.newcomers:
-        made = global_state.joined(federation, before, step.roster, step.newcomers)
-    else:
-        rule = Rule(what_if.aggregation or federation.spec.aggregation, before)
-        phase = federation.method_phase(round, step.step)
-        made = global_state.after_phase(
-            federation, before, phase, global_state.stored_updates(registry.blobs, updates), rule, context
-        )
+    rule = Rule(what_if.aggregation or federation.spec.aggregation, before)
+    updates = _weighed(federation, step.updates, what_if)
+    made = computed(registry, federation, step, before, updates, rule)
     replayed_hash, committed = state_hash(made), _stored(registry, step.state)
     intact = step.before is None or state_hash(before) == step.before.state_hash
+    intact = intact and state_hash(committed) == step.state.state_hash
     return Replayed(
         origin=step.origin,
         state_hash=step.state.state_hash,
@@ -200,6 +194,27 @@ def _again(registry: Registry, federation: Federation, round: int, step: _Step, 
         moved=_distance(before, committed),
         distance=_distance(committed, made),
     )
+
+
+def computed(
+    registry: Registry,
+    federation: Federation,
+    step: Step,
+    before: Tensors,
+    updates: Sequence[global_state.Counted],
+    rule: Rule,
+) -> Tensors:
+    """The state that a step makes of the one ``before`` it. Raises DamagedBlob."""
+    context = federation.context([*step.roster, *step.newcomers])
+    if step.before is None:
+        return global_state.initial_state(registry.blobs, federation, context)
+    if step.forgotten is not None:
+        return global_state.forgotten(federation, before, step.forgotten, context)
+    if step.newcomers:
+        return global_state.joined(federation, before, step.roster, step.newcomers)
+    phase = federation.method_phase(step.state.round, step.step)
+    stream = global_state.stored_updates(registry.blobs, updates)
+    return global_state.after_phase(federation, before, phase, stream, rule, context)
 
 
 def _stored(registry: Registry, row: StateRow) -> Tensors:

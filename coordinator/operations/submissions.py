@@ -18,6 +18,7 @@ from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.operations import mending
 from promptfed.coordinator.store.blobs import Blobs, Held, digest_of
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
@@ -91,6 +92,7 @@ async def accept_update(
     else:
         examined = await run_sync(_admit, registry, federation, client, task_id, upload)
     if examined is None:
+        await run_sync(mending.take_again, registry, federation.id, upload)
         return False
     with registry.blobs.hold() as held:
         if upload.content is None:

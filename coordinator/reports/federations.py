@@ -16,7 +16,8 @@ from promptfed.shared import api_schemas as schemas
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:
     """One federation as it stands in memory, with its times and its newest state hash from the database."""
-    row = session.get_one(FederationRow, federation.id)
+    times = (FederationRow.created_at, FederationRow.started_at, FederationRow.ended_at)
+    row = session.execute(select(*times).where(FederationRow.id == federation.id)).one()
     run, stage = federation.run, federation.run.stage
     newest = (
         select(StateRow.state_hash).where(StateRow.federation_id == federation.id).order_by(StateRow.id.desc()).limit(1)

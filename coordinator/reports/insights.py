@@ -18,6 +18,7 @@ from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.reports import prompt_metrics, rounds
+from promptfed.coordinator.store.blobs import DamagedBlob
 from promptfed.coordinator.store.lexicon import Lexicon, read_lexicon
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
 from promptfed.shared import insight_schemas as schemas
@@ -117,6 +118,11 @@ class Insights:
                 why = f"The updates of round {plan.state.round} are no longer kept (retention: {retention})"
                 missing.append(schemas.Missing(what="similarity", why=why))
                 continue
+            except DamagedBlob as error:
+                self._registry.report_damage(federation.id, error)
+                why = f"What is stored of round {plan.state.round} is damaged: {error}"
+                missing.append(schemas.Missing(what="similarity", why=why))
+                continue
             clients = [client for client, _, _ in exchange.updates]
             omitted = max(0, len(clients) - MOST_CLIENTS)
             similarities.append(
@@ -171,7 +177,8 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Ex
         earlier = (StateRow.federation_id == federation.id, StateRow.id < after.id)
         before = session.scalars(select(StateRow).where(*earlier).order_by(StateRow.id.desc()).limit(1)).one_or_none()
         updates = global_state.counted(session, phase.id)
-        digest = before.sha256 if before is not None and before.stored else None
+        kept = before is not None and before.stored and not global_state.no_longer_kept(session, phase.id)
+        digest = before.sha256 if before is not None and kept else None
         exchanges.append(_Exchange(phase.id, phase.name, digest, tuple(updates)))
     return exchanges
 

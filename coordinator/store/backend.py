@@ -43,10 +43,14 @@ class Backend(ABC):
         """Whether the database's disk is full."""
 
     @abstractmethod
+    def is_damaged(self, error: DBAPIError) -> bool:
+        """Whether the database finds that what it reads is not what it wrote."""
+
+    @abstractmethod
     def cut(self) -> None:
         """End every connection, also those that a thread waits on: its wait ends with an error."""
 
 
-def one_line(error: BaseException | None) -> str:
+def one_line(error: object) -> str:
     """An error's text without line breaks."""
     return " ".join(str(error).split())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import Dialect, bindparam, insert, update
@@ -30,10 +30,17 @@ _SETTLE = (
     .values(status=bindparam("to"), settled_at=bindparam("at"))
 )
 _USE = update(TokenRow.__table__).where(TokenRow.digest == bindparam("key")).values(used=bindparam("times"))  # type: ignore[arg-type]
-_BLOBS = {
-    "sqlite": sqlite.insert(BlobRow.__table__).on_conflict_do_nothing(),  # type: ignore[arg-type]
-    "postgresql": postgresql.insert(BlobRow.__table__).on_conflict_do_nothing(),  # type: ignore[arg-type]
-}
+def _keep_blobs(dialect: Callable[[Any], Any]) -> Insert:
+    """Insert blobs; one that is there already stays as it is, unless its bytes are damaged: then these mend it."""
+    statement = dialect(BlobRow.__table__)
+    new = statement.excluded.content
+    kept: Insert = statement.on_conflict_do_update(
+        index_elements=["digest"], set_={"content": new}, where=BlobRow.content != new
+    )
+    return kept
+
+
+_BLOBS = {"sqlite": _keep_blobs(sqlite.insert), "postgresql": _keep_blobs(postgresql.insert)}
 _SERVE = (
     update(TaskRow.__table__)  # type: ignore[arg-type]
     .where(TaskRow.id == bindparam("key"))

@@ -2,10 +2,13 @@
 
 Small ones are rows (``blob_rows``), written by the transaction that names them; larger ones are files, on the disk
 before it. What was kept as a file by an earlier version stays one: whatever its size, it is found.
+
+Disks lie: at each read the bytes are compared with their digest, and the same bytes put again mend what is damaged.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -22,11 +25,32 @@ from promptfed.shared.files import sync_folder
 from promptfed.shared.tensors import Tensors, decode, decode_file
 
 PREFIX = "sha256:"
+UNREADABLE = (errno.ENOENT, errno.EIO)
+
+
+class DamagedBlob(Exception):
+    """The bytes that were stored under ``digest`` are not there any more; ``why`` says what is instead."""
+
+    def __init__(self, digest: str, why: str):
+        super().__init__(f"{digest} {why}")
+        self.digest = digest
+        self.why = why
 
 
 def digest_of(content: bytes) -> str:
     """``sha256:<hex>`` of ``content``."""
     return PREFIX + hashlib.sha256(content).hexdigest()
+
+
+def _digest_of_file(path: Path) -> str | None:
+    """The same of a file; None where there is none, or the disk cannot read it."""
+    try:
+        with path.open("rb") as file:
+            return PREFIX + hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        return None
 
 
 class Blobs:
@@ -63,7 +87,7 @@ class Blobs:
         return self._rows is not None and size <= blob_rows.SMALL_BYTES
 
     def read(self, digest: str) -> bytes:
-        """The bytes. Raises FileNotFoundError where there is no such blob."""
+        """The bytes. Raises DamagedBlob."""
         place = self.place(digest)
         return place if isinstance(place, bytes) else place.read_bytes()
 
@@ -73,7 +97,7 @@ class Blobs:
         return decode(place) if isinstance(place, bytes) else decode_file(place)
 
     def place(self, digest: str) -> bytes | Path:
-        """The bytes of a row, or where the file lies. Raises FileNotFoundError where there is no such blob."""
+        """The bytes of a row, or where the file lies. Raises DamagedBlob."""
         return self.remembered(digest) or self.places([digest])[0]
 
     def remembered(self, digest: str) -> bytes | None:
@@ -81,16 +105,25 @@ class Blobs:
         return self._remembered.get(digest)
 
     def places(self, digests: list[str]) -> list[bytes | Path]:
-        """The same of several, asked for at once."""
+        """The same of several, asked for at once. Raises DamagedBlob of the first that is not what it was."""
         files = {digest: path for digest in digests if (path := self.path(digest)).exists()}
-        wanted = [digest for digest in digests if digest not in files]
+        whole = {digest for digest, path in files.items() if _digest_of_file(path) == digest}
+        # A damaged file may have been mended by a row.
+        wanted = [digest for digest in digests if digest not in whole]
         rows = self._rows.read(wanted) if self._rows is not None and wanted else {}
         for digest in wanted:
-            if digest not in rows:
-                raise FileNotFoundError(f"there is no blob {digest}")
+            _expect(digest, files.get(digest), rows.get(digest))
         if len(digests) == 1 and rows:
             self._remembered.add(digests[0], rows[digests[0]])
-        return [files[digest] if digest in files else rows[digest] for digest in digests]
+        return [files[digest] if digest in whole else rows[digest] for digest in digests]
+
+    def is_intact(self, digest: str) -> bool:
+        """Whether the stored bytes are there and have this digest, whatever is remembered of them."""
+        try:
+            self.places([digest])
+        except DamagedBlob:
+            return False
+        return True
 
     @contextmanager
     def hold(self) -> Iterator[Held]:
@@ -138,8 +171,8 @@ class Blobs:
             self._held[digest] += 1
 
     def _has(self, digest: str) -> bool:
-        """Whether the blob is there, durably."""
-        if not self.path(digest).exists():
+        """Whether the blob is there as a file, whole and durably."""
+        if _digest_of_file(self.path(digest)) != digest:
             return False
         if digest in self._unsynced:
             self._sync(digest, new_folder=True)
@@ -208,3 +241,13 @@ class Held:
         # Before the look at the disk: from here on the file is not removed, whether it is there or not.
         self._blobs._note(digest)
         self.digests.append(digest)
+
+
+def _expect(digest: str, path: Path | None, content: bytes | None) -> None:
+    """Raise DamagedBlob unless the row's ``content`` has this digest; the file at ``path`` is known not to have it."""
+    if content is not None and digest_of(content) == digest:
+        return
+    if path is None and content is None:
+        raise DamagedBlob(digest, "is missing")
+    found = digest_of(content) if content is not None else _digest_of_file(path) if path is not None else None
+    raise DamagedBlob(digest, "cannot be read" if found is None else f"has changed: its digest is {found} now")

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.backend import Backend, CannotOpen, DatabaseAway, InUse, one_line
@@ -68,8 +70,24 @@ class Database:
             text_ = f"the database at {self.backend.place} was made by another version: {one_line(error)}"
             raise CannotOpen(f"{text_}: install the version that made it, or a later one") from None
         except DBAPIError as error:
+            if self.is_damaged(error):
+                raise CannotOpen(self.cannot_be_read(error)) from None
             text_ = f"the tables cannot be made in the database at {self.backend.place}"
             raise CannotOpen(f"{text_}: {str(error.orig).splitlines()[0]}") from None
+
+    def expect_this_version(self) -> None:
+        """Refuse tables of another version's form. Raises CannotOpen, DatabaseAway."""
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        wanted = ScriptDirectory.from_config(config).get_current_head()
+        try:
+            with self._watched(), self.backend.reader.connect() as connection:
+                found = MigrationContext.configure(connection).get_current_revision()
+        except DBAPIError as error:
+            raise CannotOpen(self.cannot_be_read(error)) from None
+        if found != wanted:
+            text_ = f"the tables at {self.backend.place} have the form {found} instead of {wanted}"
+            raise CannotOpen(f"{text_}: start this version of the coordinator on them once")
 
     @contextmanager
     def write(self) -> Iterator[Session]:
@@ -92,6 +110,17 @@ class Database:
         if isinstance(error, OSError):
             return error.errno in (errno.ENOSPC, errno.EDQUOT)
         return isinstance(error, DBAPIError) and self.backend.is_full(error)
+
+    def is_damaged(self, error: Exception) -> bool:
+        """Whether ``error`` says that the database's own file is not what it was."""
+        return isinstance(error, DBAPIError) and self.backend.is_damaged(error)
+
+    def cannot_be_read(self, error: SQLAlchemyError) -> str:
+        """One line on a database that answers, and cannot be used."""
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        text_ = f"the database at {self.backend.place} cannot be used: {one_line(cause)}"
+        damaged = ": its file is damaged, put a backup back (docs/reliability.md, life cycle)"
+        return text_ + damaged if self.is_damaged(error) else text_
 
     def answers(self) -> bool:
         """Whether the store can be read. Raises SQLAlchemyError, DatabaseAway where it cannot."""
@@ -116,7 +145,7 @@ class Database:
                 except DBAPIError as error:
                     why = self.backend.why_away(error)
                     if why is None:
-                        raise
+                        raise CannotOpen(self.cannot_be_read(error)) from None
                     if last:
                         raise DatabaseAway(f"the database at {self.backend.place} does not answer: {why}") from None
                     # The connection of before is found dead and dropped; the second try makes another.

@@ -67,6 +67,32 @@ def open_store(settings: Settings) -> Store:
     return Store(lock, database, blobs)
 
 
+def open_to_look(settings: Settings) -> Store:
+    """Take the data folder and the database as they are: nothing is made, swept away or brought up to date.
+
+    Raises:
+        CannotOpen: another coordinator has the one or the other, or there is none of this version's form.
+        DatabaseAway: the database did not answer in time.
+        OSError: the folder cannot be used.
+    """
+    folder = settings.data_dir
+    database = Database(backend_of(settings))
+    if not (folder / ID_FILE).exists():
+        raise CannotOpen(f"{folder} is no coordinator's data folder: give --data-dir as it was used before")
+    lock = FolderLock(folder)
+    lock.acquire()
+    try:
+        if database.backend.in_folder and not (folder / SQLITE_FILE).exists():
+            raise CannotOpen(f"the database {folder / SQLITE_FILE} is missing: put a backup back")
+        database.connect(settings.database_wait_seconds)
+        database.expect_this_version()
+        return Store(lock, database, Blobs(folder, BlobRows(database)))
+    except BaseException:
+        database.close()
+        lock.release()
+        raise
+
+
 def _close_to_others(folder: Path) -> None:
     """Mode 0700 also where the folder was there before: the database and the updates lie in it."""
     if folder.stat().st_mode & 0o077 == 0:

@@ -87,6 +87,10 @@ class PostgreSQL(Backend):
             return one_line(error.orig)
         return None
 
+    def is_damaged(self, error: DBAPIError) -> bool:
+        errors = self._driver.errors
+        return isinstance(error.orig, (errors.DataCorrupted, errors.IndexCorrupted))
+
     def is_full(self, error: DBAPIError) -> bool:
         return isinstance(error.orig, self._driver.errors.DiskFull)
 

@@ -34,6 +34,11 @@ class SQLite(Backend):
         cause = error.orig
         return isinstance(cause, sqlite3.OperationalError) and cause.sqlite_errorcode == sqlite3.SQLITE_FULL
 
+    def is_damaged(self, error: DBAPIError) -> bool:
+        cause = error.orig
+        damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        return isinstance(cause, sqlite3.DatabaseError) and cause.sqlite_errorcode & 0xFF in damaged
+
     def cut(self) -> None:
         """There is nothing to end: no wait is longer than ``busy_timeout``."""
 

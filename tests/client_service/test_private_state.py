@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.private_state import PrivateState, Provenance, Serving
+from promptfed.client_service.private_state import Pending, PrivateState, Provenance, Serving
 from promptfed.shared.messages import TaskConfig
 
 ROUND_1 = Provenance("task-1", 1, "train", "peers")
@@ -202,6 +202,22 @@ def test_a_damaged_update_is_never_sent(tmp_path: Path) -> None:
         state.pending()
 
 
+def test_the_accepted_update_is_kept_until_the_next_one(tmp_path: Path) -> None:
+    state = PrivateState(tmp_path)
+    assert state.answered() is None
+    for number, update in enumerate((b"first", b"second"), 1):
+        state.write_pending(update, vector(1.0), Provenance(f"task-{number}", number, "train"))
+        state.commit()
+        assert state.answered() == Pending(f"task-{number}", number, "train", update)
+    state.write_pending(b"third", vector(1.0), ROUND_1)
+    state.discard()
+    assert state.answered() == Pending("task-2", 2, "train", b"second"), "a refused one takes nobody's place"
+    (tmp_path / "answered" / "update.safetensors").write_bytes(b"other")
+    assert state.answered() is None, "what is damaged is not sent"
+    state.delete_private()
+    assert not (tmp_path / "answered").exists()
+
+
 def test_private_tensors_and_the_update_made_with_them_are_forgotten_together(tmp_path: Path) -> None:
     state = PrivateState(tmp_path)
     state.reset_private()
@@ -281,7 +297,7 @@ def test_each_file_is_synced_before_its_rename_and_its_folder_after_it(
         ("sync", "s/pending.tmp"), ("rename", "s/pending"), ("sync", "s"),
     ]  # fmt: skip
     assert synced_by(monkeypatch, folder, state.commit) == [
-        ("rename", "s/committed.safetensors"), ("sync", "s"), ("rename", "s/discarded"), ("sync", "s"),
+        ("rename", "s/committed.safetensors"), ("sync", "s"), ("rename", "s/answered"), ("sync", "s"),
     ]  # fmt: skip
     state.close()
 

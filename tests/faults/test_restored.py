@@ -1,4 +1,4 @@
-"""The documented restore, while real clients keep running: they answer again what the backup does not know."""
+"""What a coordinator's disk has lost, while real clients keep running: they answer again, or send the same again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from sqlalchemy import select, update
 
-from promptfed.client_service import coordinator_client
+from promptfed.client_service import coordinator_client, task_loop
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.client_service.worker import Worker
+from promptfed.coordinator.engine import scheduler
+from promptfed.coordinator.store.tables import BlobRow, UpdateRow
 from promptfed.shared.clip import FeatureCache, load_backbone
-from tests.support.coordinators import InThread
+from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_coordinator import made_up_source
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -74,15 +77,54 @@ def test_clients_that_keep_running_answer_a_restored_coordinator(
     assert "failed" not in told
 
 
-def hold_training(monkeypatch: pytest.MonkeyPatch, go: threading.Event, stay: threading.Event) -> None:
-    """Nobody trains before ``go``, and nobody in round 3 before ``stay``."""
-    real = TaskWork.train
+def test_clients_send_an_update_again_that_the_disk_has_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(task_loop, "POLL_SECONDS", 1)
+    go, told = threading.Event(), []
+    begun = hold_training(monkeypatch, go, go)
+    with in_thread(tmp_path / "data") as coordinator, ThreadPoolExecutor(1) as pool:
+        federation = coordinator.create(rounds=2, training={"batch_size": 8, "learning_rate": 0.02})
+        workers = [worker(tmp_path, coordinator, federation, name, told.append) for name in NAMES]
+        ends = pool.submit(lambda: asyncio.run(together(workers)))
+        try:
+            wait_for("enrolment", lambda: coordinator.get(federation)["clients"]["trainers"] == len(NAMES))
+            coordinator.post(f"{federation}/start")
+            wait_for("trainings", lambda: begun == [1] * len(NAMES))  # nobody gets a task of a paused federation
+            coordinator.post(f"{federation}/pause")
+            go.set()
+            wait_for("answers", lambda: coordinator.get(federation)["answered"] == list(NAMES))
+            with coordinator.registry.database.write() as session:
+                first = session.scalars(select(UpdateRow.sha256)).all()[0]
+                session.execute(update(BlobRow).where(BlobRow.digest == first).values(content=b"something else"))
+            coordinator.post(f"{federation}/resume")
+            assert ends.result(PATIENCE) == [Exit.OK] * len(NAMES)
+            assert coordinator.get(federation)["state"] == "finished"
+            for round in range(3):
+                states = coordinator.post(f"{federation}/rounds/{round}/replay", {})["states"]
+                assert all(state["same"] for state in states)
+        finally:
+            go.set()
+            for one in workers:
+                one.compute.stop()
+    assert told.count("sent_again") == 1
+    assert told.count("trained") == 2 * len(NAMES), "nobody trains again"
+    assert "failed" not in told
+
+
+def hold_training(monkeypatch: pytest.MonkeyPatch, go: threading.Event, stay: threading.Event) -> list[int]:
+    """Nobody trains before ``go``, and nobody in round 3 before ``stay``; the rounds of trainings that have begun."""
+    real, begun = TaskWork.train, []
 
     def train(self: TaskWork, task: Any, *arguments: Any) -> dict[str, float]:
+        begun.append(task.round)
         assert (stay if task.round == 3 else go).wait(PATIENCE)
         return real(self, task, *arguments)
 
     monkeypatch.setattr(TaskWork, "train", train)
+    return begun
 
 
 def at(coordinator: InThread, federation: str, round: int) -> bool:

@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from promptfed.coordinator.settings import Settings
-from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder_lock import FolderInUse, FolderLock
 from promptfed.coordinator.store.opening import open_store
@@ -77,7 +77,7 @@ def test_blobs_lie_under_their_digest_and_are_kept_while_held(tmp_path: Path) ->
         assert blobs.remove([digest]) == [], "someone is about to commit a row that names it"
     assert blobs.remove([digest]) == [digest]
     assert blobs.all() == []
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(DamagedBlob, match="is missing"):
         blobs.read(digest)
 
 

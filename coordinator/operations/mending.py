@@ -1,0 +1,191 @@
+"""What is done about stored bytes that are not what they were: made again, asked for again, or waited for.
+
+States and payloads follow from what else is kept, and are made again to the same digest. An update is its client's:
+the federation pauses, says why, and takes the same bytes again from whoever has them. It goes on by itself then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+
+from sqlalchemy import Select, select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation.rules import Rule
+from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain.federation import Federation, OpenTask
+from promptfed.coordinator.domain.round_machine import WrongMoment
+from promptfed.coordinator.engine import jobs, json_logs
+from promptfed.coordinator.engine.recorder import open_task
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.operations import replay
+from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.store.blobs import DamagedBlob, digest_of
+from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.upload import Upload
+from promptfed.shared.methods.core.base import MethodError
+from promptfed.shared.tensors import TensorError, decode, encode
+
+log = logging.getLogger("promptfed.coordinator")
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What a blob is to its federation; ``needed``: nothing goes on without it."""
+
+    what: str
+    needed: bool
+    help: str = "put it back from a backup, and it goes on by itself"
+    resend: OpenTask | None = None
+
+
+def mend(registry: Registry, id: str) -> None:
+    """See to what was found damaged of a federation: a job for the thread for tensor work, done until it is whole.
+
+    Where it is whole again a federation that waited for it goes on; where it is not, and is needed, it pauses.
+    """
+    federation, error = registry.get(id), registry.damaged[id]
+    with registry.database.read() as session:
+        use = _use(session, federation, error.digest)
+    if use is None:
+        _settle(registry, id)  # Nobody needs it any more.
+        return
+    if registry.blobs.is_intact(error.digest) or _remade(registry, federation, error.digest):
+        log.warning("%s (%s) is whole again", use.what, error.digest, extra=json_logs.where(federation))
+        _settle(registry, id)
+        return
+    if not use.needed:
+        log.error("%s (%s) %s", use.what, error.digest, error.why, extra=json_logs.where(federation))
+        del registry.damaged[id]
+        return
+    if not federation.run.is_damaged:
+        _wait_for_it(registry, federation, use, error)
+
+
+def _wait_for_it(registry: Registry, federation: Federation, use: _Use, error: DamagedBlob) -> None:
+    text = f"{use.what} ({error.digest}) {error.why}: {use.help}"
+    if use.resend is not None:
+        registry.note(federation.id, resend={use.resend.client: use.resend})
+    with contextlib.suppress(WrongMoment), registry.change(federation.id) as change:
+        change.send(events.Damaged(text))
+        log.error("%s", text, extra=json_logs.where(federation))
+
+
+def _settle(registry: Registry, id: str) -> None:
+    registry.damaged.pop(id, None)
+    registry.note(id, resend={})
+    with contextlib.suppress(WrongMoment), registry.change(id) as change:
+        change.send(events.Mended(clock.monotonic()))
+
+
+def take_again(registry: Registry, id: str, upload: Upload) -> None:
+    """Store an accepted update's bytes, which its client has sent again, where what was stored of them is damaged."""
+    if registry.blobs.is_intact(upload.sha256):
+        return
+    with registry.database.read() as session:
+        kept = session.scalars(select(UpdateRow.task_id).where(UpdateRow.sha256 == upload.sha256, UpdateRow.stored))
+        if kept.first() is None:
+            return  # It was removed on purpose.
+    _keep(registry, id, upload)
+
+
+def _keep(registry: Registry, id: str, content: Upload | bytes) -> None:
+    with registry.blobs.hold() as held:
+        if isinstance(content, bytes):
+            held.put(content)
+        else:
+            content.keep(held)
+        with registry.change(id) as change:
+            change.keep(held)
+    registry.wake([])
+
+
+# What it is
+
+
+def _use(session: Session, federation: Federation, digest: str) -> _Use | None:
+    """What a federation's rows say of a blob; None where none names it."""
+    row = session.get_one(FederationRow, federation.id)
+    last = session.scalars(_states(federation).order_by(StateRow.id.desc()).limit(1)).first()
+    state = session.scalars(_states(federation).where(StateRow.sha256 == digest, StateRow.stored)).first()
+    if state is not None:
+        needed = last is not None and last.sha256 == digest
+        return _Use(f"the state of round {state.round}", needed)
+    if row.supplied_state == digest:
+        return _Use("the supplied initial state", last is None, "supply it again")
+    if row.lexicon == digest:
+        return _Use("the lexicon", False)
+    return _update_use(session, federation, digest) or _payload_use(session, federation, digest)
+
+
+def _states(federation: Federation) -> Select[StateRow]:
+    return select(StateRow).where(StateRow.federation_id == federation.id)
+
+
+def _update_use(session: Session, federation: Federation, digest: str) -> _Use | None:
+    query = (
+        select(TaskRow, PhaseRow)
+        .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+        .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+        .where(TaskRow.federation_id == federation.id, UpdateRow.sha256 == digest, UpdateRow.stored)
+    )
+    found = session.execute(query).first()
+    if found is None:
+        return None
+    task, phase = found
+    what = f"the update of {task.client!r} in round {phase.round} ({phase.name})"
+    help = "its client is asked to send it again; or put it back from a backup, and it goes on by itself"
+    return _Use(what, phase.completed_at is None and task.counted, help, open_task(task, phase))
+
+
+def _payload_use(session: Session, federation: Federation, digest: str) -> _Use | None:
+    query = (
+        select(PhaseRow)
+        .join(TaskRow, PhaseRow.id == TaskRow.phase_id)
+        .where(TaskRow.federation_id == federation.id, TaskRow.payload_sha256 == digest, TaskRow.payload_stored)
+        .order_by(PhaseRow.id.desc())
+        .limit(1)
+    )
+    phase = session.scalars(query).first()
+    if phase is None:
+        return None
+    return _Use(f"the payload of round {phase.round} ({phase.name})", phase.completed_at is None)
+
+
+# Making it again
+
+
+def _remade(registry: Registry, federation: Federation, digest: str) -> bool:
+    """Whether it could be made again of what else is kept, which is mended first where it has to be."""
+    wanted = [digest]
+    while wanted:
+        try:
+            content = _made(registry, federation, wanted[-1])
+        except DamagedBlob as further:
+            if further.digest in wanted:
+                return False
+            wanted.append(further.digest)
+            continue
+        except (Refusal, MethodError, TensorError) as error:
+            log.warning("%s cannot be made again: %s", wanted[-1], error, extra=json_logs.where(federation))
+            return False
+        if content is None or digest_of(content) != wanted[-1]:
+            return False
+        _keep(registry, federation.id, content)
+        wanted.pop()
+    return True
+
+
+def _made(registry: Registry, federation: Federation, digest: str) -> bytes | None:
+    """A state or an open task's payload, computed; None for what does not follow from anything else."""
+    with registry.database.read() as session:
+        row = session.scalars(_states(federation).where(StateRow.sha256 == digest)).first()
+        steps = replay.steps_of(session, federation, row.round) if row is not None else []
+    for step in steps:
+        if row is not None and step.state.id == row.id and not step.gone:
+            before = decode(registry.blobs.read(step.before.sha256))[0] if step.before is not None else {}
+            rule = Rule(federation.spec.aggregation, before)
+            return encode(replay.computed(registry, federation, step, before, step.updates, rule))
+    return jobs.payload_again(registry, federation, digest)

@@ -1,0 +1,149 @@
+"""A start on what a disk has left: one line and the right exit code, or everything goes on but what cannot be read."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from promptfed.coordinator import server
+from promptfed.coordinator.settings import Settings
+from promptfed.coordinator.store import writable
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.database import Database
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_clients import drive
+from tests.support.open_phases import kind
+
+FILE = "coordinator.sqlite3"
+PAGE = 4096
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data folder with a federation that has ended and one that runs."""
+    folder = tmp_path / "data"
+    with in_thread(folder) as coordinator:
+        clients = coordinator.enrol(coordinator.create(name="done", rounds=1), "a", "b")
+        coordinator.post("done/start")
+        drive(clients)
+        coordinator.enrol(coordinator.create(name="runs"), "a", "b")
+        coordinator.post("runs/start")
+        coordinator.until("runs", state="running")
+    return folder
+
+
+def starting(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """The exit code of a start that cannot be, and the lines on stderr that are no log."""
+    capsys.readouterr()
+    code = server.serve(Settings(data_dir=folder, port=0))
+    return code, [line for line in capsys.readouterr().err.splitlines() if not line.startswith('{"at"')]
+
+
+def overwrite(path: Path, begin: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b"garbage" * PAGE),
+        lambda path: os.truncate(path, path.stat().st_size // 3),
+        lambda path: overwrite(path, 3 * PAGE, b"\xff" * (path.stat().st_size - 3 * PAGE)),
+    ],
+    ids=["no database", "cut off", "pages of garbage"],
+)
+def test_a_corrupt_database_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+) -> None:
+    damage(folder / FILE)
+    code, lines = starting(folder, capsys)
+    assert code == 2
+    [line] = lines
+    assert line.startswith(f"coordinator: the database at {folder / FILE} cannot be used: ")
+    assert "its file is damaged, put a backup back" in line
+
+
+def test_a_full_disk_is_one_line_and_a_start_once_there_is_room(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Database, session: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("promptfed.coordinator.store.batch.Batch.write", full)
+        code, lines = starting(folder, capsys)
+    assert (code, lines) == (2, [f"coordinator: the disk of {folder / FILE} is full: make room, and start it again"])
+    with in_thread(folder) as coordinator:
+        assert coordinator.get("runs")["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("statement", "why"),
+    [
+        ("UPDATE federations SET spec = json_set(spec, '$.rounds', -3)", "rounds: "),
+        ("UPDATE federations SET spec = json_set(spec, '$.novelty', 1)", "novelty: "),
+        ("UPDATE federations SET spec = '{'", "JSONDecodeError: "),
+        ("UPDATE federations SET shape = '[1]'", "ValidationError: "),
+    ],
+)
+def test_a_federation_that_cannot_be_read_is_listed_with_the_reason_and_the_others_run(
+    folder: Path, statement: str, why: str
+) -> None:
+    with in_thread(folder) as coordinator, coordinator.registry.database.write() as session:
+        kept = session.execute(text("SELECT spec, state FROM federations WHERE name = 'done'")).one()
+        session.execute(text(f"{statement} WHERE name = 'done'"))
+    with in_thread(folder) as coordinator:
+        listed = {one["name"]: one for one in coordinator.get("/v1/federations")["federations"]}
+        assert listed["done"]["state"] == "failed"
+        assert listed["done"]["reason"].startswith(f"unreadable: its stored spec or rows cannot be read: {why}")
+        assert listed["runs"]["state"] == "running"
+        assert coordinator.get("done", status=503)["type"].endswith("/unreadable")
+        drive([coordinator.client("runs", name) for name in "ab"])
+        assert coordinator.get("runs")["state"] == "finished"
+        with coordinator.registry.database.write() as session:
+            state = session.execute(text("SELECT state FROM federations WHERE name = 'done'")).scalar()
+            assert state == kept.state, "what is stored stays as it is"
+            session.execute(text("UPDATE federations SET spec = :spec WHERE name = 'done'"), {"spec": kept.spec})
+            session.execute(text("UPDATE federations SET shape = NULL WHERE shape = '[1]'"))
+    with in_thread(folder) as coordinator:
+        assert coordinator.get("done")["state"] == "finished"
+
+
+@pytest.mark.parametrize("spec", ["{", '{"name": "done"}'])
+def test_an_unreadable_federation_can_be_deleted(folder: Path, spec: str) -> None:
+    with in_thread(folder) as coordinator, coordinator.registry.database.write() as session:
+        session.execute(text("UPDATE federations SET spec = :spec WHERE name = 'done'"), {"spec": spec})
+    with in_thread(folder) as coordinator:
+        refused = coordinator.client("done", "a").task()
+        assert (refused.status_code, kind(refused), refused.headers["Retry-After"]) == (503, "unreadable", "60")
+        coordinator.delete("done")
+        assert [one["name"] for one in coordinator.get("/v1/federations")["federations"]] == ["runs"]
+
+
+def test_not_ready_where_nothing_can_be_written(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writable, "FRESH_SECONDS", 0.0)
+    ready = coordinator.http.get("/readyz")
+    assert ready.json() == {"status": "ok"}
+
+    def full(self: Blobs) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Blobs, "temporary", full)
+        answer = coordinator.http.get("/readyz")
+        assert (answer.status_code, kind(answer)) == (503, "not-ready")
+        assert answer.json()["detail"] == "nothing can be written: the disk is full, make room"
+    with coordinator.registry.database.write() as session:
+        session.execute(text("ALTER TABLE store RENAME TO stored"))
+    answer = coordinator.http.get("/readyz")
+    assert answer.json()["detail"] == "nothing can be written: the coordinator's log says why"
+    with coordinator.registry.database.write() as session:
+        session.execute(text("ALTER TABLE stored RENAME TO store"))
+    assert coordinator.http.get("/readyz").status_code == 200
