@@ -30,6 +30,8 @@ _SETTLE = (
     .values(status=bindparam("to"), settled_at=bindparam("at"))
 )
 _USE = update(TokenRow.__table__).where(TokenRow.digest == bindparam("key")).values(used=bindparam("times"))  # type: ignore[arg-type]
+
+
 def _keep_blobs(dialect: Callable[[Any], Any]) -> Insert:
     """Insert blobs; one that is there already stays as it is, unless its bytes are damaged: then these mend it."""
     statement = dialect(BlobRow.__table__)
