@@ -8,10 +8,15 @@ from pydantic import BaseModel, Field
 
 
 class TensorDrift(BaseModel):
-    """How far a tensor is from its start: L2, and that over the start's own norm (null where that is 0)."""
+    """How far a tensor is from its start: L2, and that over the start's own norm (null where that is 0).
+
+    ``step`` is the same from the state that is listed before; null where that has no such tensor.
+    """
 
     distance: float
     relative: float | None
+    step: float | None = None
+    relative_step: float | None = None
 
 
 class DriftPoint(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Annotated, Literal
@@ -99,7 +100,9 @@ def get_prompts(
     accept: Annotated[str, Header()] = "*/*",
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """The global state after a round. The ETag is its state hash, which `Promptfed-Signature` signs."""
+    """The global state after a round. The ETag is its state hash, which `Promptfed-Signature` signs; `Repr-Digest` is
+    the SHA-256 of the safetensors (RFC 9530).
+    """
     with registry.database.read() as session:
         state = rounds.state_of(session, federation, round_number(round))
     signature = signer.sign(statement(federation.id, state.round, state.state_hash))
@@ -111,7 +114,8 @@ def get_prompts(
     place = registry.blobs.place(state.sha256)
     for kind in kinds:
         if kind in TENSOR_TYPES:
-            return tensors_at(place, headers)
+            digest = base64.b64encode(bytes.fromhex(state.sha256.removeprefix("sha256:"))).decode()
+            return tensors_at(place, headers | {"Repr-Digest": f"sha-256=:{digest}:"})
         if kind == "application/json":
             return _as_json(state, registry.blobs.read(state.sha256), headers)
     raise problems.NotAcceptable("the state comes as application/octet-stream (safetensors) or application/json")

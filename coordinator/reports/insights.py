@@ -94,15 +94,13 @@ class Insights:
             missing.append(schemas.Missing(what="drift", why=why))
         if first is None:
             return []
-        points = []
+        points, before = [], first
         for round, digest in plan.history.items():
             if digest is not None:
-                job = _drift_job(self._registry, federation, first, digest)
-                points.append(
-                    schemas.DriftPoint(
-                        round=round, tensors=await self._once(("drift", federation.id, first, digest), job)
-                    )
-                )
+                job = _drift_job(self._registry, federation, first, before, digest)
+                key = ("drift", federation.id, first, before, digest)
+                points.append(schemas.DriftPoint(round=round, tensors=await self._once(key, job)))
+                before = digest
         return points
 
     async def _similarity(
@@ -187,13 +185,18 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Ex
 
 
 def _drift_job(
-    registry: Registry, federation: Federation, first: str, digest: str
+    registry: Registry, federation: Federation, first: str, before: str, digest: str
 ) -> Callable[[], dict[str, schemas.TensorDrift]]:
     def job() -> dict[str, schemas.TensorDrift]:
         global_state.use_threads(federation)
-        start, now = (learned_prompts(federation.method, _state(registry, state)) for state in (first, digest))
-        drifts = prompt_metrics.drift(start, now)
-        return {name: schemas.TensorDrift(distance=d.distance, relative=d.relative) for name, d in drifts.items()}
+        states = (learned_prompts(federation.method, _state(registry, state)) for state in (first, before, digest))
+        start, earlier, now = states
+        return {
+            name: schemas.TensorDrift(
+                distance=d.distance, relative=d.relative, step=d.step, relative_step=d.relative_step
+            )
+            for name, d in prompt_metrics.drift(start, now, earlier).items()
+        }
 
     return job
 

@@ -27,21 +27,39 @@ SAMPLE = 256  # words whose nearest other word says how far apart words are
 
 @dataclass(frozen=True)
 class Drift:
-    """How far a tensor is from its start (L2), and that in multiples of the start's own norm (None where it is 0)."""
+    """How far a tensor is from its start (L2), and that in multiples of the start's own norm (None where it is 0).
+
+    ``step`` is the same from an earlier state; None where that has no such tensor.
+    """
 
     distance: float
     relative: float | None
+    step: float | None = None
+    relative_step: float | None = None
 
 
-def drift(start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Drift]:
-    """The drift of each tensor that both have in one shape; rows that joined later have no start."""
+def drift(
+    start: Mapping[str, Tensor], now: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None
+) -> dict[str, Drift]:
+    """The drift of each tensor that both have in one shape, and its step since ``before``.
+
+    Rows that joined later have no start.
+    """
     drifts = {}
     for name in sorted(start.keys() & now.keys()):
         if start[name].shape == now[name].shape and start[name].numel():
-            distance = norm({name: now[name].double() - start[name].double()})
             length = norm({name: start[name]})
-            drifts[name] = Drift(distance, distance / length if length > 0 else None)
+            distance, step = _distance(name, start, now), _distance(name, before or {}, now)
+            in_lengths = [value / length if length > 0 and value is not None else None for value in (distance, step)]
+            assert distance is not None
+            drifts[name] = Drift(distance, in_lengths[0], step, in_lengths[1])
     return drifts
+
+
+def _distance(name: str, start: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> float | None:
+    if name not in start or start[name].shape != now[name].shape:
+        return None
+    return norm({name: now[name].double() - start[name].double()})
 
 
 def cosines(updates: Sequence[Source], before: Mapping[str, Tensor]) -> list[list[float | None]]:

@@ -81,6 +81,8 @@ def test_a_federation_is_watched_and_steered_from_its_start_to_its_end(coordinat
     expect(results.get_by_role("row", name="a neon")).to_contain_text("25.0 %50.0 %+25.0")
     expect(results).to_contain_text("sketch (unseen)")
     expect(page.locator(".matrix td")).to_have_count(4)
+    expect(page.get_by_role("img", name="Drift of the prompts in each round; after round 2")).to_be_visible()
+    page.get_by_label("Moved").select_option("from the start")
     expect(page.get_by_role("img", name="Drift of the prompts from their start")).to_be_visible()
     expect(page.get_by_text("promptfed federation words styles")).to_be_visible()
     assert visited.token not in page.url

@@ -3,8 +3,7 @@
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
 import { counted, gain, percent } from "./format.js";
-
-const MANY = 8;
+import { drawn, MANY } from "./series.js";
 
 export class Accuracy {
   constructor() {
@@ -45,8 +44,8 @@ export class Accuracy {
     const split = this.select.value;
     const clients = seriesByClient(this.evaluated, split);
     const several = clients.length > MANY;
-    const drawn = several ? summarised(clients) : clients.flatMap((one) => [line(one, this.model), zeroShot(one, this.model)]);
-    this.plot.update(drawn.filter((one) => one.data.length), `Accuracy by round on ${split}; the table beside it has the last values`);
+    const series = drawn(clients, this.model.places);
+    this.plot.update(series.filter((one) => one.data.length), `Accuracy by round on ${split}; the table beside it has the last values`);
     fill(this.remark, several ? `Mean, lowest and highest of ${counted(clients.filter((one) => one.role === "trainer").length, "client")}. Dashed: unseen domains. Dotted: zero-shot.` : "Dotted: zero-shot, which only has the template. Dashed: unseen domains, on which nobody trains.");
     fill(this.table, resultTable(this.evaluated.at(-1), split));
   }
@@ -58,7 +57,7 @@ function seriesByClient(evaluated, split) {
   for (const report of evaluated) {
     for (const [name, one] of Object.entries(report.evaluation.clients)) {
       if (!one.splits[split]) continue;
-      if (!found.has(name)) found.set(name, { name, role: one.role, domain: one.domain, points: [], zero: [] });
+      if (!found.has(name)) found.set(name, { name, role: one.role, label: one.role === "evaluator" ? `unseen: ${one.domain ?? name}` : name, points: [], zero: [] });
       found.get(name).points.push({ x: report.round, y: one.splits[split].accuracy });
       const zero = one.zero_shot[split] ?? one.zero_shot[split.split("@")[0]];
       if (zero) found.get(name).zero.push({ x: report.round, y: zero.accuracy });
@@ -69,38 +68,6 @@ function seriesByClient(evaluated, split) {
 
 function byRole(one, other) {
   return Number(one.role === "evaluator") - Number(other.role === "evaluator");
-}
-
-function line(one, model) {
-  const label = one.role === "evaluator" ? `unseen: ${one.domain ?? one.name}` : one.name;
-  return { label, place: model.places.get(one.name) ?? 0, data: one.points, dashed: one.role === "evaluator" };
-}
-
-function zeroShot(one, model) {
-  return { label: `${one.name}, zero-shot`, place: model.places.get(one.name) ?? 0, data: one.zero, thin: true };
-}
-
-function summarised(clients) {
-  const drawn = [];
-  for (const [role, label] of [["trainer", "clients"], ["evaluator", "unseen"]]) {
-    const members = clients.filter((one) => one.role === role);
-    const rounds = [...new Set(members.flatMap((one) => one.points.map((point) => point.x)))].sort((a, b) => a - b);
-    const over = (kind, combine) =>
-      rounds.flatMap((x) => {
-        const values = members.flatMap((one) => one[kind].filter((point) => point.x === x).map((point) => point.y));
-        return values.length ? [{ x, y: combine(values) }] : [];
-      });
-    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-    const place = drawn.length;
-    const dashed = role === "evaluator";
-    drawn.push({ label: members.length > 1 ? `mean of ${label}` : label, place, data: over("points", mean), dashed });
-    drawn.push({ label: `${label}, zero-shot`, place, data: over("zero", mean), thin: true });
-    if (!dashed) {
-      drawn.push({ label: "lowest", place: 6, data: over("points", (values) => Math.min(...values)) });
-      drawn.push({ label: "highest", place: 2, data: over("points", (values) => Math.max(...values)) });
-    }
-  }
-  return drawn;
 }
 
 function resultTable(report, split) {

@@ -2,16 +2,18 @@
 
 const PATIENCE = 30_000; // ms for an answer; the stream of events has no end
 
-/** A refusal, in the coordinator's own words. */
+/** A refusal, in the coordinator's own words; `errors` are what is wrong by path, where it says so. */
 export class Refused extends Error {
-  constructor(status, detail) {
+  constructor(status, detail, errors = []) {
     super(detail);
     this.status = status;
+    this.errors = errors;
   }
 }
 
 export class Api {
   #token;
+  #kept = new Map();
 
   constructor(token) {
     this.#token = token;
@@ -21,8 +23,28 @@ export class Api {
     return this.#call("GET", path);
   }
 
-  post(path) {
-    return this.#call("POST", path);
+  post(path, body) {
+    return this.#call("POST", path, body);
+  }
+
+  delete(path) {
+    return this.#call("DELETE", path);
+  }
+
+  /** What never changes while the page is open: asked for once. */
+  once(path) {
+    if (!this.#kept.has(path)) {
+      const answer = this.get(path);
+      answer.catch(() => this.#kept.delete(path));
+      this.#kept.set(path, answer);
+    }
+    return this.#kept.get(path);
+  }
+
+  /** A body as it is, and its headers: `{blob, headers}`. */
+  async file(path, accept = "*/*") {
+    const answer = await this.#fetch(path, { headers: { Accept: accept }, signal: AbortSignal.timeout(10 * PATIENCE) });
+    return { blob: await answer.blob(), headers: answer.headers };
   }
 
   /** Everything on the pages of a list. */
@@ -38,8 +60,9 @@ export class Api {
     return found;
   }
 
-  async #call(method, path) {
-    const answer = await this.#fetch(path, { method, signal: AbortSignal.timeout(PATIENCE) });
+  async #call(method, path, body) {
+    const sent = body === undefined ? {} : { body: JSON.stringify(body), headers: { "Content-Type": "application/json" } };
+    const answer = await this.#fetch(path, { method, signal: AbortSignal.timeout(PATIENCE), ...sent });
     return answer.status === 204 ? null : answer.json();
   }
 
@@ -52,7 +75,7 @@ export class Api {
       if (error.name === "AbortError") throw error;
       throw new Refused(0, "The coordinator does not answer. Is it running?");
     }
-    if (!answer.ok) throw new Refused(answer.status, await detailOf(answer));
+    if (!answer.ok) throw await refusal(answer);
     return answer;
   }
 
@@ -94,11 +117,11 @@ function parsed(block) {
   return event.data === "" ? null : { ...event, data: JSON.parse(event.data) };
 }
 
-async function detailOf(answer) {
+async function refusal(answer) {
   try {
     const problem = await answer.json();
-    return problem.detail ?? problem.title ?? answer.statusText;
+    return new Refused(answer.status, problem.detail ?? problem.title ?? answer.statusText, problem.errors ?? []);
   } catch {
-    return answer.statusText || `status ${answer.status}`;
+    return new Refused(answer.status, answer.statusText || `status ${answer.status}`);
   }
 }

@@ -1,6 +1,9 @@
-// The page: sign in, then a list of federations beside the one that the address names (#/federations/ID).
+// The page: sign in, then a list of federations beside what the address names: one of them (#/federations/ID), several
+// (#/compare/ID,ID) or a new one (#/new).
 
 import { Api, Refused } from "./api.js";
+import { Compare } from "./compare.js";
+import { Create } from "./create.js";
 import { fill, h } from "./dom.js";
 import { Federation } from "./federation.js";
 import { List } from "./list.js";
@@ -28,7 +31,7 @@ class Session {
     window.addEventListener("hashchange", this.route);
     await this.list.begin();
     const only = this.list.federations.length === 1 ? this.list.federations[0].id : null;
-    if (opened() === null && only !== null) window.location.replace(`#/federations/${only}`);
+    if (opened().kind === "none" && only !== null) window.location.replace(`#/federations/${only}`);
     else this.route();
   }
 
@@ -40,34 +43,39 @@ class Session {
     document.title = TITLE;
   }
 
-  show(id) {
+  show({ kind, ids }) {
     this.open?.end();
     this.open = null;
     link.hidden = true;
-    this.root.classList.toggle("one", id !== null);
-    this.list.mark(id);
-    if (id === null) {
-      document.title = TITLE;
+    this.root.classList.toggle("one", kind !== "none");
+    this.list.mark(kind === "one" ? ids[0] : null);
+    document.title = TITLE;
+    if (kind === "none") {
       fill(this.place, h("p", { class: "empty" }, this.list.federations.length ? "Choose a federation." : ""));
       return;
     }
     const hooks = { failed: (error) => this.failed(error), connection: showLink, changed: () => this.list.refresh() };
-    this.open = new Federation(this.api, id, hooks);
+    if (kind === "new") this.open = new Create(this.api, hooks);
+    else this.open = kind === "compare" ? new Compare(this.api, ids, hooks) : new Federation(this.api, ids[0], hooks);
     fill(this.place, this.open.element);
     this.open.begin();
   }
 
   /** A token that is no longer good ends the session; true where that was it. */
   failed(error) {
-    if (!(error instanceof Refused) || (error.status !== 401 && error.status !== 403)) return false;
+    if (!(error instanceof Refused) || error.status !== 401) return false;
     leave(`You have been signed out: ${error.message}`);
     return true;
   }
 }
 
 function opened() {
-  const found = /^#\/federations\/([\w-]{1,100})$/.exec(window.location.hash);
-  return found ? found[1] : null;
+  const { hash } = window.location;
+  if (hash === "#/new") return { kind: "new", ids: [] };
+  const some = /^#\/compare(?:\/([\w.,-]{0,4000}))?$/.exec(hash);
+  if (some) return { kind: "compare", ids: (some[1] ?? "").split(",").filter(Boolean) };
+  const one = /^#\/federations\/([\w.-]{1,100})$/.exec(hash);
+  return one ? { kind: "one", ids: [one[1]] } : { kind: "none", ids: [] };
 }
 
 function showLink(state, text) {

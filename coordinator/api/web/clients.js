@@ -1,6 +1,7 @@
-// Who takes part, and whose answers were refused or did not count, with the reason.
+// Who takes part, and whose answers were refused or did not count, with the reason; taking one out.
 
-import { fill, h, panel, table } from "./dom.js";
+import { ask } from "./dialog.js";
+import { announce, fill, h, panel, table } from "./dom.js";
 import { ago, clock, counted, figure } from "./format.js";
 
 const MOST = 50;
@@ -12,16 +13,89 @@ const VERDICTS = {
 };
 
 export class Clients {
-  constructor() {
+  constructor(api, path, tell, changed) {
+    this.api = api;
+    this.path = path;
+    this.tell = tell;
+    this.changed = changed;
     this.list = h("div");
     this.refused = h("div");
-    this.element = h("div", { class: "pair" }, panel("Clients", {}, this.list), panel("Refused and failed", {}, this.refused));
+    this.picked = h("select", { id: "client", on: { change: () => this.#offer() } });
+    this.buttons = {
+      withdraw: h("button", { type: "button", class: "danger", on: { click: () => this.#withdraw() } }, "Withdraw"),
+      reset: h("button", { type: "button", on: { click: () => this.#reset() } }, "Reset the name"),
+      updates: h("button", { type: "button", class: "danger", on: { click: () => this.#deleteUpdates() } }, "Delete its updates"),
+    };
+    const acts = h("div", { class: "acts" }, h("label", { for: "client" }, "Client "), this.picked, Object.values(this.buttons));
+    this.acts = h("details", { class: "apart", hidden: true }, h("summary", {}, "Take a client out, or free its name"), acts);
+    this.element = h("div", { class: "pair" }, panel("Clients", {}, this.list, this.acts), panel("Refused and failed", {}, this.refused));
   }
 
-  update({ clients, rounds }) {
+  update({ view, clients, rounds }) {
+    this.over = ["finished", "failed", "cancelled"].includes(view.state);
+    this.clients = clients;
+    this.acts.hidden = clients.length === 0;
+    const known = [...this.picked.options].map((option) => option.textContent).join("\n");
+    if (known !== clients.map((one) => one.name).join("\n")) {
+      const chosen = this.picked.value;
+      fill(this.picked, clients.map((one) => h("option", { value: one.client_id }, one.name)));
+      if (clients.some((one) => one.client_id === chosen)) this.picked.value = chosen;
+    }
+    this.#offer();
     keepScroll(this.list, () => fill(this.list, clients.length ? clientTable(clients) : h("p", { class: "empty" }, "Nobody has enrolled yet. `promptfed federation token` mints the token that clients join with.")));
     const rows = troubles(clients, [...rounds.values()]);
     keepScroll(this.refused, () => fill(this.refused, rows.length ? troubleList(rows) : h("p", { class: "empty" }, "Nothing has been refused, and nobody has failed.")));
+  }
+
+  get #chosen() {
+    return this.clients.find((one) => one.client_id === this.picked.value);
+  }
+
+  #offer() {
+    const one = this.#chosen;
+    const gone = one?.status === "withdrawn";
+    this.buttons.withdraw.disabled = !one || gone || this.over;
+    this.buttons.reset.disabled = !one || gone;
+    this.buttons.updates.disabled = !one || !(gone || this.over);
+    this.buttons.updates.title = this.buttons.updates.disabled ? "once it is withdrawn, or all is over" : "";
+  }
+
+  async #withdraw() {
+    const one = this.#chosen;
+    const discard = h("input", { type: "checkbox", id: "discard" });
+    const extra = h("p", { class: "check" }, discard, h("label", { for: "discard" }, "Drop its update of the open phase too"));
+    const text = "It is not asked again and is refused from now on. What it sent before stays until its updates are deleted.";
+    if (!(await ask(this.element, { title: `Withdraw ${one.name}?`, text, extra, keep: "Keep it", act: "Withdraw it for good" }))) return;
+    await this.#act(() => this.api.delete(`${this.#at(one)}${discard.checked ? "?discard=true" : ""}`), `${one.name} is withdrawn`);
+  }
+
+  async #reset() {
+    const one = this.#chosen;
+    const text = "Somebody with a token for this very name can enrol under it with a new secret; its place stays. The client that has it now is refused once that has happened.";
+    if (!(await ask(this.element, { title: `Reset the name ${one.name}?`, text, keep: "Leave it", act: "Reset the name" }))) return;
+    await this.#act(() => this.api.post(`${this.#at(one)}/reset`), `The name ${one.name} is reset`);
+  }
+
+  async #deleteUpdates() {
+    const one = this.#chosen;
+    const text = "The tensors that it has sent are gone for good; reports keep their figures.";
+    if (!(await ask(this.element, { title: `Delete the updates of ${one.name}?`, text, keep: "Keep them", act: "Delete them for good" }))) return;
+    await this.#act(() => this.api.delete(`${this.#at(one)}/updates`), `The updates of ${one.name} are deleted`);
+  }
+
+  #at(one) {
+    return `${this.path}/clients/${encodeURIComponent(one.client_id)}`;
+  }
+
+  async #act(call, done) {
+    this.tell(null);
+    try {
+      await call();
+      announce(done);
+      this.changed();
+    } catch (error) {
+      this.tell(error);
+    }
   }
 }
 

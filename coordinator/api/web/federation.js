@@ -5,8 +5,13 @@ import { Activity } from "./activity.js";
 import { Refused } from "./api.js";
 import { Clients } from "./clients.js";
 import { announce, fill, h } from "./dom.js";
+import { Downloads } from "./downloads.js";
 import { Insights } from "./insights.js";
+import { Losses } from "./losses.js";
+import { Settings } from "./settings.js";
 import { Status } from "./status.js";
+import { Times } from "./times.js";
+import { Tokens } from "./tokens.js";
 import { Traffic } from "./traffic.js";
 
 const SETTLE = 200; // ms in which events are gathered before one look at the API
@@ -20,11 +25,17 @@ export class Federation {
     this.path = `/v1/federations/${encodeURIComponent(id)}`;
     this.hooks = hooks;
     this.model = { view: null, clients: [], rounds: new Map(), insights: null, insightsWhy: "", events: [], places: new Map() };
+    const tell = (error) => this.#refused(error);
     this.status = new Status((verb) => this.steer(verb));
-    this.panels = [this.status, new Accuracy(), new Clients(), new Insights(), new Traffic(), new Activity()];
-    const [status, accuracy, clients, insights, ...below] = this.panels.map((one) => one.element);
+    this.times = new Times();
+    const clients = new Clients(api, this.path, tell, () => this.#soon());
+    const [accuracy, losses, insights, traffic] = [new Accuracy(), new Losses(), new Insights(), new Traffic()];
+    const [activity, tokens, settings, downloads] = [new Activity(), new Tokens(api, this.path, tell), new Settings(api), new Downloads(api, this.path, tell)];
+    this.panels = [this.status, accuracy, losses, this.times, clients, insights, traffic, activity, tokens, settings, downloads];
     this.problem = h("p", { class: "error", role: "alert" });
-    this.element = h("article", { class: "federation" }, this.problem, status, accuracy, insights, clients, h("div", { class: "pair" }, below));
+    this.refusal = h("p", { class: "error", role: "alert" });
+    const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
+    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, accuracy.element, pair(losses, this.times), settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
     this.abort = new AbortController();
     this.last = null;
     this.failures = 0;
@@ -32,7 +43,7 @@ export class Federation {
   }
 
   async begin() {
-    this.clock = setInterval(() => this.status.tick(), 1000);
+    this.clock = setInterval(() => this.#tick(), 1000);
     this.poll = setInterval(() => !this.#over() && !document.hidden && this.#soon(), LOOK_AGAIN);
     await this.#refresh();
     if (this.model.view !== null) this.#follow();
@@ -46,8 +57,17 @@ export class Federation {
     for (const one of this.panels) one.end?.();
   }
 
+  #tick() {
+    this.status.tick();
+    this.times.tick();
+  }
+
   async steer(verb) {
-    fill(this.problem);
+    this.#refused(null);
+    if (verb === "delete") {
+      await this.#delete();
+      return;
+    }
     try {
       this.model.view = await this.api.post(`${this.path}/${verb}`);
       announce(`${this.model.view.name} is ${this.model.view.state}`);
@@ -55,8 +75,22 @@ export class Federation {
       this.hooks.changed();
       this.#soon();
     } catch (error) {
-      this.#tell(error);
+      this.#refused(error);
     }
+  }
+
+  async #delete() {
+    const { name } = this.model.view;
+    try {
+      await this.api.delete(this.path);
+    } catch (error) {
+      this.#refused(error);
+      return;
+    }
+    this.end();
+    announce(`${name} is deleted`);
+    this.hooks.changed();
+    window.location.hash = "#/";
   }
 
   #over() {
@@ -66,6 +100,11 @@ export class Federation {
   #tell(error) {
     if (error.name === "AbortError" || this.abort.signal.aborted) return;
     if (!this.hooks.failed(error)) fill(this.problem, error.message);
+  }
+
+  /** What an operator asked for was refused: it stays until the next attempt, however often the page looks again. */
+  #refused(error) {
+    if (error === null || !this.hooks.failed(error)) fill(this.refusal, error?.message);
   }
 
   #soon() {

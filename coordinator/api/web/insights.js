@@ -2,7 +2,7 @@
 
 import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
-import { figure, percent } from "./format.js";
+import { counted, figure, percent } from "./format.js";
 import { matrix } from "./matrix.js";
 
 const SERIES = 8;
@@ -12,6 +12,8 @@ export class Insights {
   constructor() {
     const times = (value) => figure(value, 2);
     this.drift = new Plot("line", "Drift of the prompts from their start", { x: "round", format: times, zero: true });
+    this.way = h("select", { id: "way", on: { change: () => this.#showDrift() } }, h("option", { value: "step" }, "in each round"), h("option", { value: "whole" }, "from the start"));
+    this.ways = h("p", { class: "choice" }, h("label", { for: "way" }, "Moved "), this.way);
     this.plane = new Plot("scatter", "Clients in the plane", { x: "first component", y: "second", format: times, square: true, class: "square" });
     this.mixture = h("div", { class: "mixtures" });
     this.similarity = h("div");
@@ -22,7 +24,7 @@ export class Insights {
     this.choice = h("p", { class: "choice" }, h("label", { for: "context" }, "Context "), this.picked);
     this.remarks = { drift: remark(), similarity: remark(), words: remark(), plane: remark(), shares: remark() };
     this.parts = {
-      drift: panel("Drift of the prompts", {}, this.drift.element, this.remarks.drift),
+      drift: panel("Drift of the prompts", {}, this.ways, this.drift.element, this.remarks.drift),
       similarity: panel("Agreement of the clients", {}, this.similarity, this.remarks.similarity),
       words: panel("Nearest words", {}, this.choice, this.words, this.remarks.words),
       shares: panel("Attention shares γ", {}, this.shares, this.remarks.shares),
@@ -61,17 +63,19 @@ export class Insights {
     const last = points.at(-1)?.tensors ?? {};
     // What starts at zero has no length of its own to be measured in: it is left out beside tensors that have one.
     const measured = Object.keys(last).filter((label) => last[label].relative !== null);
-    const unit = measured.length ? "relative" : "distance";
+    const steps = this.way.value === "step" && points.some((one) => Object.values(one.tensors).some((tensor) => tensor.step !== null && tensor.step !== undefined));
+    const unit = measured.length ? (steps ? "relative_step" : "relative") : steps ? "step" : "distance";
     const labels = measured.length ? measured : Object.keys(last);
     const there = points.length > 1 && labels.length > 0;
     this.parts.drift.hidden = !there && !this.missing.drift;
-    this.drift.element.hidden = !there;
+    this.drift.element.hidden = this.ways.hidden = !there;
     if (there) {
-      const series = driftSeries(points, labels, unit);
+      const series = driftSeries(steps ? points.slice(1) : points, labels, unit);
       const told = series.map((one) => `${one.label} ${figure(one.data.at(-1).y)}`).join(", ");
-      this.drift.update(series, `Drift of the prompts from their start; after round ${points.at(-1).round}: ${told}`);
+      this.drift.update(series, `Drift of the prompts ${steps ? "in each round" : "from their start"}; after round ${points.at(-1).round}: ${told}`);
     }
-    const described = unit === "relative" ? "Distance from round 0, in multiples of the start's own length." : "Distance from round 0, which is zero.";
+    const from = steps ? "How far the prompts moved since the round before" : "Distance from round 0";
+    const described = measured.length ? `${from}, in multiples of the start's own length.` : steps ? `${from}.` : "Distance from round 0, which is zero.";
     fill(this.remarks.drift, this.missing.drift ?? described, labels.length > SERIES ? ` The ${SERIES} that moved most of ${labels.length} tensors.` : "");
   }
 
@@ -115,7 +119,17 @@ export class Insights {
     }
     const near = (one) => [h("b", {}, one.word), " ", h("small", {}, figure(one.distance, 3))];
     const rows = context.vectors.map((row, at) => [String(at + 1), ...row.map(near)]);
-    fill(this.words, table(`Nearest words of ${context.label}`, ["vector", "nearest", "second", "third"].slice(0, 1 + (context.vectors[0]?.length ?? 0)), rows, { class: "words" }));
+    const columns = ["vector", "nearest", "second", "third"].slice(0, 1 + (context.vectors[0]?.length ?? 0));
+    // A vector that is farther from its nearest word than words are from each other says nothing by it: it is folded away.
+    const says = (at) => words.spacing === null || context.vectors[at][0]?.distance <= words.spacing;
+    const [telling, silent] = [true, false].map((wanted) => rows.filter((_, at) => says(at) === wanted));
+    const open = this.words.querySelector("details")?.open ?? false;
+    const folded = telling.length ? `${silent.length} more of ${counted(rows.length, "vector")} are near no word` : `None of the ${counted(rows.length, "vector")} is near a word`;
+    fill(
+      this.words,
+      telling.length ? table(`Nearest words of ${context.label}`, columns, telling, { class: "words" }) : null,
+      silent.length ? h("details", { open }, h("summary", {}, folded), table(`Nearest words of ${context.label}, far from any`, columns, silent, { class: "words" })) : null,
+    );
     const spacing = words.spacing === null ? "" : ` Words are typically ${figure(words.spacing, 3)} apart: a vector much farther from its nearest word is no word.`;
     fill(this.remarks.words, `With the Euclidean distance of the word's embedding.${spacing}`);
   }

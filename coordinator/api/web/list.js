@@ -1,9 +1,11 @@
-// All federations: name, method, state and how far each has come.
+// All federations: name, method, state and how far each has come; searched by words, filtered by state.
 
-import { fill, h } from "./dom.js";
+import { fill, h, say } from "./dom.js";
 import { counted } from "./format.js";
 
 const LOOK_AGAIN = 5000;
+const FEW = 3; // which need no search
+const STATES = ["enrolling", "running", "paused", "finished", "failed", "cancelled"];
 
 /** A federation's state as a badge; its word says all that its colour does. */
 export function badge(state) {
@@ -19,7 +21,12 @@ export class List {
     this.shown = "";
     this.items = h("ul", { class: "federations" });
     this.remark = h("p", { class: "remark" });
-    this.element = h("nav", { class: "side", "aria-labelledby": "federations" }, h("h2", { id: "federations" }, "Federations"), this.items, this.remark);
+    this.search = h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search federations", autocomplete: "off", spellcheck: "false", on: { input: () => this.#show() } });
+    this.state = h("select", { id: "state", "aria-label": "State", on: { change: () => this.#show() } }, ["any state", ...STATES].map((state) => h("option", { value: state === "any state" ? "" : state }, state)));
+    this.found = h("p", { class: "unseen", role: "status" });
+    this.filter = h("div", { class: "filter", hidden: true }, this.search, this.state);
+    const links = h("p", { class: "links" }, h("a", { href: "#/new" }, "New"), h("a", { href: "#/compare" }, "Compare"));
+    this.element = h("nav", { class: "side", "aria-labelledby": "federations" }, h("div", { class: "heading" }, h("h2", { id: "federations" }, "Federations"), links), this.filter, this.found, this.items, this.remark);
   }
 
   async begin() {
@@ -48,12 +55,25 @@ export class List {
 
   #show() {
     // Built again only where something changed: whoever has the keyboard on an item keeps it.
-    const now = JSON.stringify([this.chosen, this.federations.map((one) => [one.id, one.name, one.state, one.round])]);
+    this.filter.hidden = this.federations.length <= FEW;
+    const now = JSON.stringify([this.chosen, this.search.value, this.state.value, this.federations.map((one) => [one.id, one.name, one.state, one.round])]);
     if (now === this.shown) return;
     this.shown = now;
     const held = this.items.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-    fill(this.items, [...this.federations].reverse().map((one) => h("li", {}, this.#item(one))));
+    const shown = this.#matching();
+    fill(this.items, shown.map((one) => h("li", {}, this.#item(one))));
+    const filtered = shown.length < this.federations.length;
+    say(this.found, filtered ? `${counted(shown.length, "federation")} of ${this.federations.length}` : "");
+    if (this.federations.length) fill(this.remark, shown.length ? "" : "No federation is like that.");
     if (held !== null) this.items.querySelector(`a[href="${held}"]`)?.focus();
+  }
+
+  /** Newest first: those that hold every word, in the chosen state. */
+  #matching() {
+    const words = this.filter.hidden ? [] : this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const state = this.filter.hidden ? "" : this.state.value;
+    const holds = (one) => words.every((word) => `${one.name} ${one.spec.method.name} ${one.spec.backbone.model}`.toLowerCase().includes(word));
+    return [...this.federations].reverse().filter((one) => (state === "" || one.state === state) && holds(one));
   }
 
   #item(one) {

@@ -1,10 +1,17 @@
-// Where a federation stands, what it waits for and until when; and the four things an operator can do.
+// Where a federation stands, what it waits for and until when; and what an operator can do with the whole of it.
 
+import { ask } from "./dialog.js";
 import { announce, fill, h, say } from "./dom.js";
 import { bytes, clock, counted, duration, gain, percent } from "./format.js";
 import { badge } from "./list.js";
+import { secondsLeft } from "./times.js";
 
-const VERBS = { start: ["enrolling"], pause: ["running"], resume: ["paused"], cancel: ["enrolling", "running", "paused"] };
+const ALL = ["enrolling", "running", "paused", "finished", "failed", "cancelled"];
+const VERBS = { start: ["enrolling"], pause: ["running"], resume: ["paused"], cancel: ["enrolling", "running", "paused"], delete: ALL };
+const QUESTIONS = {
+  cancel: { title: "Cancel this federation?", text: "It ends for good. Its rounds so far, their prompts and metrics stay.", keep: "Keep it", act: "Cancel it for good" },
+  delete: { title: "Delete this federation?", text: "Its states, updates, reports and tokens are gone for good; the audit log keeps that it was. Clients that still take part are refused.", keep: "Keep it", act: "Delete it for good" },
+};
 const REASONS = {
   quorum_missed: "Too few clients answered in time, twice. Resume asks those who failed once more and allows one more extension.",
 };
@@ -18,7 +25,7 @@ export class Status {
     this.what = h("p", { class: "what" });
     this.reason = h("p", { class: "reason", hidden: true });
     this.buttons = Object.fromEntries(Object.keys(VERBS).map((verb) => [verb, this.#button(verb)]));
-    this.dialog = this.#confirmation();
+    this.compare = h("a", { class: "button", hidden: true }, "Compare");
     this.figures = h("dl", { class: "figures" });
     this.rounds = h("progress", { class: "rounds", "aria-label": "rounds completed" });
     this.phase = h("p", { class: "phase" });
@@ -32,13 +39,12 @@ export class Status {
         "div",
         { class: "title" },
         h("div", {}, h("div", { class: "named" }, this.heading, this.badge), this.what),
-        h("div", { class: "steer", role: "group", "aria-label": "Steer this federation" }, Object.values(this.buttons)),
+        h("div", { class: "steer", role: "group", "aria-label": "Steer this federation" }, Object.values(this.buttons), this.compare),
       ),
       this.reason,
       this.figures,
       this.rounds,
       h("div", { class: "now" }, h("p", { class: "phase-line" }, this.phase, this.left), this.roll),
-      this.dialog,
     );
   }
 
@@ -51,7 +57,10 @@ export class Status {
     this.reason.hidden = !view.reason;
     say(this.reason, view.reason ? REASONS[view.reason] ?? view.reason : "");
     this.#showButtons();
-    this.#showFigures([...rounds.values()]);
+    this.compare.hidden = false;
+    this.compare.setAttribute("href", `#/compare/${view.id}`);
+    this.reports = [...rounds.values()];
+    this.#showFigures(this.reports);
     this.rounds.max = Math.max(1, view.spec.rounds);
     this.rounds.value = completed(view);
     this.#showNow();
@@ -70,9 +79,9 @@ export class Status {
   }
 
   #button(verb) {
-    const act = () => (verb === "cancel" ? this.dialog.showModal() : this.#act(verb));
+    const act = () => (verb in QUESTIONS ? this.#ask(verb) : this.#act(verb));
     const title = verb[0].toUpperCase() + verb.slice(1);
-    const kind = verb === "cancel" ? "danger" : "primary";
+    const kind = verb in QUESTIONS ? "danger" : "primary";
     return h("button", { type: "button", class: kind, hidden: true, on: { click: act } }, title); // until the state is known
   }
 
@@ -84,24 +93,9 @@ export class Status {
     if (document.activeElement === document.body) (this.#possible()[0] ?? this.heading).focus();
   }
 
-  #confirmation() {
-    const close = (yes) => () => {
-      this.dialog.close();
-      if (yes) this.#act("cancel");
-      else announce("Not cancelled");
-    };
-    return h(
-      "dialog",
-      { "aria-labelledby": "sure" },
-      h("h2", { id: "sure" }, "Cancel this federation?"),
-      h("p", {}, "It ends for good. Its rounds so far, their prompts and metrics stay."),
-      h(
-        "div",
-        { class: "choices" },
-        h("button", { type: "button", on: { click: close(false) } }, "Keep it"),
-        h("button", { type: "button", class: "danger", on: { click: close(true) } }, "Cancel it for good"),
-      ),
-    );
+  async #ask(verb) {
+    if (await ask(this.element, QUESTIONS[verb])) await this.#act(verb);
+    else announce(verb === "cancel" ? "Not cancelled" : "Not deleted");
   }
 
   #possible() {
@@ -131,6 +125,8 @@ export class Status {
       ["Sent up", bytes(up), "and not one image"],
       ["Taken down", bytes(down), null],
     ];
+    const left = secondsLeft(view, rounds);
+    if (left !== null) shown.splice(1, 0, ["Left, about", duration(left), null]);
     fill(this.figures, shown.map(([name, value, remark]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, remark ? h("small", {}, remark) : null))));
   }
 

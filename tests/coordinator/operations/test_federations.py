@@ -14,7 +14,7 @@ import torch
 from promptfed.shared.seeds import initial_draws, sampling_order
 from promptfed.shared.tensors import decode, encode, state_hash
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import FINGERPRINT, SHAPE, bearer, drive, spec, trained
+from tests.support.fake_clients import FINGERPRINT, SHAPE, bearer, content_digest, drive, spec, trained
 
 
 @pytest.mark.both_databases
@@ -260,6 +260,7 @@ def test_prompts_come_as_safetensors_or_json_with_an_etag(coordinator: InThread)
     raw = coordinator.http.get(path, headers=coordinator.operator)
     assert decode(raw.content)[0]["context"].tolist() == as_json["tensors"]["context"]["data"]
     assert (as_json["round"], as_json["tensors"]["context"]["shape"]) == (0, [4, 8])
+    assert raw.headers["repr-digest"] == content_digest(raw.content)
     again = coordinator.http.get(path, headers=coordinator.operator | {"If-None-Match": raw.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert coordinator.get(path, status=406, headers={"Accept": "text/html"})["type"].endswith("/not-acceptable")

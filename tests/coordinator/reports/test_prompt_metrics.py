@@ -26,6 +26,16 @@ def test_drift_is_the_distance_from_the_start_and_its_multiple_of_the_start_s_le
     assert found["bias"].relative is None, "a start of zeros has no length to compare with"
 
 
+def test_a_step_is_the_distance_from_an_earlier_state_in_lengths_of_the_start() -> None:
+    start = {"context": torch.tensor([[3.0, 4.0]]), "bias": torch.zeros(2), "late": torch.ones(1)}
+    before = {"context": torch.tensor([[3.0, 5.0]]), "bias": torch.ones(2), "late": torch.ones(2)}
+    now = {"context": torch.tensor([[3.0, 7.0]]), "bias": torch.tensor([1.0, 0.0]), "late": torch.ones(1)}
+    found = prompt_metrics.drift(start, now, before)
+    assert (found["context"].step, found["context"].relative_step) == (pytest.approx(2.0), pytest.approx(0.4))
+    assert (found["bias"].step, found["bias"].relative_step) == (pytest.approx(1.0), None)
+    assert (found["late"].step, found["late"].relative_step) == (None, None), "it had another shape then"
+
+
 def test_rows_that_joined_later_have_no_drift() -> None:
     assert prompt_metrics.drift({"d": torch.zeros(2, 3)}, {"d": torch.ones(3, 3)}) == {}
 

@@ -1,0 +1,148 @@
+// Two or more federations side by side: their curves over each other, their figures, and where their settings differ.
+
+import { Plot } from "./charts.js";
+import { fill, h, panel, table } from "./dom.js";
+import { bytes, counted, duration, figure, gain, percent } from "./format.js";
+import { badge } from "./list.js";
+import { flat, told } from "./schema.js";
+import { elapsed } from "./times.js";
+
+export class Compare {
+  constructor(api, ids, hooks) {
+    this.api = api;
+    this.hooks = hooks;
+    this.chosen = ids;
+    this.loaded = new Map();
+    this.gone = false;
+    this.problem = h("p", { class: "error", role: "alert" });
+    this.search = h("input", { type: "search", id: "which", autocomplete: "off", on: { input: () => this.#offer() } });
+    this.choices = h("ul", { class: "choices-list" });
+    this.accuracy = new Plot("line", "Mean accuracy by round", { x: "round", format: (value) => `${Math.round(100 * value)} %` });
+    this.loss = new Plot("line", "Mean training loss by round", { x: "round", format: (value) => figure(value, 3) });
+    this.figures = h("div");
+    this.settings = h("div");
+    this.empty = h("p", { class: "empty" }, "Choose two or more federations above.");
+    this.results = [
+      panel("Accuracy", {}, this.accuracy.element, h("p", { class: "remark" }, "Mean over clients, each counting once. Dashed: unseen domains. Dotted: zero-shot.")),
+      panel("Figures", {}, this.figures),
+      panel("Training loss", {}, this.loss.element),
+      panel("Settings that differ", {}, this.settings),
+    ];
+    this.heading = h("h1", { tabindex: "-1" }, "Compare federations");
+    this.element = h(
+      "article",
+      { class: "federation" },
+      this.problem,
+      h("section", { class: "panel", "aria-label": "Which ones" }, h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")), this.heading, h("p", { class: "choice" }, h("label", { for: "which" }, "Search "), this.search), h("fieldset", {}, h("legend", { class: "unseen" }, "Federations"), this.choices)),
+      this.empty,
+      this.results,
+    );
+  }
+
+  async begin() {
+    this.heading.focus();
+    try {
+      this.all = await this.api.all("/v1/federations", "federations");
+      this.#offer();
+      await this.#load();
+    } catch (error) {
+      this.#tell(error);
+    }
+  }
+
+  end() {
+    this.gone = true;
+    this.accuracy.destroy();
+    this.loss.destroy();
+  }
+
+  #tell(error) {
+    if (!this.gone && !this.hooks.failed(error)) fill(this.problem, error.message);
+  }
+
+  #offer() {
+    const wanted = this.search.value.trim().toLowerCase();
+    const shown = [...this.all].reverse().filter((one) => `${one.name} ${one.spec.method.name} ${one.state}`.toLowerCase().includes(wanted));
+    const item = (one) => {
+      const box = h("input", { type: "checkbox", id: `take-${one.id}`, checked: this.#has(one), on: { change: (event) => this.#choose(one, event.currentTarget.checked) } });
+      return h("li", {}, box, h("label", { for: box.id }, h("b", {}, one.name), " ", h("small", {}, `${one.spec.method.name}, round ${one.round} of ${one.spec.rounds}`)), badge(one.state));
+    };
+    fill(this.choices, shown.length ? shown.map(item) : h("li", { class: "empty" }, "No federation is like that."));
+  }
+
+  #has(one) {
+    return this.chosen.includes(one.id) || this.chosen.includes(one.name);
+  }
+
+  async #choose(one, on) {
+    this.chosen = this.chosen.filter((id) => id !== one.id && id !== one.name).concat(on ? [one.id] : []);
+    window.history.replaceState(null, "", `#/compare/${this.chosen.join(",")}`);
+    await this.#load();
+  }
+
+  async #load() {
+    try {
+      const wanted = this.all.filter((one) => this.#has(one));
+      await Promise.all(wanted.filter((one) => !this.loaded.has(one.id)).map(async (one) => this.loaded.set(one.id, await this.api.all(`/v1/federations/${one.id}/rounds`, "rounds"))));
+      fill(this.problem);
+      if (!this.gone) this.#draw();
+    } catch (error) {
+      this.#tell(error);
+    }
+  }
+
+  #draw() {
+    const some = this.all.filter((one) => this.#has(one)).map((view) => ({ view, reports: this.loaded.get(view.id) ?? [] }));
+    this.empty.hidden = some.length > 1;
+    for (const one of this.results) one.hidden = some.length < 2;
+    if (some.length < 2) return;
+    const curves = some.flatMap(({ view, reports }, place) => [
+      { label: view.name, place, data: points(reports, (one) => one.evaluation?.mean.trainer?.accuracy) },
+      { label: `${view.name}, unseen`, place, dashed: true, data: points(reports, (one) => one.evaluation?.mean.evaluator?.accuracy) },
+      { label: `${view.name}, zero-shot`, place, thin: true, data: points(reports, (one) => one.evaluation?.mean.trainer?.zero_shot) },
+    ]);
+    const drawn = curves.filter((one) => one.data.length);
+    const last = drawn.filter((one) => !one.thin).map((one) => `${one.label} ${percent(one.data.at(-1).y)}`).join(", ");
+    this.accuracy.update(drawn, `Mean accuracy by round; last: ${last}`);
+    const losses = some.map(({ view, reports }, place) => ({ label: view.name, place, data: points(reports, lossOf) })).filter((one) => one.data.length);
+    this.loss.update(losses, `Mean training loss by round; last: ${losses.map((one) => `${one.label} ${figure(one.data.at(-1).y, 3)}`).join(", ")}`);
+    fill(this.figures, figuresTable(some));
+    fill(this.settings, differences(some.map(({ view }) => view)));
+  }
+}
+
+function points(reports, value) {
+  return reports.map((one) => ({ x: one.round, y: value(one) })).filter((one) => one.y !== undefined && one.y !== null);
+}
+
+function lossOf(report) {
+  return report.phases.map((phase) => phase.metrics.loss).filter((loss) => loss !== undefined).at(-1);
+}
+
+/** A row for each figure, a column for each federation. */
+function figuresTable(some) {
+  const last = ({ reports }) => reports.filter((one) => one.evaluation && Object.keys(one.evaluation.mean).length).at(-1)?.evaluation.mean ?? {};
+  const total = (reports, key) => bytes(reports.reduce((sum, one) => sum + one[key], 0));
+  const against = (mean) => (mean ? `${percent(mean.accuracy)} (${gain(mean.zero_shot, mean.accuracy)})` : "–");
+  const rows = [
+    ["method", ({ view }) => view.spec.method.name],
+    ["state", ({ view }) => view.state],
+    ["rounds", ({ view }) => `${view.round} of ${view.spec.rounds}`],
+    ["trainers", ({ view }) => String(view.clients.trainers)],
+    ["accuracy (gain)", (one) => against(last(one).trainer)],
+    ["unseen (gain)", (one) => against(last(one).evaluator)],
+    ["training loss", ({ reports }) => figure(points(reports, lossOf).at(-1)?.y, 3)],
+    ["elapsed", ({ view }) => (elapsed(view) === null ? "–" : duration(elapsed(view)))],
+    ["sent up", ({ reports }) => total(reports, "bytes_up")],
+    ["taken down", ({ reports }) => total(reports, "bytes_down")],
+  ];
+  const columns = ["", ...some.map(({ view }) => ({ title: view.name, class: "number" }))];
+  return table("Figures of the federations", columns, rows.map(([name, value]) => [name, ...some.map(value)]));
+}
+
+function differences(views) {
+  const flats = views.map((view) => flat(view.spec));
+  const paths = [...new Set(flats.flatMap((one) => Object.keys(one)))].filter((path) => path !== "name" && new Set(flats.map((one) => told(one[path]))).size > 1);
+  if (!paths.length) return h("p", { class: "empty" }, `${counted(views.length, "federation")} with the very same settings.`);
+  return table("Settings that differ", ["setting", ...views.map((view) => view.name)], paths.map((path) => [path, ...flats.map((one) => told(one[path]))]));
+}

@@ -1,0 +1,109 @@
+// What can be taken away: numbers as CSV, prompts as safetensors, the card, all of it in one archive.
+
+import { cardOf, markdown } from "./card.js";
+import { announce, fill, h, panel } from "./dom.js";
+import { zip } from "./zip.js";
+
+const PROMPTS = "prompts.safetensors";
+
+export class Downloads {
+  constructor(api, path, tell) {
+    this.api = api;
+    this.path = path;
+    this.tell = tell;
+    const button = (title, make) => h("button", { type: "button", on: { click: (event) => this.#take(event.currentTarget, make) } }, title);
+    this.prompts = button("Prompts", () => this.#prompts());
+    this.card = button("Card", () => this.#card());
+    this.whole = button("Export", () => this.#export());
+    this.numbers = button("Numbers (CSV)", () => this.#numbers());
+    this.reports = button("Reports (JSON)", () => this.#reports());
+    this.all = [this.numbers, this.reports, this.prompts, this.card, this.whole];
+    for (const one of this.all) one.disabled = true; // until there is something to take
+    this.buttons = h("div", { class: "buttons" }, this.all);
+    this.remark = h("p", { class: "remark" });
+    this.element = panel("Take away", {}, this.buttons, this.remark);
+  }
+
+  update(model) {
+    this.model = model;
+    const there = [...model.rounds.values()].some((one) => one.state_hash !== null);
+    for (const one of this.all) one.disabled = this.taking === one || !(there || [this.numbers, this.reports].includes(one));
+    const command = h("code", {}, `promptfed export ${model.view.name} --out FOLDER`);
+    fill(this.remark, "Prompts are the newest state, as safetensors. The export is an archive of all of these, for `promptfed predict --export`; class weights for plain open_clip code need a backbone: ", command, ".");
+  }
+
+  async #take(button, make) {
+    button.disabled = true;
+    this.taking = button;
+    this.tell(null);
+    try {
+      const [name, blob] = await make();
+      save(blob, name);
+      announce(`${name} is downloaded`);
+    } catch (error) {
+      this.tell(error);
+    }
+    this.taking = null;
+    button.disabled = false;
+  }
+
+  get #name() {
+    return this.model.view.name;
+  }
+
+  async #numbers() {
+    const { blob } = await this.api.file(`${this.path}/metrics?format=csv`);
+    return [`${this.#name}-metrics.csv`, blob];
+  }
+
+  async #reports() {
+    return [`${this.#name}-rounds.json`, json(await this.api.all(`${this.path}/rounds`, "rounds"))];
+  }
+
+  async #prompts() {
+    const { round, blob } = await this.#state();
+    return [`${this.#name}-round-${round}.safetensors`, blob];
+  }
+
+  async #card() {
+    return [`${this.#name}-card.md`, new Blob([markdown(await this.#described(await this.#state()))], { type: "text/markdown" })];
+  }
+
+  async #export() {
+    const state = await this.#state();
+    const card = await this.#described(state);
+    const [, numbers] = await this.#numbers();
+    const [, reports] = await this.#reports();
+    const parts = [[PROMPTS, state.blob], ["card.json", json(card)], ["card.md", new Blob([markdown(card)])], ["metrics.csv", numbers], ["rounds.json", reports]];
+    const files = await Promise.all(parts.map(async ([name, blob]) => [name, new Uint8Array(await blob.arrayBuffer())]));
+    return [`${this.#name}.zip`, zip(files)];
+  }
+
+  /** The state after the last round that has one, and what the coordinator says of it. */
+  async #state() {
+    const round = [...this.model.rounds.values()].filter((one) => one.state_hash !== null).at(-1).round;
+    const { blob, headers } = await this.api.file(`${this.path}/prompts?round=${round}`, "application/octet-stream");
+    const digest = /sha-256=:([^:]+):/.exec(headers.get("Repr-Digest") ?? "")?.[1] ?? "";
+    const sha256 = [...atob(digest)].map((letter) => letter.charCodeAt(0).toString(16).padStart(2, "0")).join("");
+    return { round, blob, hash: headers.get("ETag").replaceAll('"', ""), signature: headers.get("Promptfed-Signature"), sha256, bytes: blob.size };
+  }
+
+  async #described(state) {
+    const [method, about] = await Promise.all([this.api.once(`/v1/methods/${encodeURIComponent(this.model.view.spec.method.name)}`).catch(() => null), this.api.once("/openapi.json")]);
+    return cardOf(this.model, method, state, `API ${about.info.version}`);
+  }
+}
+
+function json(value) {
+  return new Blob([`${JSON.stringify(value, null, 1)}\n`], { type: "application/json" });
+}
+
+/** Let the browser keep it as a file. */
+function save(blob, name) {
+  const address = URL.createObjectURL(blob);
+  const link = h("a", { href: address, download: name, hidden: true });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}

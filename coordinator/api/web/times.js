@@ -1,0 +1,103 @@
+// How long it has taken, how long rounds and clients take, and when it will be over.
+
+import { Plot } from "./charts.js";
+import { fill, h, panel, say, table } from "./dom.js";
+import { clock, duration } from "./format.js";
+import { mean } from "./series.js";
+
+const RECENT = 5; // rounds whose mean tells how long the next ones take
+const ENDED = ["finished", "failed", "cancelled"];
+
+/** Seconds until the last round is over, from the newest rounds; null where nothing tells. */
+export function secondsLeft(view, reports) {
+  if (view.state !== "running") return null;
+  const over = reports.filter((one) => one.round > 0 && one.ended_at !== null && one.seconds !== null);
+  if (!over.length) return null;
+  const left = view.spec.rounds - over.at(-1).round;
+  const since = (Date.now() - Date.parse(over.at(-1).ended_at)) / 1000;
+  return Math.max(0, left * mean(over.slice(-RECENT).map((one) => one.seconds)) - Math.max(0, since));
+}
+
+/** Seconds from the start until the end, or until now. */
+export function elapsed(view) {
+  if (!view.started_at) return null;
+  return (Date.parse(view.ended_at ?? new Date().toISOString()) - Date.parse(view.started_at)) / 1000;
+}
+
+export class Times {
+  constructor() {
+    this.plot = new Plot("bar", "Seconds by round", { x: "round", format: (value) => `${value} s`, zero: true });
+    this.figures = h("dl", { class: "figures small" });
+    this.clients = h("div");
+    this.empty = h("p", { class: "empty" }, "No round is over yet.");
+    this.element = panel("Time", {}, this.figures, this.empty, this.plot.element, this.clients);
+  }
+
+  update({ view, rounds }) {
+    this.view = view;
+    this.reports = [...rounds.values()];
+    const over = this.reports.filter((one) => one.seconds !== null);
+    this.empty.hidden = over.length > 0;
+    this.plot.element.hidden = !over.length;
+    this.tick();
+    const rows = byClient(this.reports);
+    fill(this.clients, rows.length ? clientTable(rows) : null);
+    if (!over.length) return;
+    const stages = [...new Set(over.flatMap((one) => stagesOf(one).map(([name]) => name)))];
+    const data = (wanted) => over.flatMap((one) => stagesOf(one).filter(([name]) => name === wanted).map(([, stage]) => ({ x: one.round, y: tenth(stage.seconds ?? 0) })));
+    const last = over.at(-1);
+    this.plot.update(stages.map((label, place) => ({ label, place, data: data(label) })), `Seconds by round; round ${last.round} took ${tenth(last.seconds)} s`);
+  }
+
+  /** Once a second. */
+  tick() {
+    const { view, reports } = this;
+    if (!view) return;
+    const over = reports.filter((one) => one.round > 0 && one.seconds !== null);
+    const left = secondsLeft(view, reports);
+    const took = elapsed(view);
+    const shown = [
+      ["Elapsed", took === null ? "–" : duration(took)],
+      ["A round", over.length ? `${tenth(mean(over.map((one) => one.seconds)))} s` : "–"],
+      ENDED.includes(view.state) ? ["Ended", clock(view.ended_at)] : ["Left, about", left === null ? "–" : duration(left)],
+    ];
+    if (!this.figures.childElementCount) fill(this.figures, shown.map(() => h("div", {}, h("dt"), h("dd"))));
+    for (const [place, [name, value]] of shown.entries()) {
+      const [title, figure] = this.figures.children[place].children;
+      say(title, name);
+      say(figure, value);
+    }
+  }
+
+  end() {
+    this.plot.destroy();
+  }
+}
+
+function stagesOf(report) {
+  return [...report.phases.map((phase) => [phase.phase, phase]), ...(report.evaluation ? [["evaluation", report.evaluation]] : [])];
+}
+
+/** What clients need: seconds of training as they tell them, and from being asked to the answer. */
+function byClient(reports) {
+  const found = new Map();
+  for (const phase of reports.flatMap((one) => one.phases)) {
+    for (const one of phase.updates) {
+      if (!found.has(one.client)) found.set(one.client, { name: one.client, trained: [], answered: [] });
+      const row = found.get(one.client);
+      if (Number.isFinite(one.metrics.train_seconds)) row.trained.push(one.metrics.train_seconds);
+      row.answered.push((Date.parse(one.received_at) - Date.parse(phase.opened_at)) / 1000);
+    }
+  }
+  return [...found.values()].sort((one, other) => mean(other.answered) - mean(one.answered));
+}
+
+function clientTable(rows) {
+  const number = (title) => ({ title, class: "number" });
+  const cells = rows.map((one) => [one.name, one.trained.length ? `${tenth(mean(one.trained))} s` : "–", `${tenth(mean(one.answered))} s`, `${tenth(Math.max(...one.answered))} s`]);
+  return table("Seconds of each client", ["client", number("trains"), number("answers in"), number("at most")], cells);
+}
+
+function tenth(seconds) {
+  return Math.round(10 * seconds) / 10;
+}
