@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import Dialect, bindparam, insert, update
+from sqlalchemy import Connection, Dialect, bindparam, insert, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import Insert
 
 from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.postgres import together
 from promptfed.coordinator.store.tables import (
     AuditRow,
     BlobRow,
@@ -56,7 +57,7 @@ _COUNT = (
 _TASKS = insert(TaskRow.__table__)  # type: ignore[arg-type]
 _UPDATES = insert(UpdateRow.__table__)  # type: ignore[arg-type]
 _EVALUATIONS = insert(EvaluationRow.__table__)  # type: ignore[arg-type]
-_EVENTS = insert(EventRow.__table__)  # type: ignore[arg-type]
+_EVENTS = insert(EventRow.__table__).inline()  # type: ignore[arg-type]  # nobody asks for their numbers
 _CLIENTS = insert(ClientRow.__table__)  # type: ignore[arg-type]
 _AUDIT = insert(AuditRow.__table__)  # type: ignore[arg-type]
 
@@ -82,6 +83,12 @@ class Batch:
         """Write it all, after what the session itself has to write: rows may name those."""
         session.flush()
         connection = session.connection()
+        with together(connection):
+            self._write(connection)
+        self.blobs.clear()
+        self.tokens.clear()
+
+    def _write(self, connection: Connection) -> None:
         if self.blobs:
             rows = [{"digest": digest, "content": content} for digest, content in self.blobs.items()]
             connection.execute(_blobs(connection.dialect), rows)
@@ -98,8 +105,6 @@ class Batch:
             if waiting:
                 connection.execute(statement, waiting)
                 waiting.clear()
-        self.blobs.clear()
-        self.tokens.clear()
 
 
 def insert_tasks(session: Session, rows: list[Row]) -> None:

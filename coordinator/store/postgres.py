@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from sqlalchemy import Connection as SQLConnection
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
@@ -131,3 +134,23 @@ class PostgreSQL(Backend):
         # As SQLite's readers: all statements of a transaction see one commit.
         connection.isolation_level = self._driver.IsolationLevel.REPEATABLE_READ
         connection.read_only = True
+
+
+@contextmanager
+def together(connection: SQLConnection) -> Iterator[None]:
+    """A block whose statements PostgreSQL is sent without waiting for each: none may be asked for what it gives.
+
+    Raises DBAPIError at the end of the block for a statement that fails, as the statement itself would.
+    """
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    import psycopg
+
+    driver: Connection[Any] = connection.connection.driver_connection  # type: ignore[assignment]
+    try:
+        with driver.pipeline():
+            yield
+    except psycopg.Error as error:
+        about = "statements sent together"
+        raise DBAPIError.instance(about, None, error, psycopg.Error, hide_parameters=True) from error
