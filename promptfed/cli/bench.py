@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from promptfed.cli import bench_results
+from promptfed.cli.bench_output import run_shown, show_table
+from promptfed.experiments.bench_folder import results_csv
 from promptfed.experiments.ceilings import CEILINGS, Room, rooms_of, rooms_table
 from promptfed.experiments.document import BenchmarkRecord, document, record
 from promptfed.experiments.entries import RawSpec, parse_entries
@@ -29,13 +29,15 @@ from promptfed.experiments.plots import draw
 from promptfed.experiments.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
 from promptfed.experiments.provenance import Provenance, provenance
 from promptfed.experiments.results import Run, write_json
-from promptfed.experiments.runner import Bench, Job, Runner, run_all
+from promptfed.experiments.runner import Bench, Runner
 from promptfed.experiments.setting import Setting
 from promptfed.experiments.sweep import SHARE, Grid, Swept, rates_of, sweep, sweep_table
 from promptfed.experiments.tables import TableRow, cells, interleaved, markdown, rows_of
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
-from promptfed.sdk.output import console, messages, print_json, table
+from promptfed.sdk.output import console, print_json
+
+EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
 
 # Options of the command that each kind of run looks at, beside those that all do.
 _ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "as_json"})
@@ -150,7 +152,8 @@ def make_bench(
     _check(protocol, setting)
     if steps is not None and rounds is not None:
         raise CommandError("--steps and --rounds both say how long to train: give one of them", Exit.BAD_INPUT)
-    return Bench(KNOWN[protocol], parse_entries(methods), setting, numbers, _base(spec, rounds), m, steps)
+    base = _base(spec, rounds)
+    return Bench(KNOWN[protocol], parse_entries(methods), setting, numbers, base, m, steps, evaluations=EVALUATIONS)
 
 
 def _check(protocol: str, setting: Setting) -> None:
@@ -257,7 +260,7 @@ def run_swept(bench: Bench, grid: Grid, runner: Runner, as_json: bool) -> None:
     Raises:
         CommandError: as `finish` and `promptfed.experiments.sweep.choosing`.
     """
-    chosen, rows = sweep(bench, grid, lambda trial: _run(trial, replace(runner, out=runner.out / "sweep")))
+    chosen, rows = sweep(bench, grid, lambda trial: run_shown(trial, replace(runner, out=runner.out / "sweep")))
     lines = sweep_table(rows)
     write_json(runner.out / "sweep.json", SweepRecord(seeds=list(grid.seeds), validation=grid.share, rows=rows))
     write_file(runner.out / "sweep.md", ("\n".join(lines) + "\n").encode())
@@ -274,7 +277,7 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
     Raises:
         CommandError: a federation that cannot be run; what was finished is kept and not run again.
     """
-    runs = _run(bench, runner)
+    runs = run_shown(bench, runner)
     rows = interleaved(rows_of(bench, runs), paper)
     results = Results(
         protocol=bench.protocol.name,
@@ -298,8 +301,9 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
     for matrix in results.matrices:
         lines += ["", *matrix_table(matrix)]
     write_file(runner.out / "table.md", ("\n".join(lines) + "\n").encode())
+    write_file(runner.out / "results.csv", results_csv(rows, bench.seeds))
     plots = draw(bench, rows, runs, runner.out)
-    return Finished(bench, results, ("results.json", "table.md", *(path.name for path in plots)))
+    return Finished(bench, results, ("results.json", "results.csv", "table.md", *(path.name for path in plots)))
 
 
 def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
@@ -328,7 +332,8 @@ def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool
 
 
 def _show(finished: Finished, out: Path) -> None:
-    console.print(table(None, *cells(finished.bench.columns, finished.results.table)))
+    header, lines = cells(finished.bench.columns, finished.results.table)
+    show_table(header, lines, console.width)
     console.print(f"Wrote {', '.join(finished.written)} in {out}.", highlight=False, soft_wrap=True)
 
 
@@ -359,24 +364,3 @@ def _base(spec: Path | None, rounds: int | None) -> RawSpec:
     if "seed" in base:
         raise CommandError(f"{spec} names a seed: leave it out, --seeds names them", Exit.BAD_INPUT)
     return base if rounds is None else base | {"rounds": rounds}
-
-
-def _run(bench: Bench, runner: Runner) -> list[Run]:
-    columns = (
-        BarColumn(20),
-        MofNCompleteColumn(),
-        TextColumn("federations"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
-        bar = progress.add_task("", total=None)
-
-        def show(done: int, total: int, job: Job) -> None:
-            progress.update(bar, completed=done, total=total, description=escape(job.title))
-            if not messages.is_terminal:
-                messages.print(f"{done + 1} of {total}: {job.title}", highlight=False, markup=False, soft_wrap=True)
-
-        return run_all(bench, runner, show)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,22 +17,26 @@ from promptfed.export.adapted_model import AdaptedModel, class_names_of, given_c
 from promptfed.export.export import open_backbone_of, read_export
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.files import write_file
 from promptfed.sdk.operations import take
-from promptfed.sdk.output import console, print_json, table
+from promptfed.sdk.output import console, messages, print_json, table
 from promptfed.sdk.text import percent
 
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".jp2", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
 BAR = 24  # columns of a whole bar
 NO_NAMES = "nobody has named the classes: give them with --classes a,b or --data URI"
 
 
-def model_of_export(folder: Path, classes: str | None, data: str | None) -> tuple[AdaptedModel, tuple[str, ...]]:
-    """What an export holds, and the class names to choose among.
+def model_of_export(
+    folder: Path, classes: str | None, data: str | None, otherwise: tuple[str, ...] | None = None
+) -> tuple[AdaptedModel, tuple[str, ...]]:
+    """What an export holds, and the class names to choose among: those given, its own, or ``otherwise``.
 
     Raises:
         CommandError: it is no export, or nobody names classes.
     """
     model, own = read_export(folder)
-    return model, _named(given_class_names(classes, data) or own)
+    return model, _named(given_class_names(classes, data) or own or otherwise)
 
 
 def model_of_federation(
@@ -48,6 +55,57 @@ def _named(names: tuple[str, ...] | None) -> tuple[str, ...]:
     if names is None:
         raise CommandError(NO_NAMES, Exit.BAD_INPUT)
     return names
+
+
+def predict_folder(
+    model: AdaptedModel, names: Sequence[str], folder: Path, allow_backbone: bool, out: Path | None
+) -> None:
+    """Classify all images below ``folder``, a line of CSV for each, to ``out`` or to stdout.
+
+    What cannot be read is told and left out.
+
+    Raises:
+        CommandError: there is no image, or a backbone, class name or file that cannot be used.
+    """
+    model.check_alone()
+    paths = sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and not _is_hidden(path, folder)
+    )
+    if not paths:
+        raise CommandError(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))})", Exit.BAD_INPUT)
+    predictor = predictor_of(model.serve(open_backbone_of(model, allow_backbone), names))
+    text, unread = io.StringIO(newline=""), 0
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["image", "class", "probability", "zero_shot_class", "zero_shot_probability"])
+    for path in paths:
+        try:
+            answer = _predict(predictor, path, _read(path))
+        except CommandError as error:
+            messages.print(str(error), highlight=False, markup=False, soft_wrap=True)
+            unread += 1
+            continue
+        writer.writerow([path.relative_to(folder), *_best(answer, "probability"), *_best(answer, "zero_shot")])
+    if unread == len(paths):
+        raise CommandError(f"none of the {unread} images in {folder} can be read", Exit.BAD_INPUT)
+    if out is None:
+        sys.stdout.write(text.getvalue())
+        return
+    write_file(out, text.getvalue().encode())
+    left_out = f"; {unread} could not be read" if unread else ""
+    console.print(f"Wrote {len(paths) - unread} answers to {out}{left_out}.", highlight=False, soft_wrap=True)
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _best(answer: Mapping[str, Any], column: str) -> list[str]:
+    """The likeliest class of a column and its probability; nothing where there is no such column."""
+    rows = [row for row in answer["classes"] if row[column] is not None]
+    if not rows:
+        return ["", ""]
+    best = max(rows, key=lambda row: row[column])
+    return [best["name"], f"{best[column]:.6f}"]
 
 
 def predict(

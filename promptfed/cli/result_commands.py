@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -33,7 +34,9 @@ def verify(
 
 def export(
     federation: Annotated[str, typer.Argument(help="its name or id")],
-    out: Annotated[Path, typer.Option(help="a new folder")],
+    out: Annotated[Path | None, typer.Option(help="a new folder; not needed with --to")] = None,
+    to: Annotated[str | None, typer.Option(help="hf:owner/name: put it on the Hugging Face hub too")] = None,
+    public: Annotated[bool, typer.Option("--public", help="with --to: a new repository there is open to all")] = False,
     round: Annotated[int | None, typer.Option(min=0, help="after this round; default: the last finished one")] = None,
     classes: Classes = None,
     data: ClassesOf = None,
@@ -49,23 +52,64 @@ def export(
         from promptfed.export.adapted_model import given_class_names
         from promptfed.export.export import ExportOptions, check_new, show_export
         from promptfed.export.export import export as write_export
+        from promptfed.export.hub import open_hub, push, repository_of
         from promptfed.sdk.operations import take
 
-        check_new(out)
+        if to is None and (out is None or public):
+            raise CommandError("say where to: --out FOLDER or --to hf:owner/name", Exit.USAGE)
+        if to is not None:
+            repository_of(to)
+            open_hub(token_needed=True)
         options = ExportOptions(given_class_names(classes, data), anonymous, allow_backbone)
-        with open_coordinator(coordinator, token_file) as api:
-            result = api.run(take(federation, round))
-        show_export(write_export(result, out, options), out, as_json)
+        with TemporaryDirectory(prefix="promptfed-export-") as temporary:
+            folder = out or Path(temporary) / "export"
+            check_new(folder)
+            with open_coordinator(coordinator, token_file) as api:
+                result = api.run(take(federation, round))
+            card = write_export(result, folder, options)
+            where = push(folder, to, public) if to is not None else None
+            show_export(card, folder if out is not None else Path(str(to)), as_json)
+        if where is not None and not as_json:
+            typer.echo(f"It is at {where}")
+
+
+def pull(
+    address: Annotated[str, typer.Argument(help="hf:owner/name")],
+    out: Annotated[Path, typer.Option(help="a new folder")],
+    revision: Annotated[str | None, typer.Option(help="a branch or commit there; default: the newest")] = None,
+) -> None:
+    """Fetch an export from the Hugging Face hub; `promptfed predict` and `score` take the folder."""
+    with reporting_errors():
+        from promptfed.export.hub import pull as fetch
+
+        fetch(address, out, revision)
+        typer.echo(f"Wrote {out}")
+
+
+def score(
+    export: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
+    data: Annotated[str, typer.Argument(help="data URI of labelled images, as in folder:/data/pets")],
+    out: Annotated[Path, typer.Option(help="a new folder for figures and the confusion matrix")] = Path("score"),
+    allow_backbone: AllowBackbone = False,
+    backbone_file: BackboneFile = None,
+    as_json: Json = False,
+) -> None:
+    """Test an export on labelled images: accuracy, calibration error, and which class is taken for which."""
+    with reporting_errors():
+        from promptfed.cli.score import run_score
+
+        run_score(export, data, out, allow_backbone, as_json)
 
 
 def predict(
-    images: Annotated[list[Path], typer.Argument(help="image files")],
+    images: Annotated[list[Path], typer.Argument(help="image files, or one folder of images")],
     export: Annotated[Path | None, typer.Option(help="folder that `promptfed export` has written")] = None,
     federation: Annotated[str | None, typer.Option(help="or a federation at a coordinator: its name or id")] = None,
     round: Annotated[int | None, typer.Option(min=0, help="with --federation: after this round")] = None,
     classes: Classes = None,
     data: ClassesOf = None,
     top: Annotated[int, typer.Option(min=1, help="classes that are shown")] = 5,
+    out: Annotated[Path | None, typer.Option(help="with a folder: a file for the CSV; default: stdout")] = None,
     allow_backbone: AllowBackbone = False,
     backbone_file: BackboneFile = None,
     coordinator: Url = None,
@@ -76,6 +120,10 @@ def predict(
     with reporting_errors():
         if (export is None) == (federation is None):
             raise CommandError("say what to predict with: --export FOLDER or --federation NAME", Exit.USAGE)
+        folders = [path for path in images if path.is_dir()]
+        if (folders and (len(images) > 1 or as_json)) or (out is not None and not folders):
+            text = "a folder is given alone, its answers are CSV (--out FILE); files are told one by one (--json)"
+            raise CommandError(text, Exit.USAGE)
         from promptfed.cli import predict as predicting
 
         if export is not None:
@@ -84,10 +132,13 @@ def predict(
             assert federation is not None
             with open_coordinator(coordinator, token_file) as api:
                 model, names = predicting.model_of_federation(api, federation, round, classes, data)
-        predicting.predict(model, names, images, allow_backbone, top, as_json)
+        if folders:
+            predicting.predict_folder(model, names, folders[0], allow_backbone, out)
+        else:
+            predicting.predict(model, names, images, allow_backbone, top, as_json)
 
 
 def add_commands(app: typer.Typer) -> None:
     """Add all of them to the command."""
-    for command in (verify, export, predict):
+    for command in (verify, export, pull, predict, score):
         app.command()(command)

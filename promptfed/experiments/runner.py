@@ -68,6 +68,7 @@ class Bench:
     base: Mapping[str, Any] = field(default_factory=dict)
     m: int | None = None
     steps: int | None = None  # of a client in its whole training, in the place of a number of rounds
+    evaluations: int = 1  # of a federation, beside the one before its first round
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -90,14 +91,15 @@ class Bench:
         return jobs
 
     def _spec(self, entry: Entry, seed: int, trial: Trial, sources: SharedSources) -> RawSpec:
-        """Unless it says otherwise: each data set's own template, everybody asked, evaluated at start and end."""
+        """Unless it says otherwise: each data set's own template, everybody asked, ``evaluations`` beside the first."""
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
         trainers = sum(site.role == "trainer" for site in trial.sites)
         if self.steps is not None:
             raw = raw | {"rounds": rounds_of(self.steps, raw, trial, sources)}
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
-        return merged({"evaluation": {"every": resolve_spec(raw).rounds}, **everybody}, raw)
+        every = math.ceil(resolve_spec(raw).rounds / self.evaluations)
+        return merged({"evaluation": {"every": every}, **everybody}, raw)
 
 
 @dataclass
@@ -258,13 +260,21 @@ def measured(reports: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
     ]
 
 
-def run_all(bench: Bench, runner: Runner, progress: Callable[[int, int, Job], None]) -> list[Run]:
+def run_all(
+    bench: Bench,
+    runner: Runner,
+    progress: Callable[[int, int, Job], None],
+    begin: Callable[[Sequence[Job]], None] = lambda jobs: None,
+) -> list[Run]:
     """Every job's run, in order; ``progress`` receives how many are done, how many there are, and which comes next.
+
+    ``begin`` receives all jobs, before anything is written or run.
 
     Raises:
         CommandError: a federation that cannot be run. What was finished before stays.
     """
     jobs = bench.jobs()
+    begin(jobs)
     _make_folder(runner.out)
     runner.look_at_data([job for job in jobs if not runner.path(job).exists()])
     runs = []

@@ -37,6 +37,7 @@ from promptfed.shared.methods.promptfl_ft import PromptFLFT
 from promptfed.shared.methods.promptfl_per import PromptFLPer
 from promptfed.shared.methods.promptfl_prox import PromptFLProx
 from promptfed.shared.methods.promptfolio import PromptFolio
+from promptfed.shared.methods.rates import swept_rate
 from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.methods.singleset_vpt import SingleSetVPT
 from promptfed.shared.methods.zero_shot import ZeroShot
@@ -177,7 +178,7 @@ def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
             errors, refusal = error.errors, type(error)
     defaults = kind.defaults if kind is not None else {}
     try:
-        spec = parse_spec(raw, defaults)
+        spec = _at_swept_rate(parse_spec(raw, defaults), raw)
     except SpecError as error:
         errors = errors + error.errors
     if kind is not None:
@@ -188,6 +189,13 @@ def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:
     if spec is None or method is None:
         raise refusal(errors)
     return spec, method
+
+
+def _at_swept_rate(spec: FederationSpec, raw: dict[str, Any]) -> FederationSpec:
+    rate = swept_rate(raw, spec.method["name"], spec.backbone.model_dump())
+    if rate is None:
+        return spec
+    return spec.model_copy(update={"training": spec.training.model_copy(update={"learning_rate": rate})})
 
 
 def describe(name: str) -> dict[str, Any]:

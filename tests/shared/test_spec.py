@@ -202,3 +202,18 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(SpecError) as checks:
         resolve_spec({"name": "r", "method": {"name": "coop", "context_init": " "}, "aggregation": {"rule": "median"}})
     assert [error["path"] for error in checks.value.errors] == ["method", "aggregation"]
+
+
+def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alone() -> None:
+    def rate(method: str, **spec: Any) -> float:
+        return resolve_spec({"name": "a", "method": {"name": method}, **spec}).training.learning_rate
+
+    assert rate("promptfl") == 0.1
+    assert rate("promptfl", training={"epochs": 2}) == 0.1
+    assert rate("promptfl", training={"learning_rate": 0.002}) == 0.002
+    assert rate("promptfl", training={"optimizer": "adam"}) == 0.002  # it was not swept with
+    assert rate("promptfl", backbone={"model": "ViT-B-16", "pretrained": "openai"}) == 0.002
+    assert rate("promptfl", backbone={"model": "promptfed-tiny", "pretrained": "random"}) == 0.002
+    assert rate("fedpgp") == 0.001  # its paper's
+    resolved = resolve_spec({"name": "a", "method": {"name": "promptfl"}})
+    assert resolve_spec(resolved.model_dump(mode="json")) == resolved

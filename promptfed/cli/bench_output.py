@@ -1,0 +1,116 @@
+"""What `promptfed bench` shows: how far it is, and its table, as wide as the terminal is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from string import ascii_lowercase
+
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from promptfed.experiments.bench_folder import claim, left, resumed
+from promptfed.experiments.results import Run
+from promptfed.experiments.runner import Bench, Job, Runner, run_all
+from promptfed.sdk.output import console, messages, table
+from promptfed.sdk.pace import duration
+
+LONG_LABEL, LONG_HEADER = 16, 14  # characters, beyond which a narrow table has an alias
+_BORDERS = 3  # columns of the terminal that a cell takes beside its text
+
+
+def run_shown(bench: Bench, runner: Runner) -> list[Run]:
+    """Every run of the bench, with a bar at a terminal and a line for each federation elsewhere."""
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TextColumn("federations"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    jobs: list[Job] = []
+    with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
+        bar = progress.add_task("", total=None)
+
+        def begin(all_jobs: Sequence[Job]) -> None:
+            claim(runner.out, bench)
+            jobs.extend(all_jobs)
+            said = resumed(jobs, runner)
+            if said is not None:
+                messages.print(said, highlight=False, markup=False, soft_wrap=True)
+
+        def show(done: int, total: int, job: Job) -> None:
+            progress.update(bar, completed=done, total=total, description=escape(job.title))
+            if not messages.is_terminal:
+                text = f"{done + 1} of {total}: {job.title}"
+                messages.print(text + pace.said(done), highlight=False, markup=False, soft_wrap=True)
+
+        pace = _Pace(jobs, runner)
+        return run_all(bench, runner, show, begin)
+
+
+class _Pace:
+    """How long the rest takes, looked at again only now and then: each look reads all that is done."""
+
+    def __init__(self, jobs: Sequence[Job], runner: Runner) -> None:
+        self._jobs, self._runner, self._next = jobs, runner, 0.0
+
+    def said(self, done: int) -> str:
+        """Behind a line of progress: how long it and all that follow will take."""
+        if done == 0 or time.monotonic() < self._next:
+            return ""
+        began = time.monotonic()
+        _, seconds = left(self._jobs, self._runner)
+        self._next = began + max(10.0, 50 * (time.monotonic() - began))
+        return "" if not seconds else f" (about {duration(seconds)} left)"
+
+
+def show_table(header: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> None:
+    """The table, in several one below the other where it is wider than ``width``, with what its aliases stand for."""
+    parts, legend = fitted(header, lines, width)
+    for columns, rows in parts:
+        console.print(table(None, columns, rows))
+    for line in legend:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+Part = tuple[list[str], list[list[str]]]
+
+
+def fitted(header: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> tuple[list[Part], list[str]]:
+    """The table in parts of at most ``width`` characters, each with the rows' names, and a legend of aliases.
+
+    Long names become letters, long headers numbered ones, and only where the table as it is does not fit.
+    """
+    whole = list(header), [list(line) for line in lines]
+    if _width(*whole) <= width:
+        return [whole], []
+    names = {line[0]: letters(number) for number, line in enumerate(lines) if len(line[0]) > LONG_LABEL}
+    titles = {title: f"c{number}" for number, title in enumerate(header) if len(title) > LONG_HEADER}
+    short = [titles.get(title, title) for title in header]
+    rows = [[names.get(line[0], line[0]), *line[1:]] for line in lines]
+    parts: list[Part] = []
+    columns: list[int] = []
+    for column in range(1, len(short)):
+        if columns and _width(*_chosen(short, rows, [0, *columns, column])) > width:
+            parts.append(_chosen(short, rows, [0, *columns]))
+            columns = []
+        columns.append(column)
+    parts.append(_chosen(short, rows, [0, *columns]))
+    return parts, [f"{alias} = {name}" for name, alias in {**titles, **names}.items()]
+
+
+def letters(number: int) -> str:
+    """``a`` to ``z``, then ``aa`` and so on."""
+    rest, last = divmod(number, len(ascii_lowercase))
+    return (letters(rest - 1) if rest else "") + ascii_lowercase[last]
+
+
+def _chosen(header: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int]) -> Part:
+    return [header[column] for column in columns], [[row[column] for column in columns] for row in rows]
+
+
+def _width(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    return 1 + sum(max(len(row[k]) for row in [header, *rows]) + _BORDERS for k in range(len(header)))

@@ -1,0 +1,129 @@
+"""`promptfed score`: what an export is worth on labelled images, and which class is taken for which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import Tensor
+
+from promptfed.cli.predict import model_of_export
+from promptfed.client_service.training.data import TEST, ClientData
+from promptfed.client_service.training.evaluation import answers
+from promptfed.experiments.metrics import BINS, calibration_error, class_accuracies, macro_f1
+from promptfed.export.export import open_backbone_of
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.files import new_folder, write_file
+from promptfed.sdk.output import console, print_json, table
+from promptfed.sdk.text import percent
+from promptfed.shared.clip import FeatureCache
+from promptfed.shared.data import DataError, open_source
+
+SCORE_FILE, CONFUSION_FILE, PICTURE = "score.json", "confusion.csv", "confusion.png"
+_NAMED = 40  # classes, beyond which a picture has no room for their names
+
+
+def run_score(export: Path, uri: str, out: Path, allow_backbone: bool, as_json: bool) -> None:
+    """Score an export on all images of ``uri`` and write the figures and the confusion matrix into ``out``.
+
+    Raises:
+        CommandError: the export, the data or the backbone cannot be used, or the data have classes that the export does
+            not choose among.
+    """
+    try:
+        source = open_source(uri, "evaluator")
+    except DataError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    model, names = model_of_export(export, None, None, source.class_names)
+    unknown = [name for name in source.class_names if name not in names]
+    if unknown:
+        shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        text = f"the export does not choose among the classes {shown} of {uri}: leave them out with only=NAME,NAME"
+        raise CommandError(text, Exit.BAD_INPUT)
+    backbone = open_backbone_of(model, allow_backbone)
+    served = model.serve(backbone, names)
+    with new_folder(out, "--out") as folder, TemporaryDirectory(prefix="promptfed-score-") as features:
+        split = ClientData(source, backbone, FeatureCache(Path(features))).split(TEST, names)
+        predicted, confidence = answers(served.classifier, split)
+        figures = scores(split.labels, predicted, confidence, names)
+        if served.template is not None:
+            figures["zero_shot"] = scores(split.labels, *answers(served.template, split), names)
+        matrix = confusion(split.labels, predicted, len(names))
+        write_file(folder / SCORE_FILE, (json.dumps(figures, indent=1, ensure_ascii=False) + "\n").encode())
+        write_file(folder / CONFUSION_FILE, _csv(matrix, names).encode())
+        _draw(matrix, names).savefig(folder / PICTURE, dpi=150, bbox_inches="tight")
+    if as_json:
+        print_json(figures)
+        return
+    template = figures.get("zero_shot", {})
+    rows = [[title, *(_cell(one.get(key)) for one in (template, figures))] for key, title in FIGURES.items()]
+    console.print(table(f"{figures['images']} images of {uri}", ["", "zero-shot", "adapted"], rows))
+    console.print(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.", highlight=False, soft_wrap=True)
+
+
+FIGURES = {
+    "accuracy": "accuracy",
+    "ece": f"calibration error ({BINS} bins)",
+    "macro_f1": "macro-F1",
+    "worst_class_accuracy": "worst class",
+}
+
+
+def _cell(value: float | None) -> str:
+    return percent(value) if value is not None else "-"
+
+
+def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """Accuracy, expected calibration error, macro-F1 and the worst class of answers ``(N,)`` among ``names``."""
+    right = (labels.cpu() == predicted).numpy()
+    by_class = class_accuracies(labels.numpy(), predicted.numpy())
+    worst = min(by_class, key=lambda label: (by_class[label], label))
+    return {
+        "images": len(labels),
+        "accuracy": float(right.mean()),
+        "ece": calibration_error(confidence.numpy(), right),
+        "macro_f1": macro_f1(labels.numpy(), predicted.numpy()),
+        "worst_class": names[worst],
+        "worst_class_accuracy": by_class[worst],
+    }
+
+
+def confusion(labels: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int64]:
+    """``(C, C)``: how many images of a class (row) were taken for which (column)."""
+    pairs = labels.cpu() * classes + predicted
+    counts: NDArray[np.int64] = torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes).numpy()
+    return counts
+
+
+def _csv(matrix: NDArray[np.int64], names: Sequence[str]) -> str:
+    import csv
+    import io
+
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["class", *names])
+    writer.writerows([name, *row.tolist()] for name, row in zip(names, matrix, strict=True))
+    return text.getvalue()
+
+
+def _draw(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
+    """Each row as shares of its class's images."""
+    side = max(3.2, min(12.0, 0.22 * len(names) + 1.6))
+    figure = Figure(figsize=(side, side))
+    axes = figure.add_subplot()
+    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    shown = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set_xlabel("taken for")
+    axes.set_ylabel("class")
+    if len(names) <= _NAMED:
+        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+    figure.colorbar(shown, ax=axes, fraction=0.046, label="share of the class's images")
+    return figure

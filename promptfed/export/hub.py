@@ -1,0 +1,100 @@
+"""Exports on the Hugging Face hub: ``hf:owner/name``, put there and fetched from there by its own library."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from promptfed.export.export import check_new, read_export
+from promptfed.export.model_card import MARKDOWN_FILE
+from promptfed.sdk.errors import CommandError, Exit
+
+SCHEME = "hf:"
+README = "README.md"  # what the hub shows of a repository
+
+
+def repository_of(address: str) -> str:
+    """``owner/name`` of ``hf:owner/name``.
+
+    Raises:
+        CommandError: it is something else.
+    """
+    name = address.removeprefix(SCHEME)
+    if not address.startswith(SCHEME) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise CommandError(f"{address!r} is no place on the hub: write hf:owner/name", Exit.BAD_INPUT)
+    return name
+
+
+def open_hub(token_needed: bool) -> Any:
+    """The hub's client, at $HF_ENDPOINT where that is set, with the token that the hub's library finds.
+
+    Raises:
+        CommandError: the library is not installed, or a token is needed and there is none.
+    """
+    try:
+        from huggingface_hub import HfApi, get_token
+    except ImportError:
+        text = "the hub's library is not installed: pip install huggingface_hub"
+        raise CommandError(text, Exit.BAD_INPUT) from None
+    token = get_token()
+    if token_needed and not token:
+        text = "no token for the hub: set HF_TOKEN, or log in with `hf auth login`"
+        raise CommandError(text, Exit.NOT_ALLOWED)
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token)
+
+
+def push(folder: Path, address: str, public: bool = False) -> str:
+    """Put the export in ``folder`` at ``address``, a repository that is made private where it is new; its web address.
+
+    Raises:
+        CommandError: it is no export, or the hub refuses.
+    """
+    repository = repository_of(address)
+    read_export(folder)
+    hub = open_hub(token_needed=True)
+    try:
+        where = hub.create_repo(repository, exist_ok=True, private=not public)
+        with tempfile.TemporaryDirectory(prefix="promptfed-hub-") as copy:
+            whole = Path(copy) / "export"
+            shutil.copytree(folder, whole)
+            shutil.copyfile(folder / MARKDOWN_FILE, whole / README)
+            hub.upload_folder(repo_id=repository, folder_path=str(whole), commit_message="promptfed export")
+    except Exception as error:  # the library raises errors of many kinds; none of them is ours
+        raise CommandError(f"{address}: the hub refuses: {_line(error)}", Exit.REFUSED) from None
+    return str(where)
+
+
+def pull(address: str, out: Path, revision: str | None = None) -> None:
+    """Fetch the export at ``address`` into ``out``, which must be new; what is no export leaves nothing behind.
+
+    Raises:
+        CommandError: the hub does not give it, or it is no export.
+    """
+    repository = repository_of(address)
+    check_new(out)
+    hub = open_hub(token_needed=False)
+    out = out.resolve()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+            fetched = Path(folder) / "export"
+            try:
+                hub.snapshot_download(repo_id=repository, revision=revision, local_dir=str(fetched))
+            except Exception as error:  # as above
+                raise CommandError(f"{address} cannot be fetched: {_line(error)}", Exit.REFUSED) from None
+            shutil.rmtree(fetched / ".cache", ignore_errors=True)  # the library's notes
+            (fetched / ".gitattributes").unlink(missing_ok=True)
+            read_export(fetched)
+            if out.exists():
+                out.rmdir()
+            os.rename(fetched, out)
+    except OSError as error:
+        raise CommandError(f"cannot write {out}: {error.strerror}", Exit.BAD_INPUT) from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,24 @@
+"""Learning rates by method and backbone, where a sweep has found one: a paper's rate is for the paper's backbone.
+
+Chosen on held-out training images of small sites (symbols in rare styles, signs, emoji, digits), by the mean over them,
+at the defaults of everything else; docs/methods.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+EMBEDDED = ("promptfed-tiny", "embedded")
+SWEPT: Mapping[tuple[str, str], Mapping[str, float]] = {EMBEDDED: {"promptfl": 0.1, "coop": 0.1}}
+
+
+def swept_rate(raw: Mapping[str, Any], method: str, backbone: Mapping[str, Any]) -> float | None:
+    """The rate for ``method`` on ``backbone`` (a spec's, nothing left out), where ``raw`` leaves it open.
+
+    A spec that names another optimizer than the one that was swept has the rate that the method gives.
+    """
+    training = raw.get("training")
+    if isinstance(training, Mapping) and ({"learning_rate", "optimizer"} & set(training)):
+        return None
+    return SWEPT.get((str(backbone.get("model")), str(backbone.get("pretrained"))), {}).get(method)

@@ -1,0 +1,142 @@
+"""What is done with an export: a folder classified, a score with its confusion, a place on the hub and back."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import promptfed
+from promptfed.cli.main import app
+from promptfed.cli.score import confusion, scores
+from promptfed.export.hub import push, repository_of
+from promptfed.sdk.errors import Exit
+from tests.support import exports
+from tests.support.hub import running_hub
+from tests.support.own_images import SHAPES, picture, write_folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a federation over pictures of one's own."""
+    folder = tmp_path_factory.mktemp("own")
+    data = {name: f"folder:{write_folder(folder / name, seed=seed, each=4)}" for seed, name in enumerate(("a", "b"))}
+    result = promptfed.run(
+        {"name": "promptfl", "m": 2}, data, rounds=1, class_names=list(SHAPES), backbone=exports.backbone()
+    )
+    result.export(folder / "export")
+    return folder / "export"
+
+
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_folder_of_images_becomes_a_table(exported: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path / "in", ("circle", "bar"), seed=9, each=2)
+    (tmp_path / "in" / "bar" / "broken.png").write_bytes(b"nothing")
+    (tmp_path / "in" / "notes.txt").write_text("no image")
+    done = command("predict", tmp_path / "in", "--export", exported, "--out", tmp_path / "answers.csv")
+    assert done.exit_code == 0, done.output
+    assert "Wrote 4 answers" in done.stdout
+    assert "broken.png cannot be read as an image" in done.stderr
+    text = (tmp_path / "answers.csv").read_text()
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["image"] for row in rows] == ["bar/0.png", "bar/1.png", "circle/0.png", "circle/1.png"]
+    one = command("predict", tmp_path / "in" / "bar" / "0.png", "--export", exported, "--json")
+    [answer] = json.loads(one.stdout)
+    assert rows[0]["class"] == answer["class_name"]
+    assert float(rows[0]["probability"]) == pytest.approx(answer["classes"][0]["probability"], abs=1e-6)
+    best = max(answer["classes"], key=lambda row: row["zero_shot"])
+    assert (rows[0]["zero_shot_class"], float(rows[0]["zero_shot_probability"])) == (
+        best["name"],
+        pytest.approx(best["zero_shot"], abs=1e-6),
+    )
+    assert command("predict", tmp_path / "in", "--export", exported).stdout == text
+    for more in ((tmp_path / "in", "--json"), (tmp_path / "in" / "bar" / "0.png", "--out", "x"), (tmp_path, tmp_path)):
+        assert command("predict", *more, "--export", exported).exit_code == Exit.USAGE
+    (tmp_path / "empty").mkdir()
+    assert "holds no image" in command("predict", tmp_path / "empty", "--export", exported).stderr
+
+
+def test_a_score_is_that_of_the_answers(exported: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path / "in", ("circle", "bar"), seed=9, each=3)
+    done = command("score", exported, f"folder:{tmp_path / 'in'}", "--out", tmp_path / "score", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    table = command("predict", tmp_path / "in", "--export", exported).stdout
+    answers = [
+        (row["image"].split("/")[0], row["class"], row["zero_shot_class"]) for row in csv.DictReader(io.StringIO(table))
+    ]
+    assert told["images"] == len(answers) == 6
+    assert told["accuracy"] == pytest.approx(sum(label == found for label, found, _ in answers) / 6)
+    assert told["zero_shot"]["accuracy"] == pytest.approx(sum(label == found for label, _, found in answers) / 6)
+    with (tmp_path / "score" / "confusion.csv").open(newline="") as file:
+        matrix = {row["class"]: row for row in csv.DictReader(file)}
+    for label in SHAPES:
+        for found in SHAPES:
+            assert int(matrix[label][found]) == sum(answer[:2] == (label, found) for answer in answers)
+    assert (tmp_path / "score" / "confusion.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "score" / "score.json").read_text()) == told
+    (tmp_path / "in" / "ring").mkdir()
+    picture("circle", 1).save(tmp_path / "in" / "ring" / "0.png")
+    refused = command("score", exported, f"folder:{tmp_path / 'in'}", "--out", tmp_path / "other")
+    assert "does not choose among the classes ring" in refused.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_figures_of_a_score_by_hand() -> None:
+    labels, predicted = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])
+    found = scores(labels, predicted, torch.tensor([0.9, 0.9, 0.9, 0.9]), ["a", "b", "c"])
+    assert found["accuracy"] == 0.75
+    assert found["ece"] == pytest.approx(0.15)
+    assert (found["worst_class"], found["worst_class_accuracy"]) == ("a", 0.5)
+    assert found["macro_f1"] == pytest.approx((2 / 3 + 4 / 5) / 2)
+    assert confusion(labels, predicted, 3).tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
+
+
+def test_an_export_goes_to_the_hub_and_comes_back(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        for _ in range(2):  # a second time the repository is there
+            assert push(exported, "hf:ward/shapes").endswith("ward/shapes")
+        assert hub.tokens == {"Bearer hf_secret"}
+        assert hub.private == {"ward/shapes": True}
+        done = command("pull", "hf:ward/shapes", "--out", tmp_path / "back")
+        assert done.exit_code == 0, done.output
+        names = {str(path.relative_to(exported)) for path in exported.rglob("*") if path.is_file()}
+        for name in names:
+            assert (tmp_path / "back" / name).read_bytes() == (exported / name).read_bytes()
+        assert {
+            str(p.relative_to(tmp_path / "back")) for p in (tmp_path / "back").rglob("*") if p.is_file()
+        } == names | {"README.md"}
+        hub.files["ward/shapes"]["prompts.safetensors"] = b"other"
+        damaged = command("pull", "hf:ward/shapes", "--out", tmp_path / "damaged")
+        assert damaged.exit_code == Exit.BAD_INPUT
+        assert not (tmp_path / "damaged").exists()
+        gone = command("pull", "hf:ward/none", "--out", tmp_path / "none")
+        assert (gone.exit_code, "cannot be fetched" in gone.stderr) == (Exit.REFUSED, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["back"]
+
+
+def test_a_hub_without_a_token_or_under_another_name_is_refused_before_any_work(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    refused = command("export", "styles", "--to", "hf:ward/shapes", "--coordinator", "http://127.0.0.1:9")
+    assert "no token for the hub: set HF_TOKEN" in refused.stderr
+    for address in ("ward/shapes", "hf:shapes", "hf:a/b/c"):
+        with pytest.raises(promptfed.CommandError, match="write hf:owner/name"):
+            repository_of(address)
+    assert command("export", "styles").exit_code == Exit.USAGE

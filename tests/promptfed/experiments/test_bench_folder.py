@@ -1,0 +1,89 @@
+"""A bench's folder: whose it is, what is done, its table in a narrow terminal and as CSV, and its curve."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from promptfed.cli.bench_output import fitted, letters
+from promptfed.cli.main import app
+from promptfed.experiments.bench_folder import results_csv
+from promptfed.experiments.tables import TableRow
+from promptfed.sdk.errors import Exit
+
+DATA = "symbols:sketch?topic=games&per_class=4&test_per_class=2"
+
+
+def bench(out: Path, *more: str, data: str = DATA, methods: str = "zero_shot") -> tuple[int, str, str]:
+    arguments = ["personalisation", "--data", data, "--clients", "2", "--partition", "iid", "--seeds", "0"]
+    result = CliRunner().invoke(app, ["bench", *arguments, "--methods", methods, "--out", str(out), *more])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_folder_of_another_bench_is_refused_and_of_the_same_goes_on(tmp_path: Path) -> None:
+    assert bench(tmp_path)[0] == 0
+    before = (tmp_path / "results.json").read_bytes()
+    for more, differs in (((), "setting was"), (("--rounds", "2"), 'spec was {}, is {"rounds": 2}')):
+        code, _, stderr = bench(tmp_path, *more, data=DATA if more else DATA.replace("games", "signs"))
+        assert code == Exit.BAD_INPUT
+        assert "holds another bench" in stderr
+        assert differs in stderr
+    assert (tmp_path / "results.json").read_bytes() == before
+    (tmp_path / "bench.json").unlink()  # as a version left it that knew of no other benches
+    other = ["bench", "cross-dataset", "--data", DATA, "--data", "digits", "--methods", "zero_shot"]
+    result = CliRunner().invoke(app, [*other, "--out", str(tmp_path)])
+    assert 'protocol was "personalisation", is "cross-dataset"' in result.stderr
+    code, _, stderr = bench(tmp_path, methods="zero_shot,promptfl:m=2:rounds=2")
+    assert code == 0
+    assert f"1 of 2 federations are done in {tmp_path}; the other 1 will take about" in stderr
+    assert "all of them" in bench(tmp_path, methods="zero_shot,promptfl:m=2:rounds=2")[2]
+
+
+def test_results_are_kept_as_csv_too_and_accuracy_by_round_is_drawn(tmp_path: Path) -> None:
+    code, stdout, _ = bench(tmp_path, methods="promptfl:m=2:rounds=3")
+    assert code == 0
+    assert (tmp_path / "rounds-trainers.png").exists()
+    assert "results.csv" in stdout
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    table: list[dict[str, Any]] = json.loads((tmp_path / "results.json").read_text())["table"]
+    told = {(row["method"], row["column"]): float(row["accuracy"]) for row in rows}
+    assert told == {(row["label"], name): value for row in table for name, value in row["scores"][0].items()}
+    assert {row["seed"] for row in rows} == {"0"}
+
+
+def test_a_papers_row_has_no_seed() -> None:
+    text = results_csv(
+        [TableRow("ours", ({"mean": 0.5}, {"mean": 0.25})), TableRow("theirs", ({"mean": 0.75},))], [3, 4]
+    )
+    assert text.decode().splitlines()[1:] == ["ours,3,mean,0.5", "ours,4,mean,0.25", "theirs,,mean,0.75"]
+
+
+LABELS = ("zero-shot", "fedpgp:pairs=positive_only:training.learning_rate=0.01", "promptfl:training.learning_rate=0.05")
+
+
+@pytest.mark.parametrize("columns", [1, 4, 9])
+def test_a_table_fits_eighty_columns_by_aliases_and_in_parts(columns: int) -> None:
+    header = ["method", *(f"a domain of long name {k}" for k in range(columns)), "up", "down"]
+    lines = [[label, *("45.3 ± 1.2 ▼" for _ in range(columns)), "7.2 kB", "7.2 kB"] for label in LABELS]
+    parts, legend = fitted(header, lines, 80)
+    for part_header, part_lines in parts:
+        widths = [max(len(row[k]) for row in [part_header, *part_lines]) for k in range(len(part_header))]
+        assert sum(widths) + 3 * len(widths) + 1 <= 80
+        assert [line[0] for line in part_lines] == ["zero-shot", "b", "c"]
+    shown = [title for part_header, _ in parts for title in part_header[1:]]
+    assert shown == [f"c{k + 1}" for k in range(columns)] + ["up", "down"]
+    assert f"b = {LABELS[1]}" in legend
+    assert "c1 = a domain of long name 0" in legend
+    assert sum(len(line) - 1 for _, part_lines in parts for line in part_lines) == len(LABELS) * (columns + 2)
+
+
+def test_a_table_that_fits_stays_as_it_is() -> None:
+    header, lines = ["method", "mean"], [["a method with a rather long name", "1.0"]]
+    assert fitted(header, lines, 80) == ([(header, lines)], [])
+    assert [letters(number) for number in (0, 25, 26, 27)] == ["a", "z", "aa", "ab"]
