@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from promptfed.coordinator.api import round_calls
 from promptfed.coordinator.domain import clock
 from tests.coordinator.operations.test_submissions import bad_updates
+from tests.support.both_ways import Switch, seen
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import FakeClient, bearer, content_digest, trained, update_body
 from tests.support.open_phases import kind, open_first_phase, stored_rows
@@ -21,43 +18,9 @@ from tests.support.open_phases import kind, open_first_phase, stored_rows
 Call = tuple[str, str, dict[str, Any]]
 
 
-class Switch:
-    """Lets the handlers answer or not, and counts what they did."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.on, self.answered = True, 0
-        call = round_calls._call
-
-        def counted(*arguments: Any) -> Any:
-            found = call(*arguments) if self.on else None
-            self.answered += found is not None
-            return found
-
-        monkeypatch.setattr(round_calls, "_call", counted)
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """A block in which the declared routes answer everything."""
-        self.on = False
-        yield
-        self.on = True
-
-
 @pytest.fixture
 def switch(monkeypatch: pytest.MonkeyPatch) -> Switch:
     return Switch(monkeypatch)
-
-
-def seen(response: httpx.Response, *unequal: str) -> tuple[int, list[tuple[str, str]], str]:
-    """All of an answer but the time, with the texts ``unequal`` made the same."""
-    text = response.text
-    headers = [(name, value) for name, value in response.headers.multi_items() if name != "date"]
-    found = (response.status_code, headers, text)
-    if unequal:
-        pattern = "|".join(map(re.escape, unequal))
-        lengthless = [(name, re.sub(pattern, "*", value)) for name, value in headers]
-        return found[0], lengthless, re.sub(pattern, "*", text)
-    return found
 
 
 def odd_calls(coordinator: InThread, federation: str, a: FakeClient, b: FakeClient, task: dict[str, Any]) -> list[Call]:

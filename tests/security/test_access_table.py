@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from promptfed.coordinator.app import create_app
+from promptfed.coordinator.domain import clock
 from promptfed.coordinator.settings import Settings
 from tests import ROOT
+from tests.support.both_ways import Switch, seen
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import bearer, content_digest, enrolment, secret_of, spec, update_body
 
@@ -172,3 +175,60 @@ READING = [call for call, who in TABLE.items() if call.startswith("GET") and who
 def test_the_right_token_opens_what_only_reads(door: Door, call: str) -> None:
     token = secret_of("a") if TABLE[call] == "client" else door.tokens[TABLE[call]]
     assert door.knock(call, token).status_code == 200
+
+
+HOT = ("GET .../task", "GET .../tasks/{task_id}/payload", "PUT .../tasks/{task_id}/update")
+HOT += ("PUT .../tasks/{task_id}/evaluation",)
+
+
+@pytest.mark.parametrize("call", HOT)
+def test_the_handlers_in_front_of_the_framework_answer_every_token_as_the_routes_do(
+    door: Door, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the calls of a round: status, all headers, every byte; whatever a caller says of where it comes from."""
+    switch = Switch(monkeypatch)
+    this_moment = clock.monotonic()
+    monkeypatch.setattr(clock, "monotonic", lambda: this_moment)  # a task tells how many seconds are left
+    tokens = {**door.tokens, "its own": secret_of("a"), "none": None}
+    door.knock(call, tokens["its own"])  # an update is new once
+    for forwarded in ({}, {"X-Forwarded-For": "203.0.113.9"}):
+        door.coordinator.http.headers.update(forwarded)
+        for name, token in tokens.items():
+            fast = door.knock(call, token)
+            with switch.off():
+                declared = door.knock(call, token)
+            assert seen(fast) == seen(declared), (call, name)
+            assert fast.headers["cache-control"] == "no-store"
+            assert fast.headers["x-content-type-options"] == "nosniff"
+            right = ("its own", "client") if call == "GET .../task" else ("its own",)
+            assert (fast.status_code < 300) == (name in right and not call.endswith("evaluation")), name
+    door.coordinator.http.headers.pop("X-Forwarded-For")
+    assert switch.answered >= 2
+
+
+@pytest.mark.parametrize("way", ["handlers", "routes"])
+@pytest.mark.parametrize("call", HOT)
+def test_wrong_tokens_count_for_the_address_that_a_proxy_names(
+    tmp_path: Path, call: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = Switch(monkeypatch)
+    switch.on = way == "handlers"
+    options = {"forwarded_allow_ips": "127.0.0.1", "auth_failures_per_minute": 2}
+    with in_thread(tmp_path / "data", **options) as coordinator:
+        mine = coordinator.create(name="mine")
+        a, b = coordinator.enrol(mine, "a", "b")
+        coordinator.post(f"{mine}/start")
+        task, _ = coordinator.training([a, b])
+        door = Door(coordinator, {}, task, a.payload(task)["context"])
+
+        def knock(address: str, token: str) -> int:
+            coordinator.http.headers["X-Forwarded-For"] = address
+            return door.knock(call, token).status_code
+
+        good = 409 if call.endswith("evaluation") else 200
+        assert knock("203.0.113.1", secret_of("a")) in (good, 201)
+        assert [knock("203.0.113.1", "0" * 64) for _ in range(3)] == [401, 401, 429]
+        assert knock("203.0.113.1", secret_of("a")) == good, "a token that this address has used is let through"
+        assert knock("203.0.113.1", secret_of("b")) == 429, "and no other, right or wrong"
+        assert knock("203.0.113.2", secret_of("a")) == good, "nor does another address pay for it"
+        assert knock("203.0.113.2", "0" * 64) == 401

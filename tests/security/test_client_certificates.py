@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import re
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,8 +20,9 @@ from pydantic import ValidationError
 
 from promptfed.client_service.coordinator_client import http_to
 from promptfed.coordinator.settings import Settings
+from tests.support.both_ways import Switch, seen
 from tests.support.coordinators import TIMEOUT, InThread
-from tests.support.fake_clients import bearer, enrolment, secret_of, spec
+from tests.support.fake_clients import FakeClient, bearer, content_digest, enrolment, secret_of, spec
 
 
 class Authority:
@@ -113,6 +116,38 @@ def test_a_client_needs_a_certificate_in_its_own_name(
         forged.task("a")
     assert coordinator.get("eyes")["clients"]["trainers"] == 2, "operators come by their tokens"
     assert nobody.http.get("/healthz").status_code == 200
+
+
+def test_handlers_in_front_of_the_framework_ask_for_it_as_the_routes_do(
+    coordinator: InThread, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = str(coordinator.post("/v1/federations", spec(name="round"), status=201)["id"])
+    token, sites = coordinator.token(federation), {}
+    for name in ("e", "f"):
+        sites[name] = Site(coordinator.url, authority.file, authority.sign(name))
+        path = f"/v1/federations/{federation}/clients"
+        assert sites[name].http.post(path, json=enrolment(name), headers=bearer(token)).status_code == 201
+    sites["nobody"] = Site(coordinator.url, authority.file, None)
+    coordinator.post(f"{federation}/start")
+    task = coordinator.task(FakeClient(sites["e"].http, federation, "e"))
+    switch = Switch(monkeypatch)
+    here = f"/v1/federations/{federation}/tasks/{task['task_id']}"
+    calls = [("GET", f"/v1/federations/{federation}/task"), ("GET", f"{here}/payload"), ("PUT", f"{here}/update")]
+    for verb, path in [*calls, ("PUT", f"{here}/evaluation")]:
+        for name, site in sites.items():
+            headers = bearer(secret_of("e")) | {"Content-Digest": content_digest(b"x"), "X-Forwarded-For": "1.2.3.4"}
+            options: dict[str, Any] = {"headers": headers, "content": b"x"} if verb == "PUT" else {"headers": headers}
+            before = switch.answered
+            fast = site.http.request(verb, path, **options)
+            assert (fast.status_code == 403) == (name != "e"), (path, name)
+            assert name == "e" or switch.answered == before, "whoever lacks the certificate goes to the routes"
+            with switch.off():
+                declared = site.http.request(verb, path, **options)
+            left = r'"seconds_left": ?[0-9.]+'
+            assert [re.sub(left, "", str(part)) for part in seen(fast)] == [
+                re.sub(left, "", str(part)) for part in seen(declared)
+            ]
+    assert switch.answered >= 3
 
 
 def test_the_client_service_shows_its_own(coordinator: InThread, authority: Authority) -> None:
