@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import unicodedata
 
 # Cc: ESC and other controls. Cf: what turns the direction of writing, or shows as nothing. Cs, Cn, Co: what terminals
@@ -11,6 +12,7 @@ UNSEEN = {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}
 JOINERS = "\u200c\u200d"  # that some scripts, and emoji, are written with; they neither hide nor move anything
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 MARKDOWN = "\\`*_[]|#!~"
+CELL = "\\`[]|!"  # of those, what makes code, a link, an image or a further column in the middle of a line
 
 
 def plain(text: object, keep: str = "") -> str:
@@ -38,8 +40,24 @@ def csv_cell(text: str) -> str:
     return f"'{shown}" if shown.startswith(FORMULA) else shown
 
 
+def markdown_cell(text: str) -> str:
+    """``text`` as a cell of a Markdown table: no HTML, link or further column. Names with underscores stay readable."""
+    return _escaped(text, CELL)
+
+
+def markdown_code(text: str) -> str:
+    """``text`` as code in a line of Markdown, which only more backticks than it has end."""
+    one_line = plain(" ".join(text.split()))
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", one_line)), default=0))
+    return f"{fence}{one_line}{fence}" if len(fence) == 1 else f"{fence} {one_line} {fence}"
+
+
 def markdown(text: str) -> str:
     """``text`` in one line of Markdown that reads as it stands: neither markup nor HTML."""
+    return _escaped(text, MARKDOWN)
+
+
+def _escaped(text: str, letters: str) -> str:
     one_line = plain(" ".join(text.split()))
-    escaped = "".join(f"\\{letter}" if letter in MARKDOWN else letter for letter in one_line)
+    escaped = "".join(f"\\{letter}" if letter in letters else letter for letter in one_line)
     return html.escape(escaped, quote=False)

@@ -25,6 +25,7 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data.union import union_uri
+from promptfed.shared.plain_text import markdown_cell
 
 FEDERATED, ON_TARGET, CENTRALISED, SINGLE, ALONE = "federated", "on target", "centralised", "single source", "alone"
 LEAST_ROOM = 0.01  # below a point, a share of the room says nothing
@@ -169,5 +170,5 @@ def rooms_table(rooms: Sequence[Room]) -> list[str]:
     for room in rooms:
         share = "no room" if room.share is None else f"{100 * room.share:.0f} %"
         numbers = " | ".join(f"{100 * value:.1f}" for value in (room.zero_shot, room.federated, room.ceiling))
-        lines.append(f"| {room.label} | {numbers} | {room.ceiling_of} | {share} |")
+        lines.append(f"| {markdown_cell(room.label)} | {numbers} | {markdown_cell(room.ceiling_of)} | {share} |")
     return lines

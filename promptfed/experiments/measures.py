@@ -15,6 +15,7 @@ from promptfed.experiments.metrics import calibration_error, class_accuracies, m
 from promptfed.experiments.protocols import ELSEWHERE, UNSEEN
 from promptfed.experiments.results import Run
 from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.plain_text import markdown_cell
 
 VARIANT = "@"
 FIGURES = ("accuracy", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
@@ -128,19 +129,19 @@ def measures_table(rows: Sequence[Measures]) -> list[str]:
     ]
     for row in rows:
         cells = " | ".join(f"{100 * fmean(getattr(row, name)):.1f}" for name in FIGURES)
-        lines.append(f"| {row.label} | {row.split} | {cells} |")
+        lines.append(f"| {markdown_cell(row.label)} | {markdown_cell(row.split)} | {cells} |")
     return lines
 
 
 def matrix_table(matrix: Matrix) -> list[str]:
     """The lines of the table in Markdown, percent: a client's classifier in each row."""
     lines = [
-        f"{matrix.label}: each client's classifier (row) on each client's test images (column); "
+        f"{markdown_cell(matrix.label)}: each client's classifier (row) on each client's test images (column); "
         f"{100 * matrix.elsewhere:.1f} on the others' in the mean.",
         "",
-        "| | " + " | ".join(matrix.clients) + " |",
+        "| | " + " | ".join(map(markdown_cell, matrix.clients)) + " |",
         "|---" + "|--:" * len(matrix.clients) + "|",
     ]
     for client, row in zip(matrix.clients, matrix.accuracy, strict=True):
-        lines.append(f"| {client} | " + " | ".join(f"{100 * value:.1f}" for value in row) + " |")
+        lines.append(f"| {markdown_cell(client)} | " + " | ".join(f"{100 * value:.1f}" for value in row) + " |")
     return lines

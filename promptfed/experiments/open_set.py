@@ -12,6 +12,7 @@ from promptfed.experiments.metrics import auroc, false_positives
 from promptfed.experiments.protocols import UNSEEN
 from promptfed.experiments.results import Run
 from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.plain_text import markdown_cell
 
 KNOWN = "base"
 
@@ -50,4 +51,7 @@ def open_sets_of(runs: Sequence[Run]) -> list[OpenSet]:
 def open_set_table(rows: Sequence[OpenSet]) -> list[str]:
     """The lines of the table in Markdown, percent, means over the seeds."""
     lines = ["| method | AUROC of unseen classes | FPR95 |", "|---|--:|--:|"]
-    return lines + [f"| {row.label} | {100 * fmean(row.auroc):.1f} | {100 * fmean(row.fpr95):.1f} |" for row in rows]
+    for row in rows:
+        figures = f"{100 * fmean(row.auroc):.1f} | {100 * fmean(row.fpr95):.1f}"
+        lines.append(f"| {markdown_cell(row.label)} | {figures} |")
+    return lines

@@ -14,6 +14,7 @@ from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import scores_of
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.plain_text import markdown_cell
 from promptfed.shared.spec import merged
 
 SHARE = 0.25  # of the training images that are held out, unless told otherwise
@@ -129,5 +130,5 @@ def sweep_table(rows: Sequence[Swept]) -> list[str]:
             f"**{100 * value:.1f}**{edge}" if rate == row.chosen else f"{100 * value:.1f}"
             for rate, value in row.by_rate.items()
         ]
-        lines.append(f"| {row.label} | " + " | ".join(cells) + " |")
+        lines.append(f"| {markdown_cell(row.label)} | " + " | ".join(cells) + " |")
     return lines

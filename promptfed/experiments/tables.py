@@ -11,6 +11,7 @@ from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
 from promptfed.sdk.result import Accuracy
 from promptfed.sdk.text import size
+from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 ZERO_SHOT = "zero-shot"
 VARIANT = "@"  # before the name of a further classifier, in a split's name
@@ -129,18 +130,18 @@ def markdown(bench: Bench, rows: Sequence[TableRow]) -> str:
 
 def caption(bench: Bench) -> str:
     """What the table shows, and of what."""
-    data, seeds = "`, `".join(bench.setting.data), ", ".join(str(seed) for seed in bench.seeds)
+    data, seeds = ", ".join(map(markdown_code, bench.setting.data)), ", ".join(str(seed) for seed in bench.seeds)
     spread = ", mean ± standard deviation over seeds" if len(bench.seeds) > 1 else ""
     held_out = " on training images held out" if bench.setting.validation is not None else ""
     return (
-        f"**{bench.protocol.name}**: {bench.protocol.summary}. Data `{data}`; seeds {seeds}. "
+        f"**{bench.protocol.name}**: {bench.protocol.summary}. Data {data}; seeds {seeds}. "
         f"Accuracy in percent after the last round{held_out}{spread}; the numbers that a client trains, and "
         f"bytes and seconds of training per client and round. {BELOW} marks what lies below zero-shot."
     )
 
 
 def _joined(parts: Sequence[str]) -> str:
-    return "| " + " | ".join(parts) + " |"
+    return "| " + " | ".join(map(markdown_cell, parts)) + " |"
 
 
 def _line(row: TableRow, columns: Sequence[str], zero_shot: TableRow | None) -> list[str]:

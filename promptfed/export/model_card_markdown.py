@@ -19,6 +19,7 @@ from promptfed.sdk.text import percent, size
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.insights import GeneratesPrompts
 from promptfed.shared.plain_text import markdown as plain_markdown
+from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 MOST_CLASSES = 12  # named one by one
 WHAT = {
@@ -37,9 +38,9 @@ def markdown(card: Card, snippet: str | None) -> str:
         "method": f"{name}: {card.paper}",
         "hyperparameters": _settings(card.method),
         "training": _settings(card.training.model_dump(mode="json")),
-        "backbone": f"{backbone.model}, {backbone.pretrained or 'random'}, {backbone.precision}",
+        "backbone": markdown_cell(f"{backbone.model}, {backbone.pretrained or 'random'}, {backbone.precision}"),
         "classes": _classes(card),
-        "template": f"`{card.template}`",
+        "template": markdown_code(card.template).replace("|", "\\|"),
         "federation": f"{card.federation['state']}, seed {card.seed}",
         "participants": f"{trained} trained, {len(card.participants) - trained} only evaluated",
         "sent": f"{size(card.bytes['up'])} up, {size(card.bytes['down'])} down, and not one image",
@@ -108,7 +109,14 @@ def _accuracies(measured: Accuracies | None) -> str:
     if measured is None:
         return "Nobody has measured any yet."
     rows = [
-        [_plain(row.client), row.role, row.split, percent(row.zero_shot), percent(row.adapted), str(row.num_samples)]
+        [
+            _plain(row.client),
+            row.role,
+            markdown_cell(row.split),
+            percent(row.zero_shot),
+            percent(row.adapted),
+            str(row.num_samples),
+        ]
         for row in measured.clients
     ]
     for role, mean in measured.mean.items():

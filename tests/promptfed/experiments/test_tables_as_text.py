@@ -1,0 +1,60 @@
+"""Tables in Markdown whose names somebody else chose: methods of packages, domains, clients, data."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from promptfed.experiments.ceilings import Room, rooms_table
+from promptfed.experiments.measures import Matrix, Measures, matrix_table, measures_table
+from promptfed.experiments.open_set import OpenSet, open_set_table
+from promptfed.experiments.tables import TableRow, table_of
+from promptfed.shared.plain_text import markdown_cell, markdown_code
+
+BAD = "<img src=x onerror=alert(1)> a|b [c](javascript:d) `e`"
+ROWS = {
+    "accuracy": table_of([BAD], [TableRow(BAD, ({BAD: 0.5},))]),
+    "matrix": matrix_table(Matrix(label=BAD, clients=[BAD, BAD], accuracy=[[1.0, 0.5], [0.5, 1.0]])),
+    "measures": measures_table(
+        [
+            Measures(
+                label=BAD,
+                split=BAD,
+                seeds=[0],
+                accuracy=[1],
+                ece=[0],
+                macro_f1=[1],
+                worst_class=[1],
+                sd_clients=[0],
+                worst_client=[1],
+                reliability=[],
+            )  # fmt: skip
+        ]
+    ),
+    "rooms": rooms_table(
+        [Room(label=BAD, zero_shot=0.1, federated=0.2, ceiling=0.3, ceiling_of=BAD, share=0.5)]  # fmt: skip
+    ),
+    "open set": open_set_table([OpenSet(label=BAD, seeds=[0], auroc=[1], fpr95=[0])]),
+}
+
+
+@pytest.mark.parametrize("which", ROWS)
+def test_no_name_is_html_a_link_or_a_further_column(which: str) -> None:
+    lines = ROWS[which]
+    assert any("&lt;img" in line for line in lines)
+    table = [line for line in lines if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, "each line has as many columns"
+    for line in lines:
+        assert "<" not in line
+        assert not re.search(r"(?<!\\)[\[`]", line)
+
+
+def test_names_stay_readable() -> None:
+    assert markdown_cell("zero_shot (lr=0.1, 2*3)") == "zero_shot (lr=0.1, 2*3)"
+    assert markdown_cell("a\n\x1bb") == "a \\\\x1bb"
+
+
+@pytest.mark.parametrize(("given", "shown"), [("a_b", "`a_b`"), ("a`<b>", "`` a`<b> ``"), ("a\nb``", "``` a b`` ```")])
+def test_code_is_ended_by_nothing_in_it(given: str, shown: str) -> None:
+    assert markdown_code(given) == shown
