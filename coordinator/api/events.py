@@ -11,7 +11,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from sqlalchemy import select
 
 from promptfed.coordinator.api import described
-from promptfed.coordinator.api.deps import RegistryOf, Viewed
+from promptfed.coordinator.api.deps import IsViewer, RegistryOf, Viewed
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import EVENTS, Registry
 from promptfed.coordinator.engine.wakeups import wait
@@ -29,19 +29,26 @@ AWAY_SECONDS = 1.0
 async def get_events(
     registry: RegistryOf,
     federation: Viewed,
+    viewer: IsViewer,
     last_event_id: Annotated[int | None, Header(ge=0, le=1 << 62, description="go on after this event")] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Every event so far (after Last-Event-ID), then each as it happens. Ends after the federation's last event."""
+    """Every event so far (after Last-Event-ID), then each as it happens. Ends after the federation's last event.
+
+    And when the token that it was asked for with ends, or is taken back.
+    """
     last = last_event_id or 0
     registry.metrics.streams.inc()
     try:
         while not registry.wakeups.closed:
             wakeup = registry.wakeups.listen((federation.id, EVENTS))
+            left = viewer.seconds_left(registry)
+            if left <= 0:
+                return
             now = registry.federations.get(federation.id)
             try:
                 rows = await asyncio.to_thread(_after, registry, federation.id, last)
             except DatabaseAway:
-                await wait(wakeup, AWAY_SECONDS)
+                await wait(wakeup, min(AWAY_SECONDS, left))
                 continue
             for row in rows:
                 last = row.id
@@ -50,7 +57,7 @@ async def get_events(
                 continue
             if now is None or now.run.state in ENDED:
                 return
-            await wait(wakeup, LOOK_AGAIN_SECONDS)
+            await wait(wakeup, min(LOOK_AGAIN_SECONDS, left))
     finally:
         registry.metrics.streams.dec()
 

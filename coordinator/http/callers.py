@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,10 +24,25 @@ FIRST_ADMIN = "operator.token"
 
 @dataclass(frozen=True)
 class OperatorCaller:
-    """An operator: by name, or whoever holds the token of the data folder, who is the first admin."""
+    """An operator: by name, or whoever holds the token of the data folder, who is the first admin.
+
+    ``expires``: when an issuer's token ends; ``token``: the digest of one of our own, which can be taken back.
+    """
 
     name: str = FIRST_ADMIN
     role: OperatorRole = "admin"
+    expires: datetime | None = None
+    token: str | None = None
+
+    def seconds_left(self, registry: Registry) -> float:
+        """For how long the token is good still: 0 once it has ended, or was taken back."""
+        expires = self.expires
+        if self.token is not None:
+            known = registry.operators.get(self.token)
+            if known is None:
+                return 0.0
+            expires = known.expires
+        return max(0.0, (expires - datetime.now(UTC)).total_seconds()) if expires is not None else math.inf
 
 
 @dataclass(frozen=True)
@@ -80,8 +96,8 @@ async def look_up(connection: HTTPConnection, registry: Registry, token: str) ->
     auth_throttle: AuthThrottle = connection.app.state.auth_throttle
     auth_throttle.check(address_of(connection), digest(token))
     issuer: Issuer = connection.app.state.issuer
-    name, role = await issuer.identify(token)
-    return OperatorCaller(name, role)
+    name, role, expires = await issuer.identify(token)
+    return OperatorCaller(name, role, expires)
 
 
 def may_be_foreign(connection: HTTPConnection, token: str) -> bool:
@@ -126,7 +142,7 @@ def _identify(
     if operator is not None:
         if operator.expires <= datetime.now(UTC):
             raise TokenExpired(f"this token of {operator.name}'s has expired: ask an admin for another")
-        return OperatorCaller(operator.name, operator.role)
+        return OperatorCaller(operator.name, operator.role, token=token_digest)
     for federation in federations:
         token = federation.tokens.get(token_digest)
         if token is not None:

@@ -14,6 +14,7 @@ import math
 import threading
 import time
 import urllib.request
+from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 import jwt
@@ -66,8 +67,8 @@ class Issuer:
         """Whether it looks like a JWT; tokens of our own are hexadecimal."""
         return token.count(".") == 2
 
-    async def identify(self, token: str) -> tuple[str, OperatorRole]:
-        """Whose token it is, and which role it gives.
+    async def identify(self, token: str) -> tuple[str, OperatorRole, datetime]:
+        """Whose token it is, which role it gives, and until when.
 
         Raises:
             Unauthorized, TokenExpired: it is not to be believed, or not any more.
@@ -76,7 +77,7 @@ class Issuer:
         """
         return await asyncio.to_thread(self._identify, token)
 
-    def _identify(self, token: str) -> tuple[str, OperatorRole]:
+    def _identify(self, token: str) -> tuple[str, OperatorRole, datetime]:
         try:
             key = self._key(jwt.get_unverified_header(token).get("kid"))
             claims = jwt.decode(
@@ -97,7 +98,8 @@ class Issuer:
         role = self._role(claims)
         if role is None:
             raise WrongRole(f"{self._url} gives {name} no role here: one of {', '.join(self._named_roles())} is needed")
-        return f"oidc:{name}", role
+        ends = datetime.fromtimestamp(claims["exp"] + LEEWAY_SECONDS, UTC)
+        return f"oidc:{name}", role, ends
 
     def _refuse(self) -> NoReturn:
         raise Unauthorized(f"this is no token of {self._url} that is good here")

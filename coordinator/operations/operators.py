@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.engine import audit
-from promptfed.coordinator.engine.registry import Operator, Registry
+from promptfed.coordinator.engine.registry import EVENTS, Operator, Registry
 from promptfed.coordinator.store.tables import OperatorRow
 from promptfed.coordinator.store.tokens import digest, new_token
 from promptfed.shared.access_schemas import MintedOperator, OperatorPage, OperatorRequest, OperatorView
@@ -57,3 +57,4 @@ def revoke(registry: Registry, operator: str) -> None:
                 session.delete(session.get_one(OperatorRow, key))
                 audit.note(session, "operator-revoked", operator=known.name, token=known.id)
         registry.operators = {key: known for key, known in registry.operators.items() if key not in gone}
+    registry.wake([(id, EVENTS) for id in registry.federations])  # whose streams end

@@ -7,12 +7,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from promptfed.coordinator.engine.registry import EVENTS
 from tests.support.coordinators import CoordinatorProcess, ForkedCoordinator, InThread
 from tests.support.fake_clients import bearer, drive
 from tests.support.waiting import PATIENCE
@@ -115,6 +118,38 @@ def test_events_tell_the_whole_story_and_go_on_where_one_left_off(coordinator: I
     assert list(events(iter(response.text.splitlines()))) == story[len(story) // 2 + 1 :]
     assert coordinator.http.get(path).status_code == 401
     assert coordinator.http.get(path, headers=coordinator.operator | {"Last-Event-ID": "x"}).status_code == 422
+
+
+@pytest.mark.parametrize("how", ["taken back", "ends"])
+def test_a_stream_ends_with_the_token_that_it_was_asked_for_with(coordinator: InThread, how: str) -> None:
+    federation = coordinator.create()
+    path = f"/v1/federations/{federation}/events"
+    asked = {"name": "anna", "role": "viewer", "hours": 24.0}
+    minted = coordinator.post("/v1/operators", asked, status=201)
+    other = coordinator.post("/v1/operators", {**asked, "name": "ben"}, status=201)
+    streams = []
+    for token in (minted["token"], other["token"]):
+
+        def listen(token: str = token) -> int:
+            with coordinator.http.stream("GET", path, headers=bearer(token)) as response:
+                return len(list(events(response.iter_lines())))
+
+        streams.append(in_background(listen))
+    until_waiting(coordinator, "event_streams", 2)
+    if how == "taken back":
+        coordinator.delete(f"/v1/operators/{minted['id']}")
+    else:
+        registry, soon = coordinator.registry, datetime.now(UTC) + timedelta(seconds=0.3)
+        known = registry.operators.items()
+        registry.operators = {k: replace(one, expires=soon) if one.name == "anna" else one for k, one in known}
+        registry.wake([(federation, EVENTS)])  # from here on nothing wakes it but that end
+    streams[0][0].join(PATIENCE)
+    assert streams[0][1] == [1], "it has ended in order, with what had happened"
+    coordinator.enrol(federation, "a")
+    assert streams[1][0].is_alive(), "another's goes on"
+    coordinator.post(f"{federation}/cancel")
+    streams[1][0].join(PATIENCE)
+    assert streams[1][1][0] > 1
 
 
 @pytest.fixture

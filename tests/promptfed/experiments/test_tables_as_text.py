@@ -29,12 +29,10 @@ ROWS = {
                 sd_clients=[0],
                 worst_client=[1],
                 reliability=[],
-            )  # fmt: skip
+            )
         ]
     ),
-    "rooms": rooms_table(
-        [Room(label=BAD, zero_shot=0.1, federated=0.2, ceiling=0.3, ceiling_of=BAD, share=0.5)]  # fmt: skip
-    ),
+    "rooms": rooms_table([Room(label=BAD, zero_shot=0.1, federated=0.2, ceiling=0.3, ceiling_of=BAD, share=0.5)]),
     "open set": open_set_table([OpenSet(label=BAD, seeds=[0], auroc=[1], fpr95=[0])]),
 }
 
