@@ -29,7 +29,7 @@ endef
 # Processes that tests run in; those of one file stay together.
 WORKERS ?= 2
 
-.PHONY: demo test test-all test-faults test-docker lint setup docs bench backbone backbone-emoji lock sbom clean
+.PHONY: demo test test-all test-faults test-docker lint setup docs screenshots bench backbone backbone-emoji lock sbom clean
 
 setup: $(READY)
 
@@ -70,6 +70,10 @@ docs: $(READY)
 	@extras=docs; $(install)
 	$(BIN)/python docs/tables.py
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
+
+# The pictures of both pages in docs/images, of two federations that it runs: three minutes, and chromium.
+screenshots: $(READY)
+	$(BIN)/python docs/screenshots.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.step $(ARGS)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 IMAGES = Path(__file__).parent / "images"
-WIDTHS = {1400: 1250, 420: 1600}  # and heights
+WIDTHS = {1400: 1500, 420: 1500}  # and heights: the upper part of the page
 METHODS = {"styles": "promptfl", "styles-personal": "fedpgp"}
 COLOURS = 256  # a picture of flat colours needs no more, and has a third of the bytes
 PATIENCE = 120_000
@@ -103,7 +103,7 @@ def _clients_page(browser: Browser, local: LocalFederation, images: Path) -> Non
     open_source(uri).test.image(40).resize((224, 224), Image.Resampling.NEAREST).save(picture, "PNG")
     url = _serve(local, name, uri, picture.getvalue())
     for width in WIDTHS:
-        page = _page(browser, width, 1000)
+        page = _page(browser, width, 1300)
         page.goto(url)
         page.locator("#ask").wait_for(state="visible")
         page.set_input_files("#file", {"name": "drawing.png", "mimeType": "image/png", "buffer": picture.getvalue()})
@@ -149,8 +149,8 @@ def _page(browser: Browser, width: int, height: int) -> Page:
 
 
 def _save(page: Page, path: Path) -> None:
-    """The whole page; few colours make a small file."""
-    body = page.screenshot(full_page=True)
+    """What a window of this size shows; few colours make a small file."""
+    body = page.screenshot()
     with Image.open(io.BytesIO(body)) as picture:
         picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, "PNG", optimize=True)
     print(path, path.stat().st_size, "bytes", Image.open(path).size)

@@ -44,7 +44,8 @@ function signIn() {
 async function begin(refused) {
   try {
     const status = await call("/status");
-    const round = status.round === null ? "before its first round" : `in round ${status.round}`;
+    const idle = status.stage === "ended" ? "which has ended" : "before its first round";
+    const round = status.round === null ? idle : `in round ${status.round}`;
     at("about").textContent =
       `${status.name} in the federation ${status.federation}, ${round}. ` +
       "The image goes to this site's own service, and no further.";

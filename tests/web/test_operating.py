@@ -20,7 +20,7 @@ from tests.web.conftest import PATIENCE, Visit
 expect.set_options(timeout=PATIENCE)
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Download, Page
+    from playwright.sync_api import Download, Page, Route
 
 
 def finished(coordinator: InThread, name: str, **changes: object) -> str:
@@ -72,6 +72,46 @@ def test_training_times_and_settings_are_shown(coordinator: InThread, visited: V
     row = settings.get_by_role("row", name="training.learning_rate")
     expect(row).to_contain_text("0.25")
     expect(row).to_contain_text("0.002")
+
+
+LEFT = """async ([view, reports]) => {
+  const { secondsLeft } = await import("/web/times.js");
+  return secondsLeft(view, reports);
+}"""
+
+
+def test_what_is_left_follows_from_the_newest_rounds(coordinator: InThread, visited: Visit) -> None:
+    visited.open()
+    view = {"state": "running", "spec": {"rounds": 10}}
+    future = "2999-01-01T00:00:00Z"  # ended "later than now": nothing of the rest has passed
+    lengths = [60.0, 50.0, *[10.0] * 5]
+    reports = [{"round": round, "ended_at": future, "seconds": seconds} for round, seconds in enumerate(lengths)]
+    assert visited.page.evaluate(LEFT, [view, reports]) == 4 * 10
+    past = [report | {"ended_at": "2000-01-01T00:00:00Z"} for report in reports]
+    assert visited.page.evaluate(LEFT, [view, past]) == 0
+    assert visited.page.evaluate(LEFT, [view, reports[:1]]) is None  # the first evaluation is no round
+    assert visited.page.evaluate(LEFT, [view | {"state": "paused"}, reports]) is None
+
+
+def test_words_that_say_nothing_are_folded_away(coordinator: InThread, visited: Visit) -> None:
+    finished(coordinator, "styles")
+    page = visited.page
+    vectors = [[{"word": word, "distance": distance}] for word, distance in (("near", 0.4), ("far", 0.9), ("away", 3))]
+
+    def worded(route: Route) -> None:
+        found = route.fetch()
+        words = {"spacing": 0.5, "contexts": [{"label": "context", "vectors": vectors}]}
+        route.fulfill(response=found, json=found.json() | {"words": words, "missing": []})
+
+    page.route("**/insights?*", worded)
+    visited.open()
+    visited.sign_in()
+    words = page.get_by_role("region", name="Nearest words", exact=True)
+    expect(words.get_by_role("row", name="1 near")).to_be_visible()
+    expect(words.get_by_text("far", exact=True)).to_be_hidden()
+    words.get_by_text("2 more of 3 vectors are near no word").press("Enter")
+    expect(words.get_by_text("far", exact=True)).to_be_visible()
+    page.unroute_all(behavior="ignoreErrors")
 
 
 def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visited: Visit) -> None:
@@ -152,7 +192,7 @@ def test_tokens_withdrawal_and_deletion(coordinator: InThread, visited: Visit) -
     expect(shown).to_be_focused()
     joined = coordinator.client("styles", "c").enrol(shown.input_value())
     assert joined.status_code == 201, joined.text
-    tokens = page.get_by_role("region", name="Enrolment tokens").last
+    tokens = page.get_by_role("region", name="Tokens that were minted")
     expect(tokens.get_by_role("row", name="ward-3")).to_contain_text("trainer1 of 2")
     page.get_by_role("button", name="Take back ward-3").click()
     page.get_by_role("button", name="Take it back").click()

@@ -4,7 +4,7 @@ import { Plot } from "./charts.js";
 import { fill, h, panel, table } from "./dom.js";
 import { bytes, counted, duration, figure, gain, percent } from "./format.js";
 import { badge } from "./list.js";
-import { flat, told } from "./schema.js";
+import { broken, flat, told } from "./schema.js";
 import { elapsed } from "./times.js";
 
 export class Compare {
@@ -144,5 +144,5 @@ function differences(views) {
   const flats = views.map((view) => flat(view.spec));
   const paths = [...new Set(flats.flatMap((one) => Object.keys(one)))].filter((path) => path !== "name" && new Set(flats.map((one) => told(one[path]))).size > 1);
   if (!paths.length) return h("p", { class: "empty" }, `${counted(views.length, "federation")} with the very same settings.`);
-  return table("Settings that differ", ["setting", ...views.map((view) => view.name)], paths.map((path) => [path, ...flats.map((one) => told(one[path]))]));
+  return table("Settings that differ, by federation", ["setting", ...views.map((view) => view.name)], paths.map((path) => [broken(path), ...flats.map((one) => told(one[path]))]));
 }

@@ -29,7 +29,7 @@ export class Create {
       this.problem,
       this.told,
       h("div", { class: "buttons" }, h("button", { type: "submit", class: "primary" }, "Create"), h("button", { type: "button", on: { click: (event) => this.#send(event, true) } }, "Only check")),
-      h("p", { class: "remark" }, "What is left empty takes the default that stands in the field. Words that start a context need a backbone: `promptfed federation create` has one."),
+      h("p", { class: "remark" }, "What is left empty takes the default that stands in the field. Words that start a context need a backbone, which ", h("code", {}, "promptfed federation create"), " has."),
     );
     this.element = h("article", { class: "federation" }, this.form);
   }

@@ -29,7 +29,7 @@ export class Downloads {
     const there = [...model.rounds.values()].some((one) => one.state_hash !== null);
     for (const one of this.all) one.disabled = this.taking === one || !(there || [this.numbers, this.reports].includes(one));
     const command = h("code", {}, `promptfed export ${model.view.name} --out FOLDER`);
-    fill(this.remark, "Prompts are the newest state, as safetensors. The export is an archive of all of these, for `promptfed predict --export`; class weights for plain open_clip code need a backbone: ", command, ".");
+    fill(this.remark, "Prompts are the newest state, as safetensors. The export is an archive of all of these, for ", h("code", {}, "promptfed predict --export"), "; class weights for plain open_clip code need a backbone: ", command, ".");
   }
 
   async #take(button, make) {

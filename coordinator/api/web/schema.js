@@ -1,5 +1,7 @@
 // What a spec may hold, as the coordinator describes it itself (/openapi.json), with a method's own part and defaults.
 
+import { h } from "./dom.js";
+
 const SPEC = "FederationSpec";
 
 /** The fields of a spec with `method` (as GET /v1/methods/{name} tells, or null): `[{path, ...}]`, sections opened. */
@@ -55,6 +57,11 @@ export function told(value) {
   if (value === null || value === undefined) return "–";
   if (Array.isArray(value)) return value.length > 6 ? `${value.slice(0, 6).join(", ")} and ${value.length - 6} more` : value.join(", ");
   return String(value);
+}
+
+/** A path that a narrow table breaks after a dot or an underscore, and nowhere else. */
+export function broken(path) {
+  return h("span", {}, path.split(/(?<=[._])/).flatMap((part, at) => (at ? [h("wbr"), part] : [part])));
 }
 
 /** The same settings of a federation: `[{path, value, standard, differs, about}]`, what differs from its default first. */

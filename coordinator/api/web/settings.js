@@ -2,7 +2,7 @@
 
 import { fill, h, panel, say, table } from "./dom.js";
 import { counted } from "./format.js";
-import { fieldsOf, settingsOf, told } from "./schema.js";
+import { broken, fieldsOf, settingsOf, told } from "./schema.js";
 
 export class Settings {
   constructor(api) {
@@ -41,7 +41,7 @@ export class Settings {
     const matching = this.rows.filter((one) => words.every((word) => `${one.path} ${told(one.value)} ${one.about}`.toLowerCase().includes(word)));
     say(this.found, words.length ? counted(matching.length, "setting") : "");
     const cells = matching.map((one) => [
-      [one.path, one.about ? h("small", { class: "under" }, one.about) : null],
+      [broken(one.path), one.about ? h("small", { class: "under" }, one.about) : null],
       one.differs ? h("b", {}, told(one.value)) : told(one.value),
       one.differs ? told(one.standard) : h("span", { class: "faint" }, "the same"),
     ]);

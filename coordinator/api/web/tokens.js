@@ -79,7 +79,7 @@ export class Tokens {
         new Date(one.expires_at).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }),
         h("button", { type: "button", class: "danger slim", "aria-label": `Take back ${one.name}`, on: { click: () => this.#revoke(one) } }, "Take back"),
       ];
-      fill(this.list, tokens.length ? table("Enrolment tokens", ["token", "for", "used", "good until", ""], tokens.map(row)) : h("p", { class: "empty" }, "There is no token."));
+      fill(this.list, tokens.length ? table("Tokens that were minted", ["token", "for", "used", "good until", ""], tokens.map(row)) : h("p", { class: "empty" }, "There is no token."));
     } catch (error) {
       this.tell(error);
     }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from promptfed.client_service.monitor import Monitor, Status
+from promptfed.client_service.monitor import Monitor, Stage, Status
 from promptfed.client_service.serving.api import create_app
 from promptfed.client_service.serving.page import PAGE
 from promptfed.client_service.serving.prediction import BadImage, Predictor
@@ -41,9 +41,9 @@ class Canned(Predictor):
 
 
 @contextmanager
-def served_page(token: str | None) -> Iterator[str]:
+def served_page(token: str | None, round: int | None = 3, stage: Stage = "training") -> Iterator[str]:
     """The API of a client on a free port of loopback."""
-    monitor = Monitor(Status("hospital-a", "trainer", "pets", "http://127.0.0.1:1", round=3))
+    monitor = Monitor(Status("hospital-a", "trainer", "pets", "http://127.0.0.1:1", stage, round=round))
     with served(create_app(monitor, Canned(), token, "127.0.0.1")) as url:
         yield url
 
@@ -109,6 +109,12 @@ def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
         assert page.locator("#classes li").count() == 11
         page.locator("#preview").wait_for(state="visible")  # the policy lets the chosen image be shown
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_client_started_anew_after_the_end_says_that_it_has_ended(page: Any) -> None:
+    with served_page(None, round=None, stage="ended") as url:
+        page.goto(url)
+        page.get_by_text("hospital-a in the federation pets, which has ended.").wait_for()
 
 
 def test_what_is_no_image_is_an_error_and_the_next_image_an_answer(page: Any, tmp_path: Path) -> None:
