@@ -17,12 +17,14 @@ from promptfed.sdk.progress import Watcher
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import Source
 from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.methods import METHODS
+from promptfed.shared.methods.core.base import Method
 
 Data = Mapping[str, str | Source] | Sequence[str | Source]
 
 
 def run(
-    method: str | dict[str, Any],
+    method: str | dict[str, Any] | type[Method] | Method,
     data: Data,
     *,
     unseen: Data = (),
@@ -40,7 +42,9 @@ def run(
     """Run a federation to its end in this process: the same coordinator and the same clients as over a network.
 
     Args:
-        method: a name, or a name with hyperparameters, as in ``{"name": "fedpgp", "b": 4}``.
+        method: a name, or a name with hyperparameters, as in ``{"name": "fedpgp", "b": 4}``; or a subclass of
+            `promptfed.shared.methods.core.base.Method` of your own, or one of its objects with its hyperparameters,
+            which this process knows by its name from then on.
         data: what each client trains on, by its name or in order: data URIs such as ``"symbols:neon"`` or
             ``"folder:/data/pets"``, or `promptfed.shared.data.Source` objects.
         unseen: what clients that only evaluate hold, such as a domain that nobody trains on.
@@ -59,7 +63,7 @@ def run(
         CommandError: one line: a spec, data or backbone that cannot be used, or a federation that did not finish.
     """
     sources = SharedSources()
-    named = {"name": method} if isinstance(method, str) else method
+    named = _named(method)
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
     file = Path(backbone_file) if backbone_file is not None else None
@@ -76,6 +80,20 @@ def run(
             progress=watcher.show,
         )
     return Result(result, model, allow_backbone)
+
+
+def _named(method: str | dict[str, Any] | type[Method] | Method) -> dict[str, Any]:
+    """The method as a spec names it; one of the caller's own becomes known."""
+    if isinstance(method, str):
+        return {"name": method}
+    if isinstance(method, dict):
+        return method
+    kind = type(method) if isinstance(method, Method) else method
+    try:
+        METHODS.use(kind)
+    except ValueError as error:
+        raise CommandError(f"this method cannot be used: {error}", Exit.BAD_INPUT) from None
+    return {"name": kind.name} | (method.hyper.model_dump() if isinstance(method, Method) else {})
 
 
 def _all_sites(sources: SharedSources, data: Data, unseen: Data, tests: Mapping[str, str | Source]) -> list[Site]:

@@ -40,6 +40,7 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
         self._classes = dict(own)
         self._packages: dict[str, str] = {}
         self._unusable: dict[str, str] = {}
+        self._given: set[str] = set()  # by `use`
         self._loading = RLock()  # a package may ask for other methods while it is imported
 
     @cached_property
@@ -72,6 +73,20 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
                 raise UnusableMethod(self._unusable[name]) from error
             # Its package first: who finds the class asks for it.
             self._packages[name] = packages
+            self._classes[name] = kind
+
+    def use(self, kind: type[Method]) -> None:
+        """Know the method ``kind`` in this process, as a notebook defines it; a later one of its name replaces it.
+
+        Raises:
+            ValueError: it is no complete method, or promptfed or a package has another of its name.
+        """
+        name = str(getattr(kind, "name", ""))
+        if name in self and name not in self._given and self[name] is not kind:
+            raise ValueError(f"there is a method {name!r} already: give yours another name")
+        _check(kind, name, getattr(kind, "__qualname__", repr(kind)), "complete it", "set its `name`")
+        if self.get(name) is not kind:
+            self._given.add(name)
             self._classes[name] = kind
 
     def __setitem__(self, name: str, kind: type[Method]) -> None:
@@ -122,19 +137,24 @@ def _load(name: str, offers: list[EntryPoint]) -> type[Method]:
     except (Exception, SystemExit) as error:
         text = f"importing {where} fails ({type(error).__name__}: {error}): mend the package, or uninstall it"
         raise ValueError(text) from error
+    _check(kind, name, where, "mend the package, or uninstall it", "name it and its entry point alike")
+    checked: type[Method] = kind
+    return checked
+
+
+def _check(kind: object, name: str, where: str, remedy: str, naming: str) -> None:
+    """Raise ValueError, ending in ``remedy`` or ``naming``, where ``kind`` cannot be used as the method ``name``."""
     if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise ValueError(f"{where} is no subclass of {Method.__module__}.Method: mend the package, or uninstall it")
+        raise ValueError(f"{where} is no subclass of {Method.__module__}.Method: {remedy}")
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
-        raise ValueError(f"{where} does not define {missing}: mend the package, or uninstall it")
+        raise ValueError(f"{where} does not define {missing}: {remedy}")
     try:
         described = description(kind)["name"]
     except Exception as error:
-        text = f"{where} cannot be described ({type(error).__name__}: {error}): mend the package, or uninstall it"
-        raise ValueError(text) from error
+        raise ValueError(f"{where} cannot be described ({type(error).__name__}: {error}): {remedy}") from error
     if described != name:
-        raise ValueError(f"{where} calls itself {described!r}: name it and its entry point alike")
-    return kind
+        raise ValueError(f"{where} calls itself {described!r}: {naming}")
 
 
 def description(kind: type[Method]) -> dict[str, Any]:
