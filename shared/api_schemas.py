@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class SweptRate(BaseModel):
+    """A learning rate that a sweep has found for a method on one backbone."""
+
+    model: str
+    pretrained: str
+    learning_rate: float
+
+
 class MethodView(BaseModel):
     """A method: what it does, what travels in each phase, its hyperparameters."""
 
@@ -24,6 +32,9 @@ class MethodView(BaseModel):
     state: list[dict[str, Any]]
     hyperparameters: dict[str, Any] = Field(description="JSON Schema, with defaults")
     defaults: dict[str, Any] = Field(description="what a spec takes from this method where it says nothing")
+    swept_rates: list[SweptRate] = Field(
+        [], description="training.learning_rate of a spec that leaves it and the optimizer open, by its backbone"
+    )
     needs: dict[str, bool]
     cached_features: bool = Field(description="whether image features may be computed once")
     metrics: list[str] = Field(description="patterns of the numbers about training that clients send beside tensors")

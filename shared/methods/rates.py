@@ -13,6 +13,15 @@ EMBEDDED = ("promptfed-tiny", "embedded")
 SWEPT: Mapping[tuple[str, str], Mapping[str, float]] = {EMBEDDED: {"promptfl": 0.1, "coop": 0.1}}
 
 
+def swept_for(method: str) -> list[dict[str, Any]]:
+    """The swept rates of a method as ``GET /v1/methods/{name}`` tells them, each with its backbone."""
+    return [
+        {"model": model, "pretrained": pretrained, "learning_rate": rates[method]}
+        for (model, pretrained), rates in SWEPT.items()
+        if method in rates
+    ]
+
+
 def swept_rate(raw: Mapping[str, Any], method: str, backbone: Mapping[str, Any]) -> float | None:
     """The rate for ``method`` on ``backbone`` (a spec's, nothing left out), where ``raw`` leaves it open.
 

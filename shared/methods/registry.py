@@ -13,6 +13,7 @@ from typing import Any
 
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.methods.core.insights import GeneratesPrompts
+from promptfed.shared.methods.rates import swept_for
 from promptfed.shared.tensors import TensorSpec
 
 GROUP = "promptfed.methods"
@@ -178,6 +179,7 @@ def description(kind: type[Method]) -> dict[str, Any]:
         "state": [_tensor(spec) for spec in method.state_tensors()],
         "hyperparameters": kind.Hyper.model_json_schema(),
         "defaults": kind.defaults,
+        "swept_rates": swept_for(kind.name),
         "needs": {
             "text_tower": kind.needs.text_tower,
             "vision_transformer": kind.needs.vision_transformer,

@@ -217,3 +217,13 @@ def test_a_rate_that_a_sweep_found_is_the_default_of_its_method_and_backbone_alo
     assert rate("fedpgp") == 0.001  # its paper's
     resolved = resolve_spec({"name": "a", "method": {"name": "promptfl"}})
     assert resolve_spec(resolved.model_dump(mode="json")) == resolved
+
+
+def test_a_method_tells_the_rates_that_its_specs_take_by_backbone() -> None:
+    told = {name: describe(name)["swept_rates"] for name in METHODS.own()}
+    assert told["promptfl"], "a sweep has found one"
+    for name, rates in told.items():
+        for one in rates:
+            backbone = {"model": one["model"], "pretrained": one["pretrained"]}
+            spec = resolve_spec({"name": "r", "method": {"name": name}, "backbone": backbone})
+            assert spec.training.learning_rate == one["learning_rate"]

@@ -71,7 +71,7 @@ def test_training_times_and_settings_are_shown(coordinator: InThread, visited: V
     expect(settings.get_by_role("status")).to_have_text("2 settings")
     row = settings.get_by_role("row", name="training.learning_rate")
     expect(row).to_contain_text("0.25")
-    expect(row).to_contain_text("0.002")
+    expect(row).to_contain_text("0.1")  # what a sweep found for this method on this backbone
 
 
 LEFT = """async ([view, reports]) => {
@@ -142,7 +142,7 @@ def test_federations_are_found_and_laid_side_by_side(coordinator: InThread, visi
     figures = page.get_by_role("region", name="Figures of the federations")
     expect(figures.get_by_role("row", name="accuracy (gain)")).to_contain_text("50.0 % (+25.0)50.0 % (+25.0)")
     differing = page.get_by_role("region", name="Settings that differ").get_by_role("row")
-    assert [row.inner_text().split() for row in differing.all()[1:]] == [["training.learning_rate", "0.002", "0.25"]]
+    assert [row.inner_text().split() for row in differing.all()[1:]] == [["training.learning_rate", "0.1", "0.25"]]
 
 
 def test_a_federation_is_made_from_the_form_and_its_errors_stand_by_the_fields(
@@ -151,6 +151,13 @@ def test_a_federation_is_made_from_the_form_and_its_errors_stand_by_the_fields(
     page = visited.page
     visited.open("/#/new")
     visited.sign_in()
+    rate = page.get_by_label("learning rate", exact=True)
+    expect(rate).to_have_attribute("placeholder", "0.1")  # what a sweep found for the embedded backbone
+    page.get_by_text("The backbone", exact=True).click()
+    page.get_by_label("model", exact=True).fill("ViT-B-16")
+    page.get_by_label("model", exact=True).blur()
+    expect(rate).to_have_attribute("placeholder", "0.002")
+    page.get_by_label("model", exact=True).fill("")
     page.get_by_label("Method", exact=True).select_option("promptfl_prox")
     expect(page.get_by_label("mu", exact=True)).to_be_visible()  # the method's own option
     page.get_by_label("name", exact=True).fill("from the form")

@@ -20,7 +20,7 @@ export class Create {
     this.told = h("p", { class: "remark", role: "status" });
     this.form = h(
       "form",
-      { class: "panel create", novalidate: true, on: { submit: (event) => this.#send(event, false) } },
+      { class: "panel create", novalidate: true, on: { submit: (event) => this.#send(event, false), change: (event) => this.#changed(event) } },
       h("p", { class: "back" }, h("a", { href: "#/" }, "← All federations")),
       this.heading,
       h("p", { class: "field" }, h("label", { for: "method" }, "Method"), this.method),
@@ -49,6 +49,10 @@ export class Create {
 
   end() {}
 
+  #changed({ target }) {
+    if (["backbone.model", "backbone.pretrained", "training.optimizer"].includes(target.name)) this.#offerRate();
+  }
+
   #tell(error) {
     if (!this.hooks.failed(error)) fill(this.problem, error.message);
   }
@@ -66,6 +70,18 @@ export class Create {
     }
     const order = Object.keys(TITLES).filter((group) => groups.has(group));
     fill(this.sections, order.map((group) => h("details", { open: OPEN.includes(group) }, h("summary", {}, TITLES[group]), h("div", { class: "fields" }, groups.get(group).map((one) => this.#field(one))))));
+    await this.#offerRate();
+  }
+
+  /** The default rate goes by the backbone, where a sweep has found one; naming an optimizer leaves it to the method. */
+  async #offerRate() {
+    const typed = (path) => this.inputs.get(path)?.value.trim() || this.fields.find((one) => one.path === path)?.standard;
+    const method = this.methods.get(this.method.value);
+    const named = this.inputs.get("training.optimizer").value !== UNSET;
+    const backbone = named ? { model: null, pretrained: null } : { model: typed("backbone.model"), pretrained: typed("backbone.pretrained") };
+    const fields = await fieldsOf(this.api, method, backbone);
+    const { standard } = fields.find((one) => one.path === "training.learning_rate");
+    this.inputs.get("training.learning_rate").setAttribute("placeholder", told(standard));
   }
 
   #input(field) {

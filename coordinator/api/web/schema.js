@@ -4,8 +4,11 @@ import { h } from "./dom.js";
 
 const SPEC = "FederationSpec";
 
-/** The fields of a spec with `method` (as GET /v1/methods/{name} tells, or null): `[{path, ...}]`, sections opened. */
-export async function fieldsOf(api, method) {
+/**
+ * The fields of a spec with `method` (as GET /v1/methods/{name} tells, or null) on `backbone` (`{model, pretrained}`, or
+ * null for the default one): `[{path, choices, standard, about, required}]`, sections opened.
+ */
+export async function fieldsOf(api, method, backbone = null) {
   const { components } = await api.once("/openapi.json");
   const found = walk(components.schemas[SPEC], components.schemas, "", {});
   const own = method === null ? [] : walk(method.hyperparameters, method.hyperparameters.$defs ?? {}, "method.", {});
@@ -15,7 +18,16 @@ export async function fieldsOf(api, method) {
     const field = fields.find((one) => one.path === path);
     if (field) field.standard = value;
   }
+  const standard = (path) => fields.find((one) => one.path === path)?.standard ?? null;
+  const on = backbone ?? { model: standard("backbone.model"), pretrained: standard("backbone.pretrained") };
+  const rate = sweptRate(method, on);
+  if (rate !== null) fields.find((one) => one.path === "training.learning_rate").standard = rate;
   return fields;
+}
+
+/** The rate that a sweep has found for a method on a backbone, or null. */
+export function sweptRate(method, { model, pretrained }) {
+  return method?.swept_rates?.find((one) => one.model === model && one.pretrained === pretrained)?.learning_rate ?? null;
 }
 
 function walk(schema, known, prefix, standards) {

@@ -28,7 +28,7 @@ export class Settings {
     const path = `/v1/methods/${encodeURIComponent(spec.method.name)}`;
     // A method that this coordinator lacks has no defaults here: its settings are shown all the same.
     const method = await this.api.once(path).catch(() => null);
-    const fields = await fieldsOf(this.api, method).catch(() => []);
+    const fields = await fieldsOf(this.api, method, spec.backbone).catch(() => []);
     this.rows = settingsOf(spec, fields);
     const differing = this.rows.filter((one) => one.differs).length;
     say(this.summary, `All ${counted(this.rows.length, "setting")}, ${differing} other than the default`);
