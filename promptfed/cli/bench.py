@@ -352,7 +352,16 @@ def run_preset(
         if not as_json:
             console.print(preset.title + (f": {panel}" if own is not runner else ""), highlight=False, markup=False)
         bench = preset.bench(numbers, panel=panel, root=root, changes=changes)
-        run_bench(bench, own, as_json, preset.figures(panel))
+        try:
+            run_bench(bench, own, as_json, preset.figures(panel))
+        except CommandError as error:
+            if (
+                Path(root).is_dir()
+                and "there is no folder" not in str(error)
+                and " cannot be opened in " not in str(error)
+            ):
+                raise
+            raise CommandError(f"{error} ({preset.wanted(root)})", error.exit) from None
     if preset.notes and not as_json:
         console.print(preset.notes, highlight=False, markup=False)
 

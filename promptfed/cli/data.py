@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,8 @@ from promptfed.sdk.output import console, print_json, reporting_errors, table
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from promptfed.shared.data import Source
 
 data_app = typer.Typer(help="List the sources of images, look at one, build the emoji's whole set.")
 
@@ -97,11 +99,13 @@ def styles(
 @data_app.command()
 def show(
     uri: Annotated[str, typer.Argument(help="data URI, as in emoji:flat")],
-    out: Annotated[Path, typer.Option(help="the picture's file, .png")],
+    out: Annotated[Path, typer.Option(help="the picture's file, .png")] = Path("sheet.png"),
     count: Annotated[int, typer.Option(min=1, help="images that are shown, spread over the classes")] = 48,
     part: Annotated[str, typer.Option(help="train or test")] = "test",
+    role: Annotated[Literal["trainer", "evaluator"], typer.Option(help="what the data are for")] = "trainer",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """Draw a sheet of a source's images with their class names."""
+    """Draw a sheet of a source's images with their class names, and tell how many images each class has."""
     with reporting_errors():
         from promptfed.shared.data import DataError, open_source
         from promptfed.shared.data.sheet import contact_sheet
@@ -109,13 +113,31 @@ def show(
         if part not in ("train", "test"):
             raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)
         try:
-            source = open_source(uri)
+            source = open_source(uri, role)
             split = source.train if part == "train" else source.test
+            if not len(split):
+                raise CommandError(f"{uri} has no image in {part}: give --part test", Exit.BAD_INPUT)
             sheet = contact_sheet(split, source.class_names, count)
         except DataError as error:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
         _save(sheet, out)
+        counts = {name: _counts(source, label) for label, name in enumerate(source.class_names)}
+        if as_json:
+            domain = source.domain.description if source.domain is not None else None
+            print_json(
+                {"uri": uri, "domain": domain, "template": source.template, "classes": counts, "sheet": str(out)}
+            )
+            return
+        rows = [[name, str(of["train"]), str(of["test"])] for name, of in counts.items()]
+        rows.append(["all", str(len(source.train)), str(len(source.test))])
+        console.print(table(None, ["class", "train", "test"], rows))
         console.print(f"{out}: {min(count, len(split))} images of {uri}")
+
+
+def _counts(source: Source, label: int) -> dict[str, int]:
+    return {
+        name: int((split.labels == label).sum()) for name, split in (("train", source.train), ("test", source.test))
+    }
 
 
 def _save(sheet: Image, out: Path) -> None:

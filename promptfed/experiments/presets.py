@@ -28,6 +28,24 @@ PREFIX = "paper:"
 ALL = "all"  # the only panel of a preset without ``each``
 SEEDS, REDUCED_SEEDS = (0, 1, 2), (0,)  # of the embedded benchmark
 
+_DOMAIN_SETS = "the links in github.com/facebookresearch/DomainBed (domainbed/scripts/download.py)"
+SOURCES = {
+    "pacs": _DOMAIN_SETS,
+    "vlcs": _DOMAIN_SETS,
+    "office_home": "hemanthdv.org/officeHomeDataset.html",
+    "office_home_10": "hemanthdv.org/officeHomeDataset.html, ten classes of it",
+    "domainnet": "ai.bu.edu/M3SDA",
+    "office31": "the links in github.com/jindongwang/transferlearning (data)",
+    "office_caltech_10": "the links in github.com/jindongwang/transferlearning (data)",
+    "ucf101": "the middle frames of UCF101's videos, as github.com/KaiyangZhou/CoOp (DATASETS.md) links them",
+    "imagenetv2": "github.com/modestyachts/ImageNetV2",
+    "imagenet_sketch": "github.com/HaohanWang/ImageNet-Sketch",
+    "imagenet_a": "github.com/hendrycks/natural-adv-examples",
+    "imagenet_r": "github.com/hendrycks/imagenet-r",
+    "dermoscopic_fl": "the data sets that pFedPG's paper names",
+}
+"""Where folders of the papers' data sets come from."""
+
 Figures = dict[str, list[float | None]]
 
 
@@ -86,6 +104,22 @@ class Preset(BaseModel):
         entries = [parse_entry(text, label) for label, text in self.methods.items()]
         spec = merged(self.spec, dict(changes or {}))
         return Bench(KNOWN[self.protocol], entries, self.setting_of(panel, root, reduced), seeds, spec, self.m)
+
+    def wanted(self, root: str) -> str:
+        """Where below ``root`` the data are looked for, in which layout, and where they come from."""
+        told: list[str] = []
+        for panel in self.panels():
+            for uri in self.setting_of(panel, root).data:
+                scheme, _, body = uri.partition("?")[0].partition(":")
+                if scheme == "torchvision":
+                    where = uri.partition("root=")[2].partition("&")[0]
+                    told.append(f"{body} as torchvision's {body}({where!r}, download=True) leaves it")
+                else:
+                    domains = f" (each of {', '.join(self.setting.domains)})" if "{domain}" in uri else ""
+                    inner = "DOMAIN/CLASS" if domains else "CLASS"
+                    source = SOURCES.get(Path(body).name, "see the paper")
+                    told.append(f"{body}/{inner}/*.jpg{domains}, from {source}")
+        return f"this table wants below --root {root}: {'; '.join(dict.fromkeys(told))}"
 
     def figures(self, panel: str) -> list[TableRow]:
         """The paper's rows of a panel, for our methods and for those that we do not have."""

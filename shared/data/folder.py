@@ -155,13 +155,15 @@ def _source(listing: _Listing, options: Options) -> Source:
         raise DataError(" ".join(_emptiness(listing.empty)))
     wanted = kept_names(names, _usable(listing, options), options)
     items = [item for item in listing.items if item.label in wanted]
-    problems = [*_problems(listing, items, options), *([] if options.names_only else _unreadable(items))]
+    problems = [] if options.names_only else [*_problems(listing, items, options), *_unreadable(items)]
     if problems:
         raise DataError(" ".join(problems))
     # Labels among all names, left out or not: the seeded split of a class is then the same in any company.
     labels = torch.tensor([names.index(item.label) for item in items])
     whole = Split(labels, FileImages([item.path for item in items]))
-    if options.is_whole_test:
+    if options.names_only:
+        train = test = torch.arange(len(items))
+    elif options.is_whole_test:
         train, test = torch.zeros(0, dtype=torch.int64), torch.arange(len(items))
     elif items[0].split is None:
         train, test = train_test(labels, options.split_seed)

@@ -61,7 +61,7 @@ class Options:
     uri: str
     values: dict[str, str] = field(default_factory=dict)
     role: Role = "trainer"
-    names_only: bool = False  # no image is read
+    names_only: bool = False  # no image is read, and nothing held against a class that may be left out
 
     @staticmethod
     def parse(uri: str, query: str, role: Role = "trainer") -> Options:
@@ -150,7 +150,8 @@ def apply_common(source: Source, options: Options, known: Parts | None = None) -
     """
     source = _worded(_only(source, options), options)
     source = _cut_classes(source, options)
-    source = _hold_out(source, options)
+    if not options.names_only:
+        source = _hold_out(source, options)
     source = _test_on(source, options)
     source = _cut_client(source, options, {} if known is None else known)
     corrupt = options.text("corrupt")

@@ -13,7 +13,8 @@ _SIDE, _TEXT, _COLUMNS, _LETTERS = 64, 14, 12, 11
 
 
 def contact_sheet(split: Split, class_names: Sequence[str], count: int) -> Image.Image:
-    """``count`` images, every class in turn, each over its class's name."""
+    """``count`` images, every class in turn, each over its class's name and how many images the split has of it."""
+    of_class = torch.bincount(split.labels.clamp(min=0), minlength=len(class_names)).tolist()
     rows = spread(split.labels, count)
     columns = min(_COLUMNS, len(rows))
     lines = -(-len(rows) // columns)
@@ -22,7 +23,9 @@ def contact_sheet(split: Split, class_names: Sequence[str], count: int) -> Image
     for at, row in enumerate(rows):
         left, top = 8 + at % columns * (_SIDE + 8), 8 + at // columns * (_SIDE + _TEXT + 8)
         sheet.paste(ImageOps.pad(split.image(row), (_SIDE, _SIDE), color="white"), (left, top))
-        pen.text((left, top + _SIDE + 1), class_names[int(split.labels[row])][:_LETTERS], fill="black")
+        label = int(split.labels[row])
+        number = f" {of_class[label]}"
+        pen.text((left, top + _SIDE + 1), class_names[label][: _LETTERS - len(number)] + number, fill="black")
     return sheet
 
 

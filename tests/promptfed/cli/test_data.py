@@ -15,6 +15,7 @@ from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
 from promptfed.shared.data import SCHEMES, open_source
 from promptfed.shared.data.emoji.styles import EMBEDDED
+from tests.support.own_images import write_folder
 
 
 def test_every_source_is_listed() -> None:
@@ -72,3 +73,17 @@ def test_what_cannot_be_shown_is_said(
     assert done.exit_code == Exit.BAD_INPUT
     assert why in done.output
     assert not (tmp_path / "x.png").exists()
+
+
+def test_a_source_is_told_with_its_classes_and_their_counts(tmp_path: Path) -> None:
+    write_folder(tmp_path / "own", {"circle": 10, "bar": 5})
+    arguments = ["data", "show", f"folder:{tmp_path / 'own'}", "--out", str(tmp_path / "sheet.png")]
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert json.loads(done.stdout)["classes"] == {"bar": {"train": 4, "test": 1}, "circle": {"train": 8, "test": 2}}
+    assert (tmp_path / "sheet.png").exists()
+    words = CliRunner().invoke(app, arguments).stdout.split()
+    assert [word for word in words if word.isdigit()][:6] == ["4", "1", "8", "2", "12", "3"]
+    whole = CliRunner().invoke(app, [*arguments, "--json", "--role", "evaluator"])
+    assert json.loads(whole.stdout)["classes"]["circle"] == {"train": 0, "test": 10}
+    none = CliRunner().invoke(app, [*arguments, "--role", "evaluator", "--part", "train"])
+    assert "has no image in train" in none.stderr

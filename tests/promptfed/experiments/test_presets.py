@@ -228,3 +228,16 @@ def test_data_that_is_not_there_is_told(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, arguments)
     assert found.exit_code == Exit.BAD_INPUT
     assert "there is no folder" in " ".join(found.stderr.split())
+
+
+@pytest.mark.parametrize("name", ["paper:plan-pacs", "paper:fedpgp-pathological"])
+def test_data_that_are_missing_are_told_with_their_layout_and_source(tmp_path: Path, name: str) -> None:
+    result = CliRunner().invoke(app, ["bench", name, "--root", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == Exit.BAD_INPUT
+    text = " ".join(result.stderr.split())
+    assert f"this table wants below --root {tmp_path}" in text
+    wanted = {
+        "paper:plan-pacs": (f"{tmp_path}/pacs/DOMAIN/CLASS/*.jpg (each of art_painting,", "DomainBed"),
+        "paper:fedpgp-pathological": (f"Flowers102('{tmp_path}', download=True)", "torchvision"),
+    }[name]
+    assert all(part in text for part in wanted)

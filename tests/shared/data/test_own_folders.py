@@ -133,9 +133,10 @@ def test_every_source_takes_min_per_class() -> None:
 
 
 def test_class_names_are_found_without_reading_an_image(tmp_path: Path) -> None:
-    write_folder(tmp_path, {"circle": 2, "bar": 2})
-    (tmp_path / "bar" / "broken.png").write_bytes(b"no image")
+    write_folder(tmp_path, {"circle": 2, "bar": 1})
+    (tmp_path / "circle" / "broken.png").write_bytes(b"no image")
     assert class_names_of(f"folder:{tmp_path}") == ("bar", "circle")
+    assert class_names_of(f"folder:{tmp_path}?validation=0.25&classes=base") == ("bar",)
     assert class_names_of(union_uri([f"folder:{tmp_path}"] * 2)) == ("bar", "circle")
 
 
