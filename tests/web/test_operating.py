@@ -93,6 +93,24 @@ def test_what_is_left_follows_from_the_newest_rounds(coordinator: InThread, visi
     assert visited.page.evaluate(LEFT, [view | {"state": "paused"}, reports]) is None
 
 
+DRAWN = """async (clients) => {
+  const { drawn } = await import("/web/series.js");
+  return Object.fromEntries(drawn(clients, new Map()).map((one) => [one.label, one.data]));
+}"""
+
+
+def test_many_clients_are_drawn_as_mean_lowest_and_highest(coordinator: InThread, visited: Visit) -> None:
+    visited.open()
+    clients = [
+        {"name": str(at), "role": "trainer", "label": str(at), "points": [{"x": 2, "y": at}, {"x": 1, "y": 2 * at}]}
+        for at in range(9)
+    ]
+    found = visited.page.evaluate(DRAWN, [one | {"zero": []} for one in clients])
+    assert found["mean of clients"] == [{"x": 1, "y": 8}, {"x": 2, "y": 4}]
+    assert found["lowest"] == [{"x": 1, "y": 0}, {"x": 2, "y": 0}]
+    assert found["highest"] == [{"x": 1, "y": 16}, {"x": 2, "y": 8}]
+
+
 def test_words_that_say_nothing_are_folded_away(coordinator: InThread, visited: Visit) -> None:
     finished(coordinator, "styles")
     page = visited.page

@@ -43,8 +43,8 @@ export class Losses {
     if (!there) return;
     const name = this.select.value;
     const series = drawn(clients, this.model.places).filter((one) => one.data.length);
-    const last = Math.max(...clients.flatMap((one) => one.points.map((point) => point.x)));
-    const now = mean(clients.flatMap((one) => one.points.filter((point) => point.x === last).map((point) => point.y)));
+    const last = Math.max(...clients.map((one) => one.points.at(-1).x));
+    const now = mean(clients.map((one) => one.points.at(-1)).filter((point) => point.x === last).map((point) => point.y));
     this.plot.update(series, `Training ${name} by round; in round ${last} the clients' mean is ${figure(now, 3)}`);
     const several = clients.length > MANY ? `Mean, lowest and highest of ${counted(clients.length, "client")}` : "Each client's own";
     fill(this.remark, `${several}, over its training images, at the end of its local training. Mean in round ${last}: ${figure(now, 3)}.`);
