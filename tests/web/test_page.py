@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from playwright.sync_api import Error, expect
+from sqlalchemy import select, update
 
+from promptfed.coordinator.store.tables import BlobRow, UpdateRow
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import FakeClient, drive, trained, update_body
 from tests.web.conftest import PATIENCE, Visit, visit
@@ -237,3 +239,35 @@ def test_the_policy_forbids_markup_made_of_text_and_the_tests_would_see_it(
         assert time.monotonic() < end, "the console says nothing"
         made.page.wait_for_timeout(50)
     made.page.context.close()
+
+
+def test_what_is_damaged_and_whose_change_is_far_off_is_said(coordinator: InThread, visited: Visit) -> None:
+    """A federation that waits for damaged bytes says which; a change ten times its round's median is pointed out."""
+    federation = coordinator.create(name="styles", rounds=2, participation={"min_clients": 3, "deadline_seconds": 3600})
+    clients = coordinator.enrol(federation, "a", "b", "c")
+    coordinator.post(f"{federation}/start")
+    tasks = coordinator.training(clients)
+    coordinator.post(f"{federation}/pause")
+    for client, task, step in zip(clients, tasks, (1.0, 1.25, 50.0), strict=True):
+        body = update_body({"context": client.payload(task)["context"] + step}, task)
+        client.sent[task["task_id"]] = body
+        assert client.send(task, body).status_code == 201
+    with coordinator.registry.database.write() as session:
+        [digest] = session.scalars(select(UpdateRow.sha256).where(UpdateRow.task_id == tasks[0]["task_id"]))
+        session.execute(update(BlobRow).where(BlobRow.digest == digest).values(content=b"else"))
+    visited.open()
+    visited.sign_in()
+    page = visited.page
+    visited.tab_to("Resume")
+    page.keyboard.press("Enter")
+    reason = page.locator(".status .reason")
+    expect(reason).to_contain_text(f"damaged: the update of 'a' in round 1 (train) ({digest}) has changed")
+    expect(page.locator(".status .badge")).to_have_text("paused")
+    assert clients[0].answer(coordinator.task(clients[0])).status_code == 200
+    expect(page.locator(".status .badge")).to_have_text("running")
+    expect(reason).to_be_hidden()
+    trouble = page.locator(".troubles")
+    expect(trouble).to_contain_text("far off in round 1")
+    expect(trouble).to_contain_text("c")
+    expect(trouble).to_contain_text("its change is 40")
+    expect(trouble).to_contain_text("times as long as the round's median")
