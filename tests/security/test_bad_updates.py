@@ -53,7 +53,7 @@ def test_many_generated_updates_are_refused_and_change_nothing(tmp_path: Path) -
         federation, (a, _), (task, _) = open_first_phase(coordinator, admission=LIMITS)
         before = stored_rows(coordinator.registry, federation)
         state = coordinator.get(federation)["state_hash"]
-        seen = attack(coordinator.http, url_of(federation, task), a.headers, Attacker(task, seed=1), MANY)
+        seen = attack(coordinator.http, url_of(federation, task), a.headers, Attacker(task, 1, a.payload(task)), MANY)
         assert stored_rows(coordinator.registry, federation) == before
         assert coordinator.get(federation)["state_hash"] == state
         assert list(coordinator.registry.blobs.incoming.iterdir()) == []
@@ -146,7 +146,7 @@ def test_a_hundred_thousand_bad_updates_leave_memory_flat(tmp_path: Path) -> Non
         task, _ = process.training([a, b])
         before = process.get(federation)
         coordinator = psutil.Process(process.pid)
-        attacker = Attacker(task, seed=2)
+        attacker = Attacker(task, 2, a.payload(task))
         memory, seen = [], Counter[str]()
         for _ in range(10):
             seen += attack(process.http, url_of(federation, task), a.headers, attacker, VERY_MANY // 10)

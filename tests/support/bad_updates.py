@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from promptfed.shared.tensors import TensorError, Tensors, check, decode, norm
+from promptfed.coordinator.aggregation.changes import change_norm
+from promptfed.shared.tensors import TensorError, Tensors, check, decode
 from tests.support.fake_clients import content_digest, update_body
 
 EXPECTED = {"context": ((4, 8), "float32")}
@@ -68,10 +69,11 @@ class BadUpdate:
 
 
 class Attacker:
-    """Draws bad updates for one task of a federation with one context ``(4, 8)``."""
+    """Draws bad updates for one task of a federation with one context ``(4, 8)``; ``payload`` is what it was given."""
 
-    def __init__(self, task: dict[str, Any], seed: int):
+    def __init__(self, task: dict[str, Any], seed: int, payload: Tensors):
         self._task = task
+        self._payload = payload
         self._draws = random.Random(seed)
         self._about = {
             "task_id": task["task_id"],
@@ -106,7 +108,7 @@ class Attacker:
             check(tensors, EXPECTED)
         except TensorError:
             return False
-        if len(body) > MOST_BYTES or norm(tensors) > MOST_NORM or not isinstance(about, dict):
+        if len(body) > MOST_BYTES or change_norm(tensors, self._payload) > MOST_NORM or not isinstance(about, dict):
             return False
         return (
             about.get("task_id") == self._about["task_id"]
