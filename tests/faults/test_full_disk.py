@@ -247,7 +247,11 @@ def test_full_tables_refuse_every_call_that_would_change_them(coordinator: InThr
         for path in ("", "/open", "/open/clients", "/open/rounds", "/open/rounds/0", "/open/metrics", "/open/prompts"):
             shown = coordinator.http.get(f"/v1/federations{path}", headers=coordinator.operator)
             assert shown.status_code == 200, "it can still be looked at"
-        assert coordinator.http.get("/readyz").status_code == 200
+        ready = coordinator.http.get("/readyz")
+        assert (ready.status_code, ready.json()["detail"]) == (
+            503,
+            "nothing can be written: the disk is full, make room",
+        )
     assert coordinator.registry.federations == before
     assert list(coordinator.registry.blobs.incoming.iterdir()) == []
     assert {name: one.status_code for name, one in answers().items()} == good
