@@ -33,8 +33,9 @@ class Pace:
         """Seconds until the last round is over, by the mean of the newest ones; None before the first."""
         if not self._seconds or self.last >= self._rounds:
             return None
-        wanted = (self._rounds - self.last) * fmean(self._seconds[-RECENT:])
-        return max(0.0, wanted - (self._clock() - self._seen))
+        each = fmean(self._seconds[-RECENT:])
+        # However late the open round is, those after it still take their time.
+        return (self._rounds - self.last - 1) * each + max(0.0, each - (self._clock() - self._seen))
 
 
 def describe_round(report: RoundSummary) -> str:

@@ -15,7 +15,9 @@ export function secondsLeft(view, reports) {
   if (!over.length) return null;
   const left = view.spec.rounds - over.at(-1).round;
   const since = (Date.now() - Date.parse(over.at(-1).ended_at)) / 1000;
-  return Math.max(0, left * mean(over.slice(-RECENT).map((one) => one.seconds)) - Math.max(0, since));
+  const each = mean(over.slice(-RECENT).map((one) => one.seconds));
+  // However late the open round is, those after it still take their time.
+  return (left - 1) * each + Math.max(0, each - Math.max(0, since));
 }
 
 /** Seconds from the start until the end, or until now. */
