@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from pydantic import BaseModel
 from torch import Tensor
 
 from promptfed.cli.predict import model_of_export
@@ -54,17 +53,16 @@ def run_score(export: Path, uri: str, out: Path, allow_backbone: bool, as_json: 
         predicted, confidence = answers(served.classifier, split)
         figures = scores(split.labels, predicted, confidence, names)
         if served.template is not None:
-            figures["zero_shot"] = scores(split.labels, *answers(served.template, split), names)
+            figures.zero_shot = scores(split.labels, *answers(served.template, split), names)
         matrix = confusion(split.labels, predicted, len(names))
-        write_file(folder / SCORE_FILE, (json.dumps(figures, indent=1, ensure_ascii=False) + "\n").encode())
+        write_file(folder / SCORE_FILE, (figures.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
         write_file(folder / CONFUSION_FILE, _csv(matrix, names).encode())
         _draw(matrix, names).savefig(folder / PICTURE, dpi=150, bbox_inches="tight")
     if as_json:
-        print_json(figures)
+        print_json(figures.model_dump(exclude_none=True))
         return
-    template = figures.get("zero_shot", {})
-    rows = [[title, *(_cell(one.get(key)) for one in (template, figures))] for key, title in FIGURES.items()]
-    console.print(table(f"{figures['images']} images of {uri}", ["", "zero-shot", "adapted"], rows))
+    rows = [[title, *(_cell(one, key) for one in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
+    console.print(table(f"{figures.images} images of {uri}", ["", "zero-shot", "adapted"], rows))
     console.print(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.", highlight=False, soft_wrap=True)
 
 
@@ -76,23 +74,35 @@ FIGURES = {
 }
 
 
-def _cell(value: float | None) -> str:
-    return percent(value) if value is not None else "-"
+class Scores(BaseModel):
+    """Of one classifier on labelled images, fractions; the template's beside it where the backbone reads texts."""
+
+    images: int
+    accuracy: float
+    ece: float
+    macro_f1: float
+    worst_class: str
+    worst_class_accuracy: float
+    zero_shot: Scores | None = None
 
 
-def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, names: Sequence[str]) -> dict[str, Any]:
+def _cell(scores: Scores | None, name: str) -> str:
+    return percent(getattr(scores, name)) if scores is not None else "-"
+
+
+def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, names: Sequence[str]) -> Scores:
     """Accuracy, expected calibration error, macro-F1 and the worst class of answers ``(N,)`` among ``names``."""
     right = (labels.cpu() == predicted).numpy()
     by_class = class_accuracies(labels.numpy(), predicted.numpy())
     worst = min(by_class, key=lambda label: (by_class[label], label))
-    return {
-        "images": len(labels),
-        "accuracy": float(right.mean()),
-        "ece": calibration_error(confidence.numpy(), right),
-        "macro_f1": macro_f1(labels.numpy(), predicted.numpy()),
-        "worst_class": names[worst],
-        "worst_class_accuracy": by_class[worst],
-    }
+    return Scores(
+        images=len(labels),
+        accuracy=float(right.mean()),
+        ece=calibration_error(confidence.numpy(), right),
+        macro_f1=macro_f1(labels.numpy(), predicted.numpy()),
+        worst_class=names[worst],
+        worst_class_accuracy=by_class[worst],
+    )
 
 
 def confusion(labels: Tensor, predicted: Tensor, classes: int) -> NDArray[np.int64]:

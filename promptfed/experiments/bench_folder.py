@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from promptfed.experiments.results import read_run
+from promptfed.experiments.results import JsonObject, read_run
 from promptfed.experiments.runner import Bench, Job, Runner
 from promptfed.experiments.tables import TableRow
 from promptfed.sdk.errors import CommandError, Exit
@@ -22,12 +22,12 @@ BENCH_FILE, RESULTS_FILE = "bench.json", "results.json"
 GROWS = ("targets",)  # of a setting: a bench may be run with more of them later, as with more methods and seeds
 
 
-def identity(bench: Bench) -> dict[str, Any]:
+def identity(bench: Bench) -> JsonObject:
     """What makes a bench another one, so that a table of both would compare what cannot be compared."""
     setting = {name: value for name, value in asdict(bench.setting).items() if name not in GROWS}
     about = {"protocol": bench.protocol.name, "setting": setting, "spec": dict(bench.base)}
     whole = about | {"m": bench.m, "steps": bench.steps}
-    plain: dict[str, Any] = json.loads(json.dumps(whole))
+    plain: JsonObject = json.loads(json.dumps(whole))
     return plain
 
 
@@ -51,7 +51,7 @@ def claim(out: Path, bench: Bench) -> None:
     write_file(out / BENCH_FILE, (json.dumps(own, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def _identity_in(out: Path) -> dict[str, Any] | None:
+def _identity_in(out: Path) -> JsonObject | None:
     """What the folder says of its bench, setting by setting; None where it says nothing."""
     for name in (BENCH_FILE, RESULTS_FILE):
         path = out / name

@@ -9,6 +9,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from promptfed.experiments.entries import RawSpec
 from promptfed.experiments.setting import with_options
 from promptfed.experiments.simulation import simulate
 from promptfed.experiments.sweep import Grid
@@ -82,7 +83,7 @@ def tune(
     return Tuned(by_rate, fmean(templates) if templates else None, best, edge)
 
 
-def _with_rate(spec: Any, rate: float, seed: int) -> dict[str, Any]:
+def _with_rate(spec: Any, rate: float, seed: int) -> RawSpec:
     """The spec at this rate and seed, evaluated at its start and its end."""
     changed = merged(dict(spec), {"training": {"learning_rate": rate}}) | {"seed": seed}
     return merged(changed, {"evaluation": {"every": resolve(changed).rounds}})

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from promptfed.experiments.entries import RawSpec
 from promptfed.experiments.simulation import simulate
 from promptfed.library.result import Result
 from promptfed.runtime.services import Site
@@ -21,10 +22,11 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.base import Method
 
 Data = Mapping[str, str | Source] | Sequence[str | Source]
+Methodlike = str | RawSpec | type[Method] | Method
 
 
 def run(
-    method: str | dict[str, Any] | type[Method] | Method,
+    method: Methodlike,
     data: Data,
     *,
     unseen: Data = (),
@@ -62,7 +64,7 @@ def run(
     Raises:
         CommandError: one line: a spec, data or backbone that cannot be used, or a federation that did not finish.
     """
-    sources = SharedSources()
+    sources, kept = SharedSources(), Path(folder) if folder is not None else None
     named = _named(method)
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
@@ -70,19 +72,12 @@ def run(
     model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
     quiet = not (sys.stderr.isatty() if progress is None else progress)
     with Watcher(resolved.rounds, quiet=quiet) as watcher:
-        result = simulate(
-            resolved,
-            sites,
-            folder=Path(folder) if folder is not None else None,
-            pool=pool,
-            backbone=model,
-            sources=sources,
-            progress=watcher.show,
-        )
+        show = watcher.show
+        result = simulate(resolved, sites, folder=kept, pool=pool, backbone=model, sources=sources, progress=show)
     return Result(result, model, allow_backbone)
 
 
-def _named(method: str | dict[str, Any] | type[Method] | Method) -> dict[str, Any]:
+def _named(method: Methodlike) -> RawSpec:
     """The method as a spec names it; one of the caller's own becomes known."""
     if isinstance(method, str):
         return {"name": method}

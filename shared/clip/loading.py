@@ -48,8 +48,7 @@ def load_backbone(
     if precision not in PRECISIONS:
         raise BackboneError(f"Unknown precision {precision!r}: use one of {', '.join(PRECISIONS)}.")
     _check_device(device)
-    if weights_file is not None and (":" in model or model in (tiny.MODEL, emoji.MODEL)):
-        raise BackboneError(f"A file of weights is for models of open_clip, not for {model!r}: leave it out.")
+    _check_file(weights_file, model)
     if model.startswith("timm:"):
         return load_timm(model, pretrained, precision=precision, device=device, allow_unregistered=allow_unregistered)
     import open_clip
@@ -61,26 +60,37 @@ def load_backbone(
     else:
         model, weights, options = _weights_of(model, pretrained, random, allow_unregistered)
     config = _config(model)
-    try:
+    with _telling(model, pretrained, precision):
         built = _create(open_clip, model, weights, random, precision, device, options)
         if model == emoji.MODEL and not random:
             built.load_state_dict(emoji_weights())
         if weights_file is not None:
             load_into(built, weights_in(weights_file), model)
+    if options.get("force_quick_gelu"):
+        config["quick_gelu"] = True
+    tag = None if random else pretrained
+    backbone = Backbone(built, model_name=model, pretrained=tag, precision=precision, config=config)
+    if precision != "fp32":
+        check_runs(backbone)
+    return backbone
+
+
+def _check_file(weights_file: Path | None, model: str) -> None:
+    if weights_file is not None and (":" in model or model in (tiny.MODEL, emoji.MODEL)):
+        raise BackboneError(f"A file of weights is for models of open_clip, not for {model!r}: leave it out.")
+
+
+@contextmanager
+def _telling(model: str, pretrained: str | None, precision: str) -> Iterator[None]:
+    """A block that builds and fills a model; whatever goes wrong in it is a BackboneError with the model's name."""
+    try:
+        yield
     except BackboneError:
         raise
     except Exception as error:
         name = model if pretrained is None else f"{model} ({pretrained})"
         hint = "" if precision == "fp32" else f" (in {precision}; try precision fp32)"
         raise BackboneError(f"The backbone {name} cannot be loaded{hint}: {one_line(error)}") from error
-    if options.get("force_quick_gelu"):
-        config["quick_gelu"] = True
-    backbone = Backbone(
-        built, model_name=model, pretrained=None if random else pretrained, precision=precision, config=config
-    )
-    if precision != "fp32":
-        check_runs(backbone)
-    return backbone
 
 
 def _weights_of(
