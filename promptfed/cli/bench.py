@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from promptfed.cli import bench_results
-from promptfed.cli.bench_output import run_shown, show_table
+from promptfed.cli.bench_output import remarks_on, run_shown, show_table
 from promptfed.experiments.bench_folder import results_csv
 from promptfed.experiments.ceilings import CEILINGS, Room, rooms_of, rooms_table
 from promptfed.experiments.document import BenchmarkRecord, document, record
@@ -334,6 +334,8 @@ def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool
 def _show(finished: Finished, out: Path) -> None:
     header, lines = cells(finished.bench.columns, finished.results.table)
     show_table(header, lines, console.width)
+    for remark in remarks_on(finished.results.runs):
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
     console.print(f"Wrote {', '.join(finished.written)} in {out}.", highlight=False, soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from string import ascii_lowercase
 
 from rich.markup import escape
@@ -14,6 +15,7 @@ from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench, Job, Runner, run_all
 from promptfed.sdk.output import console, messages, table
 from promptfed.sdk.pace import duration
+from promptfed.sdk.remarks import near_chance
 
 LONG_LABEL, LONG_HEADER = 16, 14  # characters, beyond which a narrow table has an alias
 _BORDERS = 3  # columns of the terminal that a cell takes beside its text
@@ -74,6 +76,17 @@ def show_table(header: Sequence[str], lines: Sequence[Sequence[str]], width: int
         console.print(table(None, columns, rows))
     for line in legend:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def remarks_on(runs: Sequence[Run]) -> list[str]:
+    """About a template that is near chance on the clients' own test images, of the runs over each number of classes."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for run in runs:
+        names, backbone = run.spec.get("class_names"), run.spec.get("backbone")
+        if isinstance(names, list) and isinstance(backbone, dict):
+            told = found.setdefault((len(names), str(backbone.get("model"))), [])
+            told += [row.zero_shot for row in run.last() if row.split == "test" and row.zero_shot is not None]
+    return [said for (count, model), told in found.items() if told for said in near_chance(fmean(told), count, model)]
 
 
 Part = tuple[list[str], list[list[str]]]

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from promptfed.sdk.result import FederationResult
 
-NEAR_CHANCE = 3.0  # times the accuracy of guessing, below which a template tells hardly anything apart
+NEAR_CHANCE = 0.05  # of the way from guessing to all right, below which a template tells hardly anything apart
 MOVED = 0.005  # of accuracy, below which nothing has been gained or lost
 LEARNED = 0.02  # of the first round's loss that has to be gone for something to have been learned
 WORSE = 0.02  # of accuracy below the template's
@@ -28,10 +28,13 @@ def remarks(result: FederationResult) -> list[str]:
 
 def near_chance(zero_shot: float, classes: float | None, backbone: str) -> list[str]:
     """About a template that is right hardly more often than guessing among ``classes`` would be."""
-    if not classes or classes < 2 or zero_shot >= min(NEAR_CHANCE / classes, 0.75):
+    if not classes or classes < 2:
+        return []
+    chance = 1 / classes
+    if (zero_shot - chance) / (1 - chance) >= NEAR_CHANCE:
         return []
     found = (
-        f"Zero-shot is right in {100 * zero_shot:.1f} %, guessing among {classes:.0f} classes in {100 / classes:.1f} %"
+        f"Zero-shot is right in {100 * zero_shot:.1f} %, guessing among {classes:.0f} classes in {100 * chance:.1f} %"
     )
     why = f"{backbone} hardly knows these pictures, or these names"
     return [f"{found}: {why}. Try class names in plain English words, a template that fits, or another backbone."]

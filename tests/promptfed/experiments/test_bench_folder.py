@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from promptfed.cli.bench_output import fitted, letters
+from promptfed.cli.bench_output import fitted, letters, remarks_on
 from promptfed.cli.main import app
 from promptfed.experiments.bench_folder import results_csv
+from promptfed.experiments.results import Run
 from promptfed.experiments.tables import TableRow
 from promptfed.sdk.errors import Exit
+from promptfed.sdk.result import Accuracy
 
 DATA = "symbols:sketch?topic=games&per_class=4&test_per_class=2"
 
@@ -87,3 +89,26 @@ def test_a_table_that_fits_stays_as_it_is() -> None:
     header, lines = ["method", "mean"], [["a method with a rather long name", "1.0"]]
     assert fitted(header, lines, 80) == ([(header, lines)], [])
     assert [letters(number) for number in (0, 25, 26, 27)] == ["a", "z", "aa", "ab"]
+
+
+def test_a_bench_remarks_a_template_that_is_near_chance() -> None:
+    def run(zero_shot: float) -> Run:
+        rows = [Accuracy(1, "a", "trainer", None, "test", 0.5, zero_shot, 10)]
+        spec: Any = {"class_names": [f"class {k}" for k in range(50)], "backbone": {"model": "promptfed-tiny"}}
+        return Run(
+            label="x",
+            seed=0,
+            trial="all",
+            accuracies=rows,
+            rounds=1,
+            costs={},
+            wall_seconds=0,
+            setup_seconds=0,
+            spec=spec,
+        )
+
+    assert remarks_on([run(0.5), run(0.4)]) == []
+    [said] = remarks_on([run(0.02), run(0.04)])
+    assert said.startswith(
+        "Zero-shot is right in 3.0 %, guessing among 50 classes in 2.0 %: promptfed-tiny hardly knows"
+    )

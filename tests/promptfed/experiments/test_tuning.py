@@ -83,6 +83,8 @@ def test_a_template_near_chance_is_remarked() -> None:
     assert "right in 3.4 %, guessing among 60 classes in 1.7 %" in said
     assert near_chance(0.034, 10, "x") != []
     assert near_chance(0.3, 60, "x") == []
+    assert near_chance(0.48, 4, "x") == []  # nearly twice as good as guessing
+    assert near_chance(0.26, 4, "x") != []
     assert near_chance(0.9, 2, "x") == []
     assert near_chance(0.01, None, "x") == []
 
