@@ -96,7 +96,7 @@ def test_figures_of_a_score_by_hand() -> None:
     assert found.accuracy == 0.75
     assert found.ece == pytest.approx(0.15)
     assert (found.worst_class, found.worst_class_accuracy) == ("a", 0.5)
-    assert found["macro_f1"] == pytest.approx((2 / 3 + 4 / 5) / 2)
+    assert found.macro_f1 == pytest.approx((2 / 3 + 4 / 5) / 2)
     assert confusion(labels, predicted, 3).tolist() == [[1, 1, 0], [0, 2, 0], [0, 0, 0]]
 
 
