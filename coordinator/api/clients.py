@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response, status
 from sqlalchemy import select
+from starlette.requests import HTTPConnection
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
@@ -20,7 +21,9 @@ from promptfed.coordinator.api.deps import (
     RegistryOf,
     Viewed,
 )
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.http.certificates import check_certificate
 from promptfed.coordinator.operations import federations
@@ -76,11 +79,20 @@ async def post_client(
     response: Response,
 ) -> EnrolResponse:
     """Enrol under a name, with a secret of the client's own making; from then on it is its bearer token."""
-    check_certificate(connection, request.name)
-    client, new = await enrol(registry, federation.id, request, token)
+    registry.committer.notice()
+    receipt, new = await take_enrolment(connection, registry, federation, token, request)
     if not new:
         response.status_code = status.HTTP_200_OK
-    return EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name)
+    return receipt
+
+
+async def take_enrolment(
+    connection: HTTPConnection, registry: Registry, federation: Federation, token: str, request: EnrolRequest
+) -> tuple[EnrolResponse, bool]:
+    """Let a client in that comes with the token of this digest; the receipt, and whether it is new."""
+    check_certificate(connection, request.name)
+    client, new = await enrol(registry, federation.id, request, token)
+    return EnrolResponse(client_id=client.id, federation_id=federation.id, name=client.name), new
 
 
 @router.get("/clients", responses=described.for_callers())

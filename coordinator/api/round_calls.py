@@ -1,9 +1,10 @@
-"""The calls of a round before the framework's machinery: polls, payloads, updates and evaluations of known clients.
+"""Clients' calls before the framework's machinery: enrolments, and polls, payloads, updates and evaluations of rounds.
 
 They are nearly all that a coordinator is asked, and solving a declared route's dependencies costs several times what
 the answer does. A request that is just as it should be is answered here, by the functions that the declared routes of
-``tasks`` call too; any other one, before anything of it is read or counted, goes on to those routes, which refuse it.
-What turns out wrong later, in the body or in the transaction, is refused by the application's own handlers.
+``tasks`` and ``clients`` call too. Any other one, before anything of it is read or counted, goes on to those routes,
+which refuse it. What turns out wrong later, in the body or in the transaction, is refused by the application's own
+handlers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request, Response
@@ -20,28 +21,50 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from promptfed.coordinator.api import tasks
+from promptfed.coordinator.api import clients, tasks
 from promptfed.coordinator.api.deps import CallingClient
 from promptfed.coordinator.api.results import TENSORS_TYPE, tensors_at
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.answer_headers import OF_THE_API, with_headers
 from promptfed.coordinator.http.body_limits import JsonBody
-from promptfed.coordinator.http.callers import ClientCaller, look_up_own, may_be_foreign, trust
+from promptfed.coordinator.http.callers import (
+    ClientCaller,
+    OperatorCaller,
+    address_of,
+    look_up_own,
+    may_be_foreign,
+    trust,
+)
 from promptfed.coordinator.http.uploads import Incoming, announced_digest, announced_length
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.problems import DigestMissing, Refusal
 from promptfed.coordinator.store.fault_points import point
-from promptfed.shared.messages import EvaluationRequest
+from promptfed.shared.messages import EnrolRequest, EvaluationRequest
 
 LONGEST_WAIT = 60.0
-_PATH = re.compile(r"/v1/federations/([^/\0]{1,100})/(?:task|tasks/([^/\0]{1,100})/(payload|update|evaluation))")
+WITH_JSON = ("clients", "evaluation")
+_PATH = re.compile(
+    r"/v1/federations/([^/\0]{1,100})/(?:(task|clients)|tasks/([^/\0]{1,100})/(payload|update|evaluation))"
+)
 _WAIT = re.compile(rb"wait=(\d{1,2}(?:\.\d{1,6})?)")
-_VERBS = {"task": "GET", "payload": "GET", "update": "PUT", "evaluation": "PUT"}
+_VERBS = {"clients": "POST", "task": "GET", "payload": "GET", "update": "PUT", "evaluation": "PUT"}
 _REPLAYED: Message = {"type": "http.disconnect"}
 
+Model = TypeVar("Model", bound=BaseModel)
 Header = tuple[bytes, bytes]
 _JSON: Header = (b"content-type", b"application/json")
 _TENSORS: Header = (b"content-type", TENSORS_TYPE.encode())
+
+
+@dataclass(frozen=True)
+class _Enrolling:
+    """Who comes with an enrolment token of a federation: its digest, and its name."""
+
+    federation: Federation
+    token: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +75,7 @@ class _Call:
     scope: Scope
     receive: Receive
     registry: Registry
-    caller: CallingClient
+    caller: CallingClient | _Enrolling
     task_id: str
     announced: str = ""  # the digest of an update
     seconds: float = 0.0  # that a poll waits
@@ -115,23 +138,35 @@ class RoundCalls:
 
     async def _answer(self, call: _Call) -> _Answer:
         registry, caller, task_id = call.registry, call.caller, call.task_id
+        if isinstance(caller, _Enrolling):
+            return await _enrolled(call, caller, self._seconds)
         if call.kind == "task":
             task = await tasks.next_task(registry, caller, call.seconds)
             return _Answer(204) if task is None else _Answer(body=task.encode())
         if call.kind == "payload":
             if tasks.is_at_hand(registry, caller, task_id):
-                return _payload(call)
-            return await run_sync(_payload, call)
+                return _payload(registry, caller, task_id)
+            return await run_sync(_payload, registry, caller, task_id)
         if call.kind == "update":
             uploads = call.scope["app"].state.uploads
             return _receipt(*await tasks.take_update(_body(call), uploads, registry, caller, task_id, call.announced))
         with registry.committer.coming():
-            evaluation = await _evaluation(call, self._seconds)
+            evaluation = await _json(call, EvaluationRequest, self._seconds)
             return _receipt(*await tasks.take_evaluation(registry, caller, task_id, evaluation))
 
 
-def _payload(call: _Call) -> _Answer:
-    digest, place = submissions.payload(call.registry, call.caller.federation, call.caller.client, call.task_id)
+async def _enrolled(call: _Call, caller: _Enrolling, seconds: float) -> _Answer:
+    connection = HTTPConnection(call.scope)
+    with call.registry.committer.coming():
+        request = await _json(call, EnrolRequest, seconds)
+        audit.actor.set(audit.Actor(caller.name, "enrolment", address_of(connection)))
+        return _receipt(
+            *await clients.take_enrolment(connection, call.registry, caller.federation, caller.token, request)
+        )
+
+
+def _payload(registry: Registry, caller: CallingClient, task_id: str) -> _Answer:
+    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id)
     etag = f'"{digest}"'
     if isinstance(place, bytes):
         return _Answer(body=place, kind=_TENSORS, etag=etag)
@@ -165,7 +200,7 @@ async def _refusal(call: _Call, error: Exception, send: Send) -> _Answer:
 def _body(call: _Call) -> Incoming:
     length = next((value for name, value in call.scope["headers"] if name == b"content-length"), None)
     announced = announced_length(length.decode("latin-1")) if length is not None else None
-    return Incoming(call.receive, announced, call.scope["state"]["client"])
+    return Incoming(call.receive, announced, call.scope["state"].get("client"))
 
 
 def _call(scope: Scope, receive: Receive) -> _Call | None:
@@ -173,12 +208,12 @@ def _call(scope: Scope, receive: Receive) -> _Call | None:
     match = _PATH.fullmatch(scope["path"])
     if match is None or scope.get("root_path"):
         return None
-    federation, task_id, kind = match.group(1), match.group(2) or "", match.group(3) or "task"
+    federation, task_id, kind = match.group(1), match.group(3) or "", match.group(4) or match.group(2)
     if scope["method"] != _VERBS[kind]:
         return None
     seconds = _seconds_to_wait(scope) if kind == "task" else 0.0
     announced = _announced(scope) if kind == "update" else ""
-    if seconds is None or announced is None or (kind == "evaluation" and not _is_json(scope)):
+    if seconds is None or announced is None or (kind in WITH_JSON and not _is_json(scope)):
         return None
     tokens = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(tokens) != 1 or not tokens[0].startswith(b"Bearer ") or tokens[0] != tokens[0].strip():
@@ -190,10 +225,13 @@ def _call(scope: Scope, receive: Receive) -> _Call | None:
     state = dict(scope.get("state", {}))
     inner = {**scope, "path_params": {"federation": federation}, "state": state}
     caller = _known(HTTPConnection(inner), registry, federation, tokens[0][7:].decode("latin-1"))
-    if caller is None:
+    if caller is None or isinstance(caller, _Enrolling) is not (kind == "clients"):
         return None
+    trust(HTTPConnection(inner), tokens[0][7:].decode("latin-1"))
     registry.committer.notice()
-    state["client"] = (caller.federation.id, caller.client.name)
+    if isinstance(caller, CallingClient):
+        registry.last_seen.seen(caller.client.id)
+        state["client"] = (caller.federation.id, caller.client.name)
     return _Call(kind, inner, receive, registry, caller, task_id, announced, seconds)
 
 
@@ -219,32 +257,33 @@ def _seconds_to_wait(scope: Scope) -> float | None:
     return seconds if seconds <= LONGEST_WAIT else None
 
 
-def _known(connection: HTTPConnection, registry: Registry, asked: str, token: str) -> CallingClient | None:
-    """Who calls, if it is a client that takes part in the federation that it asks for."""
+def _known(connection: HTTPConnection, registry: Registry, asked: str, token: str) -> CallingClient | _Enrolling | None:
+    """Who calls, if it takes part in the federation that it asks for, or comes with a token of it."""
     if not token or may_be_foreign(connection, token):
         return None
     try:
         caller = look_up_own(connection, registry, token)
-        if not isinstance(caller, ClientCaller) or not caller.active:
-            return None
-        known = registry.federations.get(caller.federation)
-        if known is None or asked not in (known.id, known.name) or known.absent is not None:
-            return None
     except Refusal:
         return None
-    trust(connection, token)
-    registry.last_seen.seen(caller.client.id)
-    return CallingClient(known, caller.client)
+    if isinstance(caller, OperatorCaller):
+        return None
+    known = registry.federations.get(caller.federation)
+    if known is None or asked not in (known.id, known.name) or known.absent is not None:
+        return None
+    if isinstance(caller, ClientCaller):
+        return CallingClient(known, caller.client) if caller.active else None
+    named = known.tokens.get(caller.token)
+    return _Enrolling(known, caller.token, named.name) if named is not None else None
 
 
-async def _evaluation(call: _Call, seconds: float) -> EvaluationRequest:
+async def _json(call: _Call, model: type[Model], seconds: float) -> Model:
     """The body. Raises HTTPException where it is too long or takes too long, as for any route."""
     try:
         body = await Request(call.scope, JsonBody(call.scope, call.receive, seconds, known=True)).body()
     except ClientDisconnect:
         raise _ForTheRoute(None) from None
     try:
-        return EvaluationRequest.model_validate(json.loads(body))
+        return model.model_validate(json.loads(body))
     except (ValueError, RecursionError, ValidationError):
         raise _ForTheRoute(body) from None
 

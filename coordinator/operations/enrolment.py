@@ -51,7 +51,6 @@ async def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest
         A refusal of ``promptfed.coordinator.problems``: see ``_check`` and ``_check_token``.
     """
     entry = _Enrolment(id, request, token_digest, audit.actor.get())
-    registry.committer.notice()
     new = await registry.committer.submit(entry)
     if new:
         point("client-enrolled")

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from promptfed.coordinator.domain import clock
+from promptfed.coordinator.operations import submissions
 from tests.coordinator.operations.test_submissions import bad_updates
 from tests.support.both_ways import Switch, seen
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import FakeClient, bearer, content_digest, trained, update_body
+from tests.support.fake_clients import FakeClient, bearer, content_digest, enrolment, trained, update_body
 from tests.support.open_phases import kind, open_first_phase, stored_rows
+from tests.support.waiting import wait_for
 
 Call = tuple[str, str, dict[str, Any]]
 
@@ -83,6 +85,39 @@ def odd_calls(coordinator: InThread, federation: str, a: FakeClient, b: FakeClie
         ("PUT", f"{here}/evaluation", {"content": b"{}", "headers": a.headers}),
         ("PUT", f"{here}/evaluation", {"json": splits, "headers": bearer("nobody's")}),
     ]
+    return calls + odd_enrolments(coordinator, federation, a)
+
+
+def odd_enrolments(coordinator: InThread, federation: str, a: FakeClient) -> list[Call]:
+    """The same of enrolments: of who is there already, and of whom nobody lets in."""
+    path, token = f"/v1/federations/{federation}/clients", bearer(coordinator.token(federation))
+    known = enrolment(a.name)
+    as_json = {"Content-Type": "application/json"}
+    calls: list[Call] = [
+        ("POST", path, {"json": body, "headers": token})
+        for body in (
+            known,
+            known | {"secret": "0" * 64},
+            known | {"name": "other"},
+            known | {"name": "a b"},
+            known | {"name": "new", "secret": "1" * 64, "protocol_version": 2},
+            known | {"name": "new", "secret": "1" * 64, "num_samples": 0},
+            known | {"more": 1},
+            {},
+            [],
+        )
+    ]
+    calls += [
+        ("POST", path, {"content": body, "headers": token | as_json}) for body in (b"", b"{", b"\xff", b"[" * 9999)
+    ]
+    calls += [("POST", path, {"json": known, "headers": who}) for who in ({}, bearer("nobody's"), a.headers)]
+    calls += [
+        ("POST", path, {"json": known, "headers": coordinator.operator}),
+        ("POST", path, {"content": b"{}", "headers": token | {"Content-Type": "text/plain"}}),
+        ("POST", "/v1/federations/nowhere/clients", {"json": known, "headers": token}),
+        ("GET", path, {"headers": token}),
+        ("GET", f"/v1/federations/{federation}/task", {"headers": token}),
+    ]
     return calls
 
 
@@ -142,6 +177,42 @@ def play_in_turns(
             switch.on = True
             digests = [str(one.json().get("sha256", "none")) for one in answers]
             told[client.name] += [seen(one, task["task_id"], *digests) for one in answers]
+
+
+def test_both_let_newcomers_in_alike(coordinator: InThread, switch: Switch) -> None:
+    federation = coordinator.create()
+    token = coordinator.token(federation)
+    told = []
+    for name in ("a", "b"):
+        switch.on, before = name == "a", switch.answered
+        answers = [coordinator.client(federation, name).enrol(token) for _ in range(2)]
+        assert switch.answered - before == (2 if switch.on else 0)
+        told.append([seen(one, one.json()["client_id"], f'"{name}"') for one in answers])
+    switch.on = True
+    assert told[0] == told[1]
+    assert [status for status, _, _ in told[0]] == [201, 200]
+    first, second = [
+        entry for entry in coordinator.get("/v1/audit-log")["entries"] if entry["act"] == "client-enrolled"
+    ]
+    alike = ("actor", "role", "address", "federation")
+    assert [first[key] for key in alike] == [second[key] for key in alike]
+    assert first["role"] == "enrolment"
+
+
+def test_what_breaks_is_told_alike_and_logged(
+    coordinator: InThread, switch: Switch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, (a, _), (task, _) = open_first_phase(coordinator, rounds=1)
+
+    def breaks(*_: Any) -> Any:
+        raise RuntimeError("a defect of ours")
+
+    monkeypatch.setattr(submissions, "payload", breaks)
+    fast = coordinator.http.get(task["payload"]["url"], headers=a.headers)
+    assert (fast.status_code, kind(fast)) == (500, "internal-error")
+    wait_for("the log", lambda: "a defect of ours" in caplog.text)  # which is written after the answer
+    with switch.off():
+        assert seen(fast) == seen(coordinator.http.get(task["payload"]["url"], headers=a.headers))
 
 
 def test_a_withdrawn_client_and_an_ended_federation_are_told_alike(coordinator: InThread, switch: Switch) -> None:
