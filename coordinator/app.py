@@ -75,7 +75,8 @@ class Application(FastAPI):
     def __init__(self, settings: Settings, **options: Any):
         super().__init__(**options)
         self.state.settings = settings
-        self._round_calls = RoundCalls(super().__call__, settings.upload_timeout_seconds)
+        # Around all of the framework's: what answers for a defect of ours stands outside of the middleware added to it.
+        self._round_calls = RoundCalls(AnswerHeaders(super().__call__), settings.upload_timeout_seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -96,7 +97,6 @@ def create_app(settings: Settings) -> Application:
         separate_input_output_schemas=False,
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
-    app.add_middleware(AnswerHeaders)  # the last one is the outermost
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for module in ROUTERS:
         app.include_router(module.router)
