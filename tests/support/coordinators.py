@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -304,4 +305,5 @@ class ForkedCoordinator(CoordinatorProcess):
     def signal(self, number: int) -> None:
         with self._turn:
             if not self.dead:
-                os.kill(self.pid, number)
+                with contextlib.suppress(ProcessLookupError):  # It may have died at this very moment.
+                    os.kill(self.pid, number)
