@@ -95,6 +95,7 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
 
     def __delitem__(self, name: str) -> None:
         del self._classes[name]
+        self._given.discard(name)
 
     def __iter__(self) -> Iterator[str]:
         for name in [*self._classes, *sorted(self._offers.keys() - self._classes.keys())]:
@@ -108,8 +109,8 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
         return sum(1 for _ in self)
 
     def own(self) -> list[str]:
-        """The names without those that packages bring; none of these is imported for it."""
-        return [name for name in self._classes if name not in self._packages]
+        """The names without those that packages bring or somebody has given; no package is imported for it."""
+        return [name for name in self._classes if name not in self._packages and name not in self._given]
 
     def package(self, name: str) -> str | None:
         """The package that a method in use comes from, as ``name==version``; None for promptfed's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +18,15 @@ MARK = "<!-- tested: tests/docs/test_methods_example.py runs this block -->\n```
 
 
 @pytest.fixture
-def page() -> dict[str, Any]:
-    """What both blocks define."""
+def page() -> Iterator[dict[str, Any]]:
+    """What both blocks define; the method is forgotten afterwards."""
     blocks = (ROOT / "docs" / "methods.md").read_text().split(MARK)[1:]
     assert len(blocks) == 2
     found: dict[str, Any] = {"__name__": "page"}
     for block in blocks:
         exec(block.split("```")[0], found)
-    return found
+    yield found
+    METHODS.pop("class_bias", None)
 
 
 def test_the_pages_method_passes_the_pages_test(page: dict[str, Any]) -> None:
