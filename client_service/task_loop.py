@@ -153,9 +153,10 @@ class TaskLoop:
     def _answered(self, task: Task) -> Pending | None:
         """The update that was accepted for this very task, unless it has been sent again often enough."""
         answered = self.state.answered() if task.kind == "train" else None
-        if answered is None or answered.task_id != task.task_id or self._again.get(task.task_id, 0) >= RESENDS:
+        if answered is None or self._again.get(task.task_id, 0) >= RESENDS:
             return None
-        return answered
+        same = (answered.task_id, answered.round, answered.phase) == (task.task_id, task.round, task.phase)
+        return answered if same else None
 
     async def _send_again(self, task: Task, answered: Pending) -> None:
         """The coordinator asks for what it had accepted: its disk has lost it. The same bytes tell it nothing new."""
