@@ -59,6 +59,8 @@ def demo_spec(demo: Demo, method: str, rounds: int | None, seed: int) -> Federat
         "evaluation": {"every": max(1, number // 5)},
         "seed": seed,
     }
+    if demo.backbone:
+        spec["backbone"] = demo.backbone
     try:
         return resolve_spec(spec)
     except SpecError as error:

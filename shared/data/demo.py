@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Demo:
-    """One demonstration. ``clients`` and ``unseen`` are (name, data URI); ``training`` is a section of a spec."""
+    """One demonstration. ``clients`` and ``unseen`` are (name, data URI); ``training`` and
+    ``backbone`` are sections of a spec.
+    """
 
     clients: tuple[tuple[str, str], ...]
     unseen: tuple[str, str]
     template: str
     rounds: int
     training: Mapping[str, int | float | str]
+    backbone: Mapping[str, str] = field(default_factory=dict)  # the spec's own where it is empty
 
 
 DEMOS: dict[str, Demo] = {
@@ -39,6 +42,7 @@ DEMOS: dict[str, Demo] = {
         template="a photo of a {}.",
         rounds=8,
         training={"epochs": 1, "batch_size": 16, "learning_rate": 0.05, "schedule": "cosine"},
+        backbone={"model": "promptfed-emoji", "pretrained": "embedded"},
     ),
     "digits": Demo(
         clients=(

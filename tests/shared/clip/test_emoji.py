@@ -19,6 +19,7 @@ from promptfed.shared.clip.emoji.pretrain import Training, run, save_weights, st
 from promptfed.shared.clip.emoji.readlist import NEAR_BITS, perceptual, read_list, write_read_list
 from promptfed.shared.clip.tiny import weights_path
 from promptfed.shared.clip.tiny.evaluate import text_features
+from promptfed.shared.data import open_source
 from promptfed.shared.data.emoji import store
 from promptfed.shared.data.emoji.source import FOLDER
 from promptfed.shared.data.emoji.splits import splits
@@ -157,6 +158,7 @@ def test_the_text_tower_learns_the_vectors_of_all_names(folder: Path) -> None:
 
 
 def test_it_is_loaded_from_its_file_and_the_tiny_backbone_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = load_backbone(MODEL, PRETRAINED)
     monkeypatch.setattr("promptfed.shared.clip.emoji.weights_path", lambda: tmp_path / "weights.safetensors")
     with pytest.raises(BackboneError, match="no weights in this version of promptfed: use promptfed-tiny"):
         load_backbone(MODEL, PRETRAINED)
@@ -168,6 +170,20 @@ def test_it_is_loaded_from_its_file_and_the_tiny_backbone_s(tmp_path: Path, monk
     half = model.visual.proj.detach().half().float()
     assert torch.equal(loaded.model.visual.proj, half)
     assert load_backbone(MODEL, "random").fingerprint != loaded.fingerprint
+    assert shipped.fingerprint != loaded.fingerprint
+
+
+def test_the_shipped_weights_name_what_no_designer_of_theirs_drew() -> None:
+    """FxEmoji's designer was not read: eight things in a style of their own, far above the chance of one in eight."""
+    names = ("cat", "banana", "grapes", "key", "mushroom", "spider", "tulip", "wine glass")
+    source = open_source(f"emoji:fxemoji?level=names&only={','.join(names)}")
+    backbone = load_backbone(MODEL, PRETRAINED)
+    image = torch.stack([backbone.preprocess(source.test.image(k)) for k in range(len(source.test))])
+    with torch.no_grad():
+        features = F.normalize(backbone.model.encode_image(image), dim=1)
+    text = text_features(backbone.model, list(source.class_names), "a photo of a {}.")
+    right = (features @ text.T).argmax(1) == source.test.labels
+    assert int(right.sum()) >= len(names) // 2
 
 
 def test_the_gate_counts_tasks_of_sixteen() -> None:
