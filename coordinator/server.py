@@ -22,8 +22,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.engine import json_logs
+from promptfed.coordinator.engine.malloc import share_heaps
 from promptfed.coordinator.http.connection_limits import ACCEPTED_AT_ONCE, QUEUE, LimitedConnection, raise_open_files
-from promptfed.coordinator.http.malloc import share_heaps
 from promptfed.coordinator.operations import federations
 from promptfed.coordinator.operations.bootstrap import BootstrapFailed, read_spec
 from promptfed.coordinator.problems import Refusal

@@ -21,6 +21,7 @@ from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import deletion, jobs, json_logs, retention
 from promptfed.coordinator.engine.committer import Stopped
+from promptfed.coordinator.engine.malloc import give_back
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.problems import NotFound, Refusal
@@ -30,6 +31,7 @@ from promptfed.coordinator.store.blobs import DamagedBlob
 log = logging.getLogger("promptfed.coordinator")
 
 FLUSH_SECONDS = 2.0
+TRIM_SECONDS = 30.0  # between two times that free memory goes back to the system, a few milliseconds each
 RETRY_SECONDS = 2.0
 RETIRE_SECONDS = 1.0  # between two removals of what a running federation's rounds have left: quick rounds share one
 STOP_SECONDS = 1.0
@@ -80,7 +82,7 @@ class Scheduler:
         await closing
 
     async def _drive(self) -> None:
-        flushed = clock.monotonic()
+        flushed = trimmed = clock.monotonic()
         while not self._registry.wakeups.closed:
             wakeup = self._registry.wakeups.listen("driver")
             if self._registry.away and not await self._is_back():
@@ -93,6 +95,9 @@ class Scheduler:
             if clock.monotonic() - flushed > FLUSH_SECONDS:
                 await self._flush()
                 flushed = clock.monotonic()
+            if clock.monotonic() - trimmed > TRIM_SECONDS:
+                await asyncio.to_thread(give_back)
+                trimmed = clock.monotonic()
             await wait(wakeup, self._pause())
 
     async def _is_back(self) -> bool:

@@ -1,4 +1,4 @@
-"""Memory that threads leave behind: the C library keeps it in as many heaps as it lets threads have."""
+"""Memory that requests leave behind: the C library keeps it, in as many heaps as it lets threads have."""
 
 from __future__ import annotations
 
@@ -20,3 +20,14 @@ def share_heaps() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and others have none
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, ARENAS)
+
+
+def give_back() -> None:
+    """Return to the system what the C library holds free, also in the middle of its heaps, where it is glibc.
+
+    By itself glibc returns only what is free at a heap's end. A hundred thousand refused updates, of which nothing is
+    kept, left 15 MB of free pieces between what was in use.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
