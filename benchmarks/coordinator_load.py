@@ -75,6 +75,8 @@ class Connection:
         await writer.drain()
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         answered = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        if answered.get("transfer-encoding") == "chunked":
+            return int(head[0].split()[1]), answered, await _chunks(reader)
         content = await reader.readexactly(int(answered.get("content-length", 0)))
         return int(head[0].split()[1]), answered, content
 
@@ -83,6 +85,15 @@ class Connection:
         if self._streams is not None:
             self._streams[1].close()
         self._streams = None
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """A body in chunks, as long reports come."""
+    found = []
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        found.append((await reader.readexactly(size + 2))[:-2])
+    await reader.readuntil(b"\r\n")
+    return b"".join(found)
 
 
 @dataclass
