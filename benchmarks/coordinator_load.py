@@ -45,7 +45,7 @@ import numpy as np
 from benchmarks import beside_flower
 from benchmarks import coordinator_tables as tables
 from benchmarks.beside_flower import ROUNDS, SHAPES
-from benchmarks.harness import machine, parser, write
+from benchmarks.harness import machine, parser, read_chunks, write
 from tests.support.coordinators import CoordinatorProcess
 from tests.support.postgres import PostgresServer
 
@@ -76,7 +76,7 @@ class Connection:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         answered = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
         if answered.get("transfer-encoding") == "chunked":
-            return int(head[0].split()[1]), answered, await _chunks(reader)
+            return int(head[0].split()[1]), answered, await read_chunks(reader)
         content = await reader.readexactly(int(answered.get("content-length", 0)))
         return int(head[0].split()[1]), answered, content
 
@@ -85,15 +85,6 @@ class Connection:
         if self._streams is not None:
             self._streams[1].close()
         self._streams = None
-
-
-async def _chunks(reader: asyncio.StreamReader) -> bytes:
-    """A body in chunks, as long reports come."""
-    found = []
-    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-        found.append((await reader.readexactly(size + 2))[:-2])
-    await reader.readuntil(b"\r\n")
-    return b"".join(found)
 
 
 @dataclass

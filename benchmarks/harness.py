@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import platform
 import random
@@ -170,3 +171,12 @@ def client_context(backbone: Backbone, names: tuple[str, ...], train: Split, **c
         train=train,
     )
     return replace(context, **changes)
+
+
+async def read_chunks(reader: asyncio.StreamReader) -> bytes:
+    """A body in chunks, as long reports come."""
+    found = []
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        found.append((await reader.readexactly(size + 2))[:-2])
+    await reader.readuntil(b"\r\n")
+    return b"".join(found)
