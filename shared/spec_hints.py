@@ -13,16 +13,24 @@ def meant(model: type[BaseModel], path: Sequence[str], whole: type[BaseModel] | 
     """The key that was probably meant by the unknown one at ``path`` of ``model``; None where none is near.
 
     A key of the same section that is written alike, or whose initials these are (``lr``), is told by its name. Else it
-    is one of this very name elsewhere in ``whole`` (default: ``model``), by its dotted path: ``training.epochs``.
+    is one of this very name, or with these initials, elsewhere in ``whole`` (default: ``model``), by its dotted path:
+    ``training.epochs``.
     """
     *parents, key = path
     section = _section(model, parents)
     if section is not None:
         near = get_close_matches(key, section.model_fields, n=1)
-        near += [name for name in section.model_fields if key == "".join(word[:1] for word in name.split("_"))]
+        near += [name for name in section.model_fields if key == _initials(name)]
         if near:
             return near[0]
-    return next((place for place in _paths(whole or model) if place.rpartition(".")[2] == key), None)
+    places = {place: place.rpartition(".")[2] for place in _paths(whole or model)}
+    return next((place for place, name in places.items() if key in (name, _initials(name))), None)
+
+
+def _initials(name: str) -> str | None:
+    """``lr`` for ``learning_rate``; None for a single word."""
+    words = name.split("_")
+    return "".join(word[:1] for word in words) if len(words) > 1 else None
 
 
 def _section(model: type[BaseModel] | None, path: Sequence[str]) -> type[BaseModel] | None:

@@ -170,6 +170,7 @@ def test_every_method_describes_itself(name: str) -> None:
         ({"backbone": {"shape": {"d_e": 8, "patchsize": 4}}}, "backbone.shape.patchsize", "patch_size"),
         ({"method": {"name": "promptfl", "contextinit": "a"}}, "method.contextinit", "context_init"),
         ({"method": {"name": "promptfl", "learning_rate": 1}}, "method.learning_rate", "training.learning_rate"),
+        ({"method": {"name": "promptfl", "lr": 1}}, "method.lr", "training.learning_rate"),
     ],
 )
 def test_an_unknown_key_suggests_the_one_that_was_meant(change: dict[str, Any], path: str, near: str) -> None:
