@@ -1,0 +1,212 @@
+"""What mechanisms cost together: ε at a δ, from a multiset of events, by Google's privacy loss distributions.
+
+Neighbours differ in one unit whose contribution is nothing (zero-out, `NeighboringRelation.REPLACE_SPECIAL`): how many
+units there are is public. Every ε is an upper bound, computed on a grid that rounds towards more privacy loss.
+
+`dp_accounting` is imported inside the functions: importing it takes seconds, which `promptfed --help` must not pay.
+
+Sources: Abadi et al., "Deep Learning with Differential Privacy", 2016; Koskela et al., "Computing Tight Differential
+Privacy Guarantees Using FFT", 2020; Doroshenko et al., "Connect the Dots", 2022 (the library's method).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from promptfed.shared.files import write_whole
+
+RECORDED = 1e-4  # grid of the privacy loss for every ε that is recorded or enforced
+COARSE = 1e-3  # inside calibration only: a tenth of the time
+LEAST_NOISE, MOST_NOISE = 0.3, 1000.0  # noise multipliers that are accounted for
+LEAST_DELTA = 1e-10
+HOPELESS = 400.0  # a larger ε protects nothing: a simpler bound says so, whose grid does not fill the memory
+RELATION = "zero-out"
+ACCOUNTANT = "pld"
+
+Mechanism = Literal["gaussian", "laplace"]
+
+
+class PrivacyError(ValueError):
+    """What is asked for cannot be accounted for; the text names the number and its bounds."""
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    """``count`` uses of one mechanism on the same units.
+
+    ``gaussian``: a sum of vectors of length at most C over units sampled each with probability ``q``, plus noise of
+    standard deviation ``z``·C. ``laplace``: a count of sensitivity 1 plus k with P(k) ∝ e^(−z·|k|); ``q`` is 1.
+    """
+
+    mechanism: Mechanism
+    q: float
+    z: float
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.mechanism not in ("gaussian", "laplace"):
+            raise PrivacyError(f"no mechanism {self.mechanism!r}: gaussian or laplace")
+        if not 0 < self.q <= 1 or (self.mechanism == "laplace" and self.q != 1):
+            raise PrivacyError(f"a sampling probability of {self.q} is none of {self.mechanism}")
+        if not (math.isfinite(self.z) and self.z > 0) or self.count < 1:
+            raise PrivacyError(f"noise of {self.z}, {self.count} times, is nothing that can be accounted for")
+        if self.mechanism == "gaussian":
+            check_noise(self.z)
+
+    def as_json(self) -> dict[str, Any]:
+        """As ledgers, updates and reports hold it."""
+        return {"mechanism": self.mechanism, "q": self.q, "z": self.z, "count": self.count}
+
+
+def check_noise(z: float) -> None:
+    """Raise PrivacyError where a noise multiplier is out of bounds."""
+    if not LEAST_NOISE <= z <= MOST_NOISE:
+        raise PrivacyError(f"the noise multiplier {z:g} is not between {LEAST_NOISE:g} and {MOST_NOISE:g}")
+
+
+def check_delta(delta: float, units: int) -> None:
+    """Raise PrivacyError unless 1e-10 ≤ δ < 1/n: at 1/n publishing one unit in the clear would be allowed."""
+    if not LEAST_DELTA <= delta < 1 / units:
+        raise PrivacyError(f"δ = {delta:g} is not between {LEAST_DELTA:g} and 1/{units}, the number of units")
+
+
+def default_delta(units: int) -> float:
+    """The power of ten at or below 1/(10·n), for n ``units``; at least 1e-10."""
+    exponent = len(str(10 * units - 1))
+    return max(LEAST_DELTA, float(f"1e-{exponent}"))
+
+
+def sampling_probability(units: int, batch_size: int) -> float:
+    """q = min(1, B/n)."""
+    return min(1.0, batch_size / units)
+
+
+def steps_of(units: int, batch_size: int, epochs: int) -> int:
+    """T = epochs·⌈n/B⌉ steps of one training loop."""
+    return epochs * math.ceil(units / batch_size)
+
+
+def training_event(units: int, batch_size: int, epochs: int, z: float, loops: int = 1) -> Event:
+    """What ``loops`` protected training loops over n ``units`` are to the accountant."""
+    steps = steps_of(units, batch_size, epochs)
+    return Event("gaussian", sampling_probability(units, batch_size), z, loops * steps)
+
+
+def merged(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The same uses as a sorted multiset: one entry for each mechanism with its numbers."""
+    counts: dict[tuple[Mechanism, float, float], int] = {}
+    for event in events:
+        key = event.mechanism, event.q, event.z
+        counts[key] = counts.get(key, 0) + event.count
+    return tuple(sorted(Event(*key, count) for key, count in counts.items()))
+
+
+def epsilon_of(events: Iterable[Event], delta: float, interval: float = RECORDED) -> float:
+    """ε of all ``events`` together at ``delta``; 0 for none. It depends on the multiset alone, not on their order."""
+    together = merged(events)
+    return _composed(together, delta, interval) if together else 0.0
+
+
+@lru_cache(maxsize=256)
+def _composed(events: tuple[Event, ...], delta: float, interval: float) -> float:
+    from dp_accounting import NeighboringRelation, dp_event
+    from dp_accounting.pld import PLDAccountant
+
+    simple = _simple_bound(events, delta)
+    if simple > HOPELESS:
+        return simple
+    accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, value_discretization_interval=interval)
+    for event in events:
+        if event.mechanism == "laplace":
+            accountant.compose(dp_event.DiscreteLaplaceDpEvent(event.z, 1), event.count)
+        else:
+            accountant.compose(_gaussian(event), event.count)
+    return float(accountant.get_epsilon(delta))
+
+
+def _simple_bound(events: tuple[Event, ...], delta: float) -> float:
+    """A larger bound in little time and memory: Rényi for the Gaussians, and the sum of ε for counts."""
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
+    gaussians = [event for event in events if event.mechanism == "gaussian"]
+    for event in gaussians:
+        accountant.compose(_gaussian(event), event.count)
+    counts = math.fsum(event.z * event.count for event in events if event.mechanism == "laplace")
+    return counts + (float(accountant.get_epsilon(delta)) if gaussians else 0.0)
+
+
+def _gaussian(event: Event) -> Any:
+    from dp_accounting import dp_event
+
+    noise = dp_event.GaussianDpEvent(event.z)
+    return noise if event.q >= 1 else dp_event.PoissonSampledDpEvent(event.q, noise)
+
+
+def calibrate(epsilon: float, delta: float, q: float, steps: int) -> float:
+    """The least noise multiplier, to 3 decimals, with which ``steps`` steps cost at most ``epsilon`` at ``delta``.
+
+    Raises:
+        PrivacyError: it would be beyond 1,000. Where 0.3, the least there is, costs less than asked for, it is 0.3.
+    """
+
+    def fits(thousandths: int, interval: float) -> bool:
+        return epsilon_of([Event("gaussian", q, thousandths / 1000, steps)], delta, interval) <= epsilon
+
+    low, high = round(LEAST_NOISE * 1000), round(MOST_NOISE * 1000)
+    if not fits(high, COARSE):
+        raise PrivacyError(
+            f"ε = {epsilon:g} at δ = {delta:g} takes more noise than {MOST_NOISE:g} times the clip in {steps} steps: "
+            "ask for a larger ε, or for fewer rounds or epochs"
+        )
+    near = low  # ε falls as noise grows: doubled until it fits, then halved between
+    while near < high and not fits(near, COARSE):
+        low, near = near, min(2 * near, high)
+    high = near
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle, COARSE) else (middle, high)
+    while not fits(high, RECORDED):
+        high += 1
+    return high / 1000
+
+
+class Accountant:
+    """`epsilon_of` at one δ, with what it has computed kept in a file beside the ledger that it serves."""
+
+    def __init__(self, delta: float, cache: Path | None = None):
+        self.delta = delta
+        self._cache = cache
+        self._known: dict[str, float] = _read(cache) if cache is not None else {}
+
+    def epsilon(self, events: Iterable[Event]) -> float:
+        """ε of all ``events`` together."""
+        together = merged(events)
+        key = self._key(together)
+        if key not in self._known:
+            self._known[key] = epsilon_of(together, self.delta)
+            if self._cache is not None:
+                write_whole(self._cache, json.dumps(self._known).encode(), mode=0o600, synced=False)
+        return self._known[key]
+
+    def _key(self, events: tuple[Event, ...]) -> str:
+        about = [[event.as_json() for event in events], self.delta, RECORDED, version("dp-accounting")]
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _read(cache: Path) -> dict[str, float]:
+    """What an earlier process computed; nothing where the file is not there or says nothing that can be."""
+    try:
+        known = json.loads(cache.read_bytes())
+        return {str(key): float(value) for key, value in known.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
