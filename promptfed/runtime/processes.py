@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -84,7 +86,7 @@ class Managed:
     def start_again(self) -> None:
         """Start the command; its output goes to the end of the log."""
         # A session of its own: Ctrl-C reaches only us, and we end our processes in order.
-        with self.log.open("ab") as output:
+        with self.log.open("ab") as output, interrupts_wait():
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and modules)
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -118,9 +120,9 @@ class Processes:
     def start(self, name: str, arguments: list[str]) -> Managed:
         """Start ``python arguments...`` under ``name``."""
         command = [sys.executable, *arguments]
-        managed = Managed(name, command, self.folder / f"{name}.log", self.environment)
-        self.running[name] = managed
-        return managed
+        with interrupts_wait():  # a process that runs and is not noted would outlive us
+            self.running[name] = Managed(name, command, self.folder / f"{name}.log", self.environment)
+        return self.running[name]
 
     def watch(self) -> list[str]:
         """Start again what died; the names of those started again. Raises ProcessFailed as `revive` does."""
@@ -147,3 +149,26 @@ def interrupt_on_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, raise_interrupt)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """SIGINT and SIGTERM that come inside are handled at its end. Only in the main thread, where Python handles them.
+
+    The handlers change, not the mask of blocked signals, which a process started meanwhile would inherit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    changed = [each for each, handler in found.items() if callable(handler)]
+    for each in changed:
+        signal.signal(each, lambda signum, _: came.append(signum))
+    try:
+        yield
+    finally:
+        for each in changed:
+            signal.signal(each, found[each])
+        if came:
+            signal.raise_signal(came[0])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from promptfed.runtime.processes import MAX_RESTARTS, Processes, ProcessFailed
+from promptfed.runtime.processes import MAX_RESTARTS, Processes, ProcessFailed, interrupt_on_sigterm
 from tests.support.waiting import wait_for
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -65,3 +67,40 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not any(alive(managed.process.pid) for managed in started)
     assert started[0].process.returncode == -signal.SIGTERM
     assert started[1].process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_in_a_start_leaves_nothing_behind(
+    sent: int, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        """Between the start of a process and the note of it, we are told to end."""
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            started.append(self)
+            signal.raise_signal(sent)
+
+    before = signal.getsignal(signal.SIGTERM)
+    interrupt_on_sigterm()
+    try:
+        with pytest.raises(KeyboardInterrupt), Processes(tmp_path) as processes:
+            if again:
+                processes.start("client", ["-c", "raise SystemExit(1)"]).process.wait()
+            monkeypatch.setattr(subprocess, "Popen", Interrupted)
+            processes.watch()
+            processes.start("other", ["-c", SLEEP])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [process.returncode is None for process in started] == [False]
+
+
+def test_a_started_process_hears_signals(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        managed = processes.start("client", ["-c", SLEEP])
+        wait_for("its first line", lambda: "up" in managed.tail(1))
+        managed.process.terminate()
+        assert managed.process.wait() == -signal.SIGTERM
