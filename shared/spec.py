@@ -102,6 +102,16 @@ class BackboneShape(Section):
             description="patches of an image that have a feature each in the joint space, where the tower gives them"
         ),
     ] = None
+    mlp_width: Annotated[
+        Annotated[int, Field(ge=1, le=1 << 18)] | None,
+        Field(description="width of the perceptrons in the vision tower's blocks, where its weights can be trained"),
+    ] = None
+    positions: Annotated[
+        Annotated[int, Field(ge=1, le=1 << 16)] | None,
+        Field(description="positional embeddings of the vision tower, that of [cls] among them"),
+    ] = None
+    heads_v: Annotated[Depth | None, Field(description="attention heads of the vision tower")] = None
+    heads_t: Annotated[Depth | None, Field(description="attention heads of the text tower")] = None
 
 
 class BackboneSpec(Section):

@@ -1,6 +1,7 @@
 """The frozen backbone: an open_clip model with a fingerprint, prompted encoders and its preprocessing."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from promptfed.shared.clip import patches, vision
+from promptfed.shared.clip import functional_text, functional_vision, patches, vision
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
 from promptfed.shared.clip.lru import Recent, content_key
@@ -144,7 +145,7 @@ class Backbone:
     @torch.no_grad()
     def encode_images(self, images: Tensor, *, normalize: bool = True) -> Tensor:
         """`(B, d_e)` for images `(B, 3, H, W)`, by any image tower."""
-        return finish(self.model.encode_image(self._image_input(images), normalize=False), normalize)
+        return finish(self.model.encode_image(self.image_input(images), normalize=False), normalize)
 
     @property
     def patch_tokens(self) -> int | None:
@@ -154,7 +155,7 @@ class Backbone:
     @torch.no_grad()
     def encode_patches(self, images: Tensor, *, normalize: bool = True) -> Tensor:
         """`(B, M, d_e)` features of the patches of images `(B, 3, H, W)`; BackboneError where the tower has none."""
-        return finish(patches.encode_patches(self.model.visual, self._image_input(images)), normalize)
+        return finish(patches.encode_patches(self.model.visual, self.image_input(images)), normalize)
 
     def encode_images_prompted(
         self, images: Tensor, prompts: Tensor, *, pooled: bool = False, normalize: bool = True
@@ -165,9 +166,28 @@ class Backbone:
         `(B, d_v)` feature before the projection. BackboneError where the tower is no vision transformer of open_clip.
         """
         features = vision.encode_prompted(
-            self.model.visual, self._image_input(images), prompts.to(self.device), pooled=pooled
+            self.model.visual, self.image_input(images), prompts.to(self.device), pooled=pooled
         )
         return finish(features, normalize)
+
+    # Towers of other weights
+
+    def vision_tower(self) -> functional_vision.VisionTower:
+        """The image tower as a function of weights; BackboneError where this one cannot be computed so."""
+        return functional_vision.vision_tower(self.model.visual)
+
+    def text_tower(self) -> functional_text.FunctionalText:
+        """The text tower as a function of weights; BackboneError where this one cannot be computed so."""
+        return functional_text.text_tower(self._text)
+
+    def tokens(self, texts: Sequence[str]) -> Tensor:
+        """`(N, L)` token ids of whole texts, on the backbone's device. BackboneError for one that is too long."""
+        return self._tokenizer.texts(texts).to(self.device)
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """`mlp_width`, `positions`, `heads_v` and `heads_t` of a `BackboneShape`, None where towers are not such."""
+        return _sizes(self)
 
     # Texts
 
@@ -299,7 +319,8 @@ class Backbone:
             )
         return deep.expand(*lead, *deep.shape[-3:]).reshape(-1, *deep.shape[-3:])
 
-    def _image_input(self, images: Tensor) -> Tensor:
+    def image_input(self, images: Tensor) -> Tensor:
+        """Images on the backbone's device and in the image tower's dtype."""
         return images.to(self.device, self._image_dtype)
 
     @cached_property
@@ -339,6 +360,20 @@ def finish(features: Tensor, normalize: bool) -> Tensor:
     return F.normalize(features, dim=-1) if normalize else features
 
 
+def _sizes(backbone: Backbone) -> dict[str, int | None]:
+    sizes: dict[str, int | None] = dict.fromkeys(("mlp_width", "positions", "heads_v", "heads_t"))
+    try:
+        tower = backbone.vision_tower()
+    except BackboneError:
+        return sizes
+    shape = tower.blocks_shape
+    sizes |= {"mlp_width": shape.mlp_width, "heads_v": shape.heads}
+    sizes["positions"] = len(tower.weights["positional_embedding"])
+    with suppress(BackboneError):
+        sizes["heads_t"] = backbone.text_tower().blocks_shape.heads
+    return sizes
+
+
 def shape_of(backbone: Backbone) -> BackboneShape:
     """The sizes that a coordinator, which has no backbone, needs to make prompts.
 
@@ -354,4 +389,5 @@ def shape_of(backbone: Backbone) -> BackboneShape:
         context_length=backbone.context_length if backbone.has_text else None,
         patch_size=backbone.patch_size,
         patch_tokens=backbone.patch_tokens,
+        **backbone.sizes,
     )

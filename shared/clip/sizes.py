@@ -8,6 +8,9 @@ from promptfed.shared.clip import tiny
 from promptfed.shared.clip.hub import known_as
 from promptfed.shared.spec import BackboneShape
 
+PLAIN_VISION = {"image_size", "layers", "width", "patch_size", "head_width", "mlp_ratio"}
+PLAIN_TEXT = {"context_length", "vocab_size", "width", "heads", "layers", "hf_tokenizer_name"}
+
 
 def shape_by_name(model: str) -> BackboneShape | None:
     """The sizes of ``model``; None where the description does not say them, or lies outside open_clip's registry."""
@@ -35,6 +38,20 @@ def _shape(d_e: int, text: dict[str, Any], vision: dict[str, Any]) -> BackboneSh
             vision_layers=vision["layers"],
             context_length=text["context_length"],
             patch_size=vision["patch_size"],
+            **_inside(text, vision),
         )
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, TypeError):
         return None
+
+
+def _inside(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, int]:
+    """What towers of the plain kind have inside; nothing of others, whose sizes only the model itself tells."""
+    if set(vision) - PLAIN_VISION or set(text) - PLAIN_TEXT:
+        return {}
+    width = vision["width"]
+    return {
+        "mlp_width": int(width * vision.get("mlp_ratio", 4.0)),
+        "positions": (vision["image_size"] // vision["patch_size"]) ** 2 + 1,
+        "heads_v": width // vision.get("head_width", 64),
+        "heads_t": text["heads"],
+    }

@@ -37,6 +37,11 @@ class TextTower:
             self.blocks: list[Any] = list(self._holder.transformer.resblocks)
 
     @property
+    def holder(self) -> Any:
+        """The module whose parts the tower is made of."""
+        return self._holder
+
+    @property
     def width(self) -> int:
         """d_t."""
         if self.flags.refusal is None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from promptfed.shared.clip import functional_vision
 from promptfed.shared.clip.backbone import Backbone, Supports, finish
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
@@ -98,7 +99,7 @@ class VisualBackbone(Backbone):
     @torch.no_grad()
     def encode_images(self, images: Tensor, *, normalize: bool = True) -> Tensor:
         """`(B, d_v)` for images `(B, 3, H, W)`: timm's features before the classifier."""
-        rows = self.model.forward_features(self._image_input(images))
+        rows = self.model.forward_features(self.image_input(images))
         return finish(self.model.forward_head(rows, pre_logits=True), normalize)
 
     def encode_images_prompted(
@@ -109,7 +110,19 @@ class VisualBackbone(Backbone):
         prompts[0] enters beside [cls] and the patches, behind the positional embedding, prompts[i] replaces its slots
         before block i. `pooled` changes nothing: this tower has no projection.
         """
-        return finish(_encode_prompted(self.model, self._image_input(images), prompts.to(self.device)), normalize)
+        return finish(_encode_prompted(self.model, self.image_input(images), prompts.to(self.device)), normalize)
+
+    def vision_tower(self) -> functional_vision.VisionTower:
+        """The image tower as a function of weights; BackboneError where this one cannot be computed so."""
+        return functional_vision.timm_tower(self.model)
+
+    def text_tower(self) -> NoReturn:
+        """BackboneError: there is no text tower."""
+        self._refuse_text()
+
+    def tokens(self, texts: Sequence[str]) -> NoReturn:
+        """BackboneError: there is no text tower."""
+        self._refuse_text()
 
     @cached_property
     def _image_dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from promptfed.shared.methods.core.base import ClientContext, MethodError
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.seeds import generator
-from promptfed.shared.tensors import Tensors, canonical_json
+from promptfed.shared.tensors import Tensors, TensorSpec, canonical_json
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
-WEIGHT, BIAS, CLASSES = "head_weight", "head_bias", "head_classes"  # names of the private tensors
+WEIGHT, BIAS, CLASSES = "head_weight", "head_bias", "head_classes"  # names of the tensors, private ones or shared
+SHARED_HEAD = (TensorSpec(WEIGHT, ("classes", "d_h")), TensorSpec(BIAS, ("classes",)))
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,23 @@ class LinearHead:
         W is uniform in ±1/√d, b zero. Every client of a federation draws the same W for the same number of classes.
         """
         names = context.for_training().class_names
-        draws = generator(context.seed, "head")
-        weight = (torch.rand(len(names), width, generator=draws) * 2 - 1) / math.sqrt(width)
-        return cls(names, weight, torch.zeros(len(names)))
+        start = head_start(context.seed, len(names), width)
+        return cls(names, start[WEIGHT], start[BIAS])
+
+    @classmethod
+    def shared(cls, class_names: Sequence[str] | None, tensors: Mapping[str, Tensor]) -> LinearHead:
+        """The head in a federation's state, whose rows are those of the spec's ``class_names``.
+
+        Raises:
+            MethodError: the spec names no classes, or others than there are rows.
+        """
+        names, weight = tuple(class_names or ()), tensors[WEIGHT]
+        if len(names) != len(weight):
+            raise MethodError(
+                f"the shared linear head has {len(weight)} rows for {len(names)} classes: its rows stand for the "
+                "spec's class_names, which have to be given and kept"
+            )
+        return cls(names, weight, tensors[BIAS])
 
     @classmethod
     def of(cls, context: ClientContext, private: Tensors, width: int) -> LinearHead:
@@ -130,6 +145,22 @@ class LinearHead:
     def private(self) -> Tensors:
         """The tensors that the client keeps: ``head_classes (4,)`` is a digest of the names that the rows stand for."""
         return {WEIGHT: self.weight.detach().cpu(), BIAS: self.bias.detach().cpu(), CLASSES: _digest(self.names)}
+
+
+def head_start(seed: int, classes: int, width: int) -> Tensors:
+    """``head_weight (classes, width)`` uniform in ±1/√width and ``head_bias (classes,)`` zero, drawn from the seed."""
+    weight = (torch.rand(classes, width, generator=generator(seed, "head")) * 2 - 1) / math.sqrt(width)
+    return {WEIGHT: weight, BIAS: torch.zeros(classes)}
+
+
+def shared_classes(method: str, class_names: Sequence[str] | None) -> int:
+    """How many rows a shared linear head has. Raises MethodError where the spec names no classes."""
+    if not class_names:
+        raise MethodError(
+            f"{method} shares a linear head, whose rows stand for classes: list the federation's class_names in the "
+            "spec, or take head: text"
+        )
+    return len(class_names)
 
 
 def _digest(names: tuple[str, ...]) -> Tensor:

@@ -315,6 +315,7 @@ def test_what_enrolment_sends_is_all_that_it_may(
             "context_length": backbone.context_length,
             "patch_size": 8,
             "patch_tokens": backbone.patch_tokens,
+            **backbone.sizes,
         },
         "device": "cpu",
         "protocol_version": 1,

@@ -124,6 +124,10 @@ def test_what_it_says_of_itself() -> None:
         "context_length": None,
         "patch_size": 8,
         "patch_tokens": None,
+        "mlp_width": 192,
+        "positions": 17,
+        "heads_v": 4,
+        "heads_t": None,
     }
     assert backbone.image_size == (32, 32)
 

@@ -1,0 +1,229 @@
+"""A transformer block and its tower as functions of weights, for methods that train or change what is frozen elsewhere.
+
+Clients of one process share a backbone over threads, so no weight is ever put into a module, not even for a while:
+each computation is handed the weights that it is to use. Names are open_clip's, with "_" for "."; a block's begin with
+its number: ``3.in_proj_weight``. Notation: `B` images or texts, `S` rows of each, `d` the tower's width.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from promptfed.shared.clip.errors import BackboneError
+
+Weights = Mapping[str, Tensor]
+Adapter = Callable[[Tensor], Tensor]
+"""From a block's input behind its ln_1 `(B, R, d)` to what is added to the block's output `(B, R, d)`, row by row."""
+
+BLOCK_KINDS = (
+    "ln_1_weight",
+    "ln_1_bias",
+    "in_proj_weight",
+    "in_proj_bias",
+    "out_proj_weight",
+    "out_proj_bias",
+    "ln_2_weight",
+    "ln_2_bias",
+    "c_fc_weight",
+    "c_fc_bias",
+    "c_proj_weight",
+    "c_proj_bias",
+)
+QKV = 3
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What of a tower's blocks is no weight; all of a tower's blocks have the same."""
+
+    layers: int
+    width: int
+    heads: int
+    mlp_width: int
+    eps: float
+    activation: nn.Module
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Changes of rank r of one block's attention: W + scale·B·A for its first q of query, key, value and output.
+
+    ``a (q, r, d)``, ``b (q, d, r)``. With ``dropout`` each matrix has a mask of its own, drawn from ``draws``.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
+    draws: Generator | None = None
+
+    def branch(self, index: int, rows: Tensor) -> Tensor:
+        """`scale·drop(x)·Aᵀ·Bᵀ` of matrix ``index`` for rows `(..., d)`; zero beyond the first q."""
+        if self.dropout:
+            kept = torch.rand(rows.shape, generator=self.draws).to(rows.device) >= self.dropout
+            rows = rows * kept / (1 - self.dropout)
+        return F.linear(F.linear(rows, self.a[index].to(rows.dtype)), self.b[index].to(rows.dtype)) * self.scale
+
+    def change(self) -> Tensor:
+        """`(q, d, d)` scale·B·A, to be added to the weights where there is no dropout."""
+        return self.scale * (self.b @ self.a)
+
+
+def block(weights: Weights, number: int) -> dict[str, Tensor]:
+    """The weights of one block, by kind."""
+    prefix = f"{number}."
+    return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+
+
+def run_block(
+    own: Weights,
+    shape: BlockShape,
+    rows: Tensor,
+    *,
+    causal: bool = False,
+    first_only: bool = False,
+    adapter: Adapter | None = None,
+    low_rank: LowRank | None = None,
+) -> Tensor:
+    """One block of weights ``own`` (by kind) on rows `(B, S, d)`; ``first_only``: its output `(B, 1, d)` for row 0."""
+    normed = layer_norm(rows, own["ln_1_weight"], own["ln_1_bias"], shape.eps)
+    asking, kept = (normed[:, :1], rows[:, :1]) if first_only else (normed, rows)
+    query, key, value = _projected(own, shape, asking, normed, first_only, low_rank)
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
+    out = linear(attended, own["out_proj_weight"], own.get("out_proj_bias"))
+    if low_rank is not None and len(low_rank.a) > QKV:
+        out = out + low_rank.branch(QKV, attended)
+    kept = kept + _scaled(out, own.get("ls_1"))
+    hidden = layer_norm(kept, own["ln_2_weight"], own["ln_2_bias"], shape.eps)
+    hidden = shape.activation(linear(hidden, own["c_fc_weight"], own["c_fc_bias"]))
+    result = kept + _scaled(linear(hidden, own["c_proj_weight"], own["c_proj_bias"]), own.get("ls_2"))
+    return result if adapter is None else result + adapter(asking)
+
+
+def _projected(
+    own: Weights, shape: BlockShape, asking: Tensor, normed: Tensor, apart: bool, low_rank: LowRank | None
+) -> list[Tensor]:
+    """Query, key and value, `(B, heads, R, d / heads)` each; ``apart``: the query has other rows than the others."""
+    d, weight, bias = shape.width, own["in_proj_weight"], own.get("in_proj_bias")
+    if apart:
+        parts = [linear(asking, weight[:d], None if bias is None else bias[:d])]
+        parts += linear(normed, weight[d:], None if bias is None else bias[d:]).chunk(2, dim=-1)
+    else:
+        parts = list(linear(normed, weight, bias).chunk(QKV, dim=-1))
+    if low_rank is not None:
+        for index in range(min(QKV, len(low_rank.a))):
+            parts[index] = parts[index] + low_rank.branch(index, asking if index == 0 else normed)
+    batch, size = normed.shape[0], d // shape.heads
+    return [part.reshape(batch, -1, shape.heads, size).transpose(1, 2) for part in parts]
+
+
+def run_blocks(
+    weights: Weights,
+    shape: BlockShape,
+    rows: Tensor,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    causal: bool = False,
+    first_only: bool = False,
+    adapters: Mapping[int, Adapter] | None = None,
+    low_rank: Mapping[int, LowRank] | None = None,
+) -> Tensor:
+    """Rows `(B, S, d)` through the blocks from ``start`` up to ``stop`` (default: all that follow).
+
+    ``adapters`` and ``low_rank`` by the block's number. ``first_only``: of the tower's last block row 0 alone.
+    """
+    stop = shape.layers if stop is None else stop
+    for number in range(start, stop):
+        rows = run_block(
+            block(weights, number),
+            shape,
+            rows,
+            causal=causal,
+            first_only=first_only and number == shape.layers - 1,
+            adapter=(adapters or {}).get(number),
+            low_rank=(low_rank or {}).get(number),
+        )
+    return rows
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`(..., out)`; weights that are kept in another precision are cast to the rows'."""
+    return F.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+
+
+def layer_norm(rows: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Of rows `(..., d)`; of half precision in float32, as open_clip does."""
+    wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    own = None if bias is None else bias.to(wide.dtype)
+    return F.layer_norm(wide, (rows.shape[-1],), weight.to(wide.dtype), own, eps).to(rows.dtype)
+
+
+def _scaled(rows: Tensor, gamma: Tensor | None) -> Tensor:
+    return rows if gamma is None else rows * gamma.to(rows.dtype)
+
+
+def shape_of_blocks(tower: str, blocks: list[Any], eps: set[float]) -> BlockShape:
+    """What open_clip's standard blocks share; ``eps`` of the tower's other norms.
+
+    Raises:
+        BackboneError: they do not share it.
+    """
+    first = blocks[0]
+    shapes = {
+        (
+            block.attn.num_heads,
+            block.mlp.c_fc.out_features,
+            type(block.mlp.gelu),
+            getattr(block.mlp.gelu, "approximate", None),
+        )
+        for block in blocks
+    }
+    eps = eps | {norm.eps for block in blocks for norm in (block.ln_1, block.ln_2)}
+    expect(tower, len(shapes) == 1 and len(eps) == 1, "its blocks differ from each other")
+    expect_activation(tower, first.mlp.gelu)
+    width = int(first.ln_1.normalized_shape[0])
+    return BlockShape(len(blocks), width, first.attn.num_heads, first.mlp.c_fc.out_features, eps.pop(), first.mlp.gelu)
+
+
+def expect_activation(tower: str, activation: nn.Module) -> None:
+    """BackboneError for another activation than GELU and QuickGELU."""
+    from open_clip.transformer import QuickGELU
+
+    known = type(activation) in (nn.GELU, QuickGELU)
+    expect(tower, known, f"its blocks have the activation {type(activation).__name__}")
+
+
+def block_weights(number: int, standard: Any) -> dict[str, Tensor]:
+    """The weights of one of open_clip's standard blocks, by name."""
+    from open_clip.transformer import LayerScale
+
+    found = {
+        "ln_1_weight": standard.ln_1.weight,
+        "ln_1_bias": standard.ln_1.bias,
+        "in_proj_weight": standard.attn.in_proj_weight,
+        "in_proj_bias": standard.attn.in_proj_bias,
+        "out_proj_weight": standard.attn.out_proj.weight,
+        "out_proj_bias": standard.attn.out_proj.bias,
+        "ln_2_weight": standard.ln_2.weight,
+        "ln_2_bias": standard.ln_2.bias,
+        "c_fc_weight": standard.mlp.c_fc.weight,
+        "c_fc_bias": standard.mlp.c_fc.bias,
+        "c_proj_weight": standard.mlp.c_proj.weight,
+        "c_proj_bias": standard.mlp.c_proj.bias,
+    }
+    for name in ("ls_1", "ls_2"):
+        scale = getattr(standard, name)
+        if isinstance(scale, LayerScale):
+            found[name] = scale.gamma
+    return {f"{number}.{name}": weight.detach() for name, weight in found.items() if weight is not None}
+
+
+def expect(tower: str, right: bool, why: str) -> None:
+    """BackboneError, which says why a tower's weights cannot be changed, unless it is ``right``."""
+    if not right:
+        raise BackboneError(f"This backbone's {tower} tower cannot be computed with other weights than its own: {why}.")
