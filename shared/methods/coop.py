@@ -19,6 +19,7 @@ class CoOp(ContextMethod):
     summary = "Each client trains a context of its own and never shares it."
     paper = "Zhou et al., Learning to Prompt for Vision-Language Models (CoOp), 2022"
     personal = True
+    unprotected = "it sends nothing up; withhold evaluations"
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Empty: the coordinator holds nothing."""

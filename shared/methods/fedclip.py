@@ -12,7 +12,7 @@ Source: Lu et al., "FedCLIP: Fast Generalization and Personalization for CLIP in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -33,6 +33,7 @@ from promptfed.shared.methods.core.base import (
 )
 from promptfed.shared.methods.core.context import cosine_logits
 from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.protection import Objective
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -66,6 +67,14 @@ def attended(adapter: Tensors, features: Tensor) -> Tensor:
     return F.normalize(attention * features, dim=-1)
 
 
+def attended_each(adapters: Sequence[Tensor], features: Tensor) -> Tensor:
+    """`attended` of each row of ``features (b, d_e)`` by an adapter of its own, ``adapters`` of ``(b, *shape)``."""
+    w1, b1, w2, b2 = adapters
+    hidden = torch.tanh(torch.einsum("bij,bj->bi", w1, features) + b1)
+    attention = (torch.einsum("bij,bj->bi", w2, hidden) + b2).softmax(dim=-1)
+    return F.normalize(attention * features, dim=-1)
+
+
 class AdapterClassifier:
     """Cosine logits of adapted image features against the template's text features: τ⁻¹·cos(a(I) ⊙ I, T(y))."""
 
@@ -89,6 +98,7 @@ class FedCLIP(Method):
     name = "fedclip"
     summary = "An attention adapter behind the frozen image tower; the adapter is all that is trained and travels."
     paper = "Lu et al., FedCLIP: Fast Generalization and Personalization for CLIP in Federated Learning, 2023"
+    protects = True
     Hyper = FedCLIPHyper
     hyper: FedCLIPHyper
     defaults: ClassVar[dict[str, Any]] = {
@@ -144,7 +154,12 @@ class FedCLIP(Method):
             logits = context.backbone.logit_scale * attended(adapter, features[some]) @ text.T
             return F.cross_entropy(logits, labels[some])
 
-        final = train(context, list(adapter.values()), loss)
+        def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
+            some = indices.to(device)
+            logits = context.backbone.logit_scale * attended_each(copies, features[some]) @ text.T
+            return F.cross_entropy(logits, labels[some], reduction="none")
+
+        final = train(context, list(adapter.values()), loss, objective=Objective(units))
         return TrainResult({name: tensor.detach().cpu() for name, tensor in adapter.items()}, metrics={"loss": final})
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> AdapterClassifier:

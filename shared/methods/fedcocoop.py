@@ -7,7 +7,7 @@ FedAvg as in the tables of FedPGP and FedTPG.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from promptfed.shared.methods.core.base import ClientContext, Phase, ServerContext, Split, TrainResult
 from promptfed.shared.methods.core.context import CONTEXT, ContextHyper, SharedContextMethod, class_prompts
 from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.protection import Objective
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -48,6 +49,7 @@ class FedCoCoOp(SharedContextMethod):
     name = "fedcocoop"
     summary = "PromptFL whose context a shared meta-net shifts for each image."
     paper = "Zhou et al., Conditional Prompt Learning for Vision-Language Models (CoCoOp), 2022; averaged by FedAvg"
+    protects = True
     Hyper = FedCoCoOpHyper
     hyper: FedCoCoOpHyper
 
@@ -112,7 +114,12 @@ class FedCoCoOp(SharedContextMethod):
                 total = total + part.detach()
             return part + (total - part.detach())
 
-        final = train(context, list(learned.values()), loss)
+        def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
+            rows, state = indices.to(backbone.device), dict(zip(learned, copies, strict=True))
+            logits = conditional_logits_each(backbone, state, features[rows], prompts)
+            return F.cross_entropy(logits, labels[rows], reduction="none")
+
+        final = train(context, list(learned.values()), loss, objective=Objective(units))
         return TrainResult({name: value.detach().cpu() for name, value in learned.items()}, metrics={"loss": final})
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ConditionalClassifier:
@@ -149,5 +156,15 @@ def conditional_logits(backbone: Backbone, state: Tensors, features: Tensor, pro
     shift = F.linear(hidden, state["meta_net.widen.weight"], state["meta_net.widen.bias"])  # (B, d_t)
     contexts = state["context"] + shift.unsqueeze(1)  # (B, m, d_t)
     text = backbone.encode_prompts(contexts, prompts)  # (B, C, d_e)
+    logits: Tensor = backbone.logit_scale * torch.einsum("bd,bcd->bc", features, text)
+    return logits
+
+
+def conditional_logits_each(backbone: Backbone, states: Tensors, features: Tensor, prompts: ClassPrompts) -> Tensor:
+    """`conditional_logits` where each row of ``features (b, d_e)`` has one of ``states (b, *shape)``."""
+    narrow = torch.einsum("bij,bj->bi", states["meta_net.narrow.weight"], features)
+    hidden = F.relu(narrow + states["meta_net.narrow.bias"])
+    shift = torch.einsum("bij,bj->bi", states["meta_net.widen.weight"], hidden) + states["meta_net.widen.bias"]
+    text = backbone.encode_prompts(states["context"] + shift.unsqueeze(1), prompts)  # (b, C, d_e)
     logits: Tensor = backbone.logit_scale * torch.einsum("bd,bcd->bc", features, text)
     return logits

@@ -67,6 +67,7 @@ class FedOTP(PrivateContextMethod):
     summary = "Optimal transport between an image's patches and a shared and a private context's class features."
     paper = "Li et al., Global and Local Prompts Cooperation via Optimal Transport for Federated Learning, 2024"
     needs = Needs(patch_tokens=True)
+    protects = True
     Hyper = FedOTPHyper
     hyper: FedOTPHyper
     metrics = ("loss", *PLAN_METRICS)

@@ -6,6 +6,7 @@ equation numbers below are the paper's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -21,6 +22,7 @@ from promptfed.shared.methods.core.context import (
     TextPromptClassifier,
     class_prompts,
 )
+from promptfed.shared.methods.core.protection import Objective
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.seeds import generator
@@ -54,6 +56,7 @@ class FedPGP(SharedContextMethod):
     summary = "A shared context, each client's private low-rank adaptation of it, and a contrastive loss with CLIP."
     paper = "Cui et al., Harmonizing Generalization and Personalization in Federated Prompt Learning (FedPGP), 2024"
     personal = True
+    protects = True
     Hyper = FedPGPHyper
     hyper: FedPGPHyper
     shared = TensorSpec("global_context", ("m", "d_t"))
@@ -86,7 +89,16 @@ class FedPGP(SharedContextMethod):
             contrast = contrastive_loss(z_global, template, z_personal, hyper.tau_con, hyper.pairs)
             return cross_entropy(indices, z_personal) + hyper.mu * contrast
 
-        final = train(context, [shared, *adaptation.values()], loss)
+        def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
+            personal = copies[0] + delta(dict(zip(adaptation, copies[1:], strict=True)))
+            return cross_entropy.each(indices, backbone.encode_prompts(personal, prompts))
+
+        def common(parameters: Sequence[Tensor]) -> Tensor:
+            personal = parameters[0] + delta(dict(zip(adaptation, parameters[1:], strict=True)))
+            z_global, z_personal = backbone.encode_prompts(torch.stack([parameters[0], personal]), prompts)
+            return hyper.mu * contrastive_loss(z_global, template, z_personal, hyper.tau_con, hyper.pairs)
+
+        final = train(context, [shared, *adaptation.values()], loss, objective=Objective(units, common))
         kept = {name: value.detach().cpu() for name, value in adaptation.items()}
         return TrainResult({self.shared.name: shared.detach().cpu()}, kept, {"loss": final})
 
@@ -114,7 +126,7 @@ class FedPGP(SharedContextMethod):
 
 
 def delta(adaptation: Tensors) -> Tensor:
-    """Δp ``(m, d_t)``: U·V (Eq. 9), or the term of full rank."""
+    """Δp ``(..., m, d_t)``: U·V (Eq. 9), or the term of full rank."""
     return adaptation["D"] if "D" in adaptation else adaptation["U"] @ adaptation["V"]
 
 

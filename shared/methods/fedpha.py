@@ -133,6 +133,7 @@ class FedPHA(PrivateContextMethod):
     name = "fedpha"
     summary = "A shared context beside private ones whose length each client chooses, pulled and pushed apart."
     paper = "Fang et al., FedPHA: Federated Prompt Learning for Heterogeneous Client Adaptation, 2025"
+    protects = True
     Hyper = FedPHAHyper
     hyper: FedPHAHyper
     Own = FedPHAOwn

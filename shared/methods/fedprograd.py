@@ -71,6 +71,7 @@ class FedProGrad(PromptFL):
     name = "fedprograd"
     summary = "PromptFL whose gradient is projected where it works against the template's predictions."
     paper = "Zhu et al., Prompt-aligned Gradient for Prompt Tuning (ProGrad), 2023; PromptFL as above"
+    unprotected = "its gradients are projected by others that are made of all of a client's images"
     Hyper = FedProGradHyper
     hyper: FedProGradHyper
     metrics = ("loss", "conflicting_steps")

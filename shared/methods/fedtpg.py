@@ -10,7 +10,7 @@ numbers below are the paper's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -37,6 +37,7 @@ from promptfed.shared.methods.core.context import (
     class_prompts,
     text_width,
 )
+from promptfed.shared.methods.core.protection import Objective
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -99,6 +100,7 @@ class FedTPG(Method):
     name = "fedtpg"
     summary = "A shared generator that makes the context from the text features of a client's own class names."
     paper = "Qiu et al., Federated Text-driven Prompt Generation for Vision-Language Models (FedTPG), 2024"
+    protects = True
     Hyper = FedTPGHyper
     hyper: FedTPGHyper
     defaults: ClassVar[dict[str, Any]] = {
@@ -197,7 +199,11 @@ class FedTPG(Method):
         def loss(indices: Tensor) -> Tensor:
             return cross_entropy(indices, backbone.encode_prompts(self.context_of(learned, classes), prompts))
 
-        final = train(context, list(learned.values()), loss)
+        def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
+            made = torch.func.vmap(lambda *theta: self.context_of(dict(zip(learned, theta, strict=True)), classes))
+            return cross_entropy.each(indices, backbone.encode_prompts(made(*copies), prompts))
+
+        final = train(context, list(learned.values()), loss, objective=Objective(units))
         update = {name: value.detach().cpu() for name, value in learned.items()}
         metrics = {"loss": final}
         if self.hyper.m > 1:

@@ -138,6 +138,7 @@ class PFedMoAP(ClientRowsMethod):
     summary = "Other clients' contexts as frozen experts, mixed with the own one by a private attention gate."
     paper = "Luo et al., Mixture of Experts Made Personalized: Federated Prompt Learning (pFedMoAP), 2025"
     personal = True
+    protects = True
     Hyper = PFedMoAPHyper
     hyper: PFedMoAPHyper
     defaults: ClassVar[dict[str, Any]] = {

@@ -170,6 +170,7 @@ class PFedPG(Method):
     name = "pfedpg"
     summary = "Visual prompts generated for each client at the coordinator, which learns from the clients' changes."
     paper = "Yang et al., Efficient Model Personalization in FL via Client-Specific Prompt Generation (pFedPG), 2023"
+    protects = True
     Hyper = PFedPGHyper
     hyper: PFedPGHyper
     personal = True

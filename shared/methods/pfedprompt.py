@@ -136,6 +136,7 @@ class PFedPrompt(PromptFL):
     summary = "A reconstruction: PromptFL, and each client's attention over features of its own training images."
     paper = "Guo et al., pFedPrompt: Learning Personalized Prompt for Vision-Language Models, 2023 (a reconstruction)"
     personal = True
+    unprotected = "it keeps features of a client's images, untouched by noise"
     Hyper = PFedPromptHyper
     hyper: PFedPromptHyper
 

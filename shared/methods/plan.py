@@ -179,6 +179,7 @@ class Plan(Method):
     name = "plan"
     summary = "Deep text and visual prompts tied to a global reference, aggregated by trained attention."
     paper = "Gong et al., Federated Domain Generalization via Prompt Learning and Aggregation (PLAN), 2024"
+    unprotected = "its aggregators have millions of numbers"
     Hyper = PlanHyper
     hyper: PlanHyper
     needs = visual.NEEDS

@@ -17,6 +17,7 @@ class PromptFL(SharedContextMethod):
 
     name = "promptfl"
     summary = "One shared context before the class names, averaged over clients by their numbers of samples."
+    protects = True
     paper = "Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models, 2023"
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:

@@ -84,6 +84,7 @@ class PromptFLAMP(ClientRowsMethod):
     summary = "Each client trains a context of its own, held near a mixture of all that are like it."
     paper = "Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data (FedAMP), 2021; PromptFL as above"
     personal = True
+    protects = True
     Hyper = PromptFLAMPHyper
     hyper: PromptFLAMPHyper
 

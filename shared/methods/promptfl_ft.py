@@ -37,6 +37,7 @@ class PromptFLFT(PromptFL):
     summary = "PromptFL whose global context each client fine-tunes on its own images before it is evaluated."
     paper = "Cheng et al., Fine-tuning is Fine in Federated Learning, 2021; PromptFL as above"
     personal = True
+    protects = True
     Hyper = PromptFLFTHyper
     hyper: PromptFLFTHyper
 

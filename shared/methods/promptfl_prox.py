@@ -26,6 +26,7 @@ class PromptFLProx(PromptFL):
     name = "promptfl_prox"
     summary = "PromptFL with a proximal term that holds each client's context near the global one."
     paper = "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), 2020; PromptFL as above"
+    protects = True
     Hyper = PromptFLProxHyper
     hyper: PromptFLProxHyper
 

@@ -20,6 +20,7 @@ class SingleSetVPT(VisualPromptMethod):
     summary = "Each client trains visual prompts of its own and never shares them."
     paper = "Jia et al., Visual Prompt Tuning (VPT), 2022; SingleSet-VPT in pFedPG's tables (Yang et al., 2023)"
     personal = True
+    unprotected = "it sends nothing up; withhold evaluations"
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Empty: the coordinator holds nothing."""

@@ -57,6 +57,7 @@ class ZeroShot(Method):
     name = "zero_shot"
     summary = "The template's text features; nothing is trained and nothing travels."
     paper = "Radford et al., Learning Transferable Visual Models From Natural Language Supervision (CLIP), 2021"
+    unprotected = "it trains nothing"
     Hyper = ZeroShotHyper
     defaults: ClassVar[dict[str, Any]] = {"rounds": 1}
 

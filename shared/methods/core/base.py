@@ -10,13 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from torch import Generator, Tensor
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.hyperparameters import Hyperparameters as Hyperparameters
+from promptfed.shared.methods.core.hyperparameters import LabelSpace as LabelSpace
+from promptfed.shared.methods.core.hyperparameters import OwnOptions as OwnOptions
+from promptfed.shared.methods.core.protection import Protection
 from promptfed.shared.methods.core.text_features import same_in_a_text, template_features
 from promptfed.shared.spec import BackboneShape, FederationSpec, TrainingSpec
 from promptfed.shared.tensors import Shape, Tensors, TensorSpec
@@ -31,29 +35,6 @@ class MethodError(ValueError):
 
 class NeedsBackbone(MethodError):
     """The initial state needs a backbone (a context made of words): the command makes it and PUTs it."""
-
-
-LabelSpace = Annotated[
-    Literal["federation", "client"],
-    Field(
-        description="class names over which training and the accuracy on a client's own test images take their "
-        "softmax: the federation's where the spec names them, or the client's own"
-    ),
-]
-
-
-class Hyperparameters(BaseModel):
-    """Base of every method's hyperparameters: documented, bounded, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
-
-    label_space: LabelSpace = "federation"
-
-
-class OwnOptions(BaseModel):
-    """Base of what a client may choose for itself: read from its own settings, never sent, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -162,7 +143,8 @@ class ClientContext:
 
     ``class_names`` are the candidates: in training the label space of ``train``, in an evaluation those of the test
     set that a classifier is made for. ``label_space`` is always that of ``train``: empty means the same names.
-    ``count_trained`` receives how many numbers each training loop optimises.
+    ``count_trained`` receives how many numbers each training loop optimises. With ``protection`` training is
+    differentially private.
     """
 
     backbone: Backbone
@@ -180,6 +162,7 @@ class ClientContext:
     cancelled: Callable[[], bool] = field(default=lambda: False)
     count_trained: Callable[[int], None] = field(default=lambda numbers: None)
     label_space: tuple[str, ...] = ()
+    protection: Protection | None = None
 
     def for_training(self) -> ClientContext:
         """The same task with the label space of ``train`` as candidates, for classifiers that still learn."""
@@ -240,11 +223,18 @@ class Method(ABC):
     personal: bool = False  # whether classifiers hold private state, so that each client's is another one
     one_payload: bool = True  # whether all clients of a phase, and all of an evaluation, are given the same tensors
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports: no other is sent
+    protects: ClassVar[bool] = False  # whether `train` can be differentially private for every record of a client
+    unprotected: ClassVar[str] = "its training has not been looked at for this"  # why not, one clause
     Own: ClassVar[type[OwnOptions]] = OwnOptions  # what each client may choose for itself
 
     def __init__(self, hyper: Hyperparameters):
         self.hyper = hyper
         self.own = self.Own()
+
+    @classmethod
+    def can_protect(cls) -> bool:
+        """Whether this very class says that it protects: another's training, of a subclass, is looked at by itself."""
+        return bool(vars(cls).get("protects", False))
 
     @property
     def disclosures(self) -> tuple[Disclosed, ...]:

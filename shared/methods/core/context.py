@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from promptfed.shared.methods.core.base import (
     ServerContext,
     Split,
 )
+from promptfed.shared.methods.core.protection import Objective
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -187,6 +188,12 @@ class BatchCrossEntropy:
         logits = cosine_logits(self._scale, self._features, indices, text)
         return F.cross_entropy(logits, self._labels[indices.to(self._labels.device)])
 
+    def each(self, indices: Tensor, texts: Tensor) -> Tensor:
+        """``(b,)``: of the image at each of ``indices (b,)`` under text features of its own, ``texts (b, C, d_e)``."""
+        some = indices.to(self._labels.device)
+        logits = self._scale * torch.einsum("bd,bcd->bc", self._features[some.to(self._features.device)], texts)
+        return F.cross_entropy(logits, self._labels[some], reduction="none")
+
 
 def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None = None) -> tuple[Tensor, float]:
     """Train a context from ``start (m, d_t)`` on CE(τ⁻¹·I(x)·T(ctx, y)) + penalty(ctx, T).
@@ -202,5 +209,12 @@ def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None
         value = cross_entropy(indices, text)
         return value if penalty is None else value + penalty(learned, text)
 
-    final = train(context, [learned], loss)
+    def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
+        return cross_entropy.each(indices, backbone.encode_prompts(copies[0], prompts))
+
+    def common(parameters: Sequence[Tensor]) -> Tensor:
+        assert penalty is not None
+        return penalty(parameters[0], backbone.encode_prompts(parameters[0], prompts))
+
+    final = train(context, [learned], loss, objective=Objective(units, None if penalty is None else common))
     return learned.detach().cpu(), final

@@ -10,6 +10,8 @@ import torch
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core.base import ClientContext, MethodError
+from promptfed.shared.methods.core.private_training import PrivateGradients
+from promptfed.shared.methods.core.protection import Objective, UnprotectedError
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec import TrainingSpec
 
@@ -61,16 +63,22 @@ def train(
     *,
     epochs: int | None = None,
     groups: Sequence[Group] = (),
+    objective: Objective | None = None,
 ) -> float:
     """Minimise ``loss(indices (B,))`` over ``parameters``, which are changed in place.
 
     ``epochs`` overrides the spec's; ``groups`` are trained beside ``parameters``. Returns the mean loss over the
-    samples of the last epoch.
+    samples of the last epoch. Where the task is protected, gradients are private, of ``objective``'s units or, without
+    one, of ``loss`` for one image at a time, which must then read that image alone; NaN is returned.
 
     Raises:
+        UnprotectedError: the task is protected, and this would be trained without.
         MethodError: the client has no training images, or the loss is no longer finite.
         TaskCancelled: the task was withdrawn meanwhile.
     """
+
+    if context.protection is not None:
+        return _protected(context, parameters, loss, objective, epochs, groups)
 
     def backward(indices: Tensor) -> Tensor:
         value = loss(indices)
@@ -101,15 +109,11 @@ def _minimise(
     context: ClientContext, parameters: Sequence[Tensor], backward: Loss, epochs: int | None, groups: Sequence[Group]
 ) -> float:
     """The loop; ``backward(indices (B,))`` leaves the gradients with the parameters and returns the loss."""
+    if context.protection is not None:
+        raise UnprotectedError("this method's own gradients have no protected form")
     training, count = context.training, len(context.train)
-    if count == 0:
-        raise MethodError(f"client {context.client!r} has no training images")
     epochs = training.epochs if epochs is None else epochs
-    everything = [*parameters, *(parameter for group in groups for parameter in group.parameters)]
-    context.count_trained(sum(parameter.numel() for parameter in everything))
-    optimizer = make_optimizer(parameters, training, learning_rate(training, context.round, context.rounds))
-    for group in groups:
-        optimizer.add_param_group({"params": list(group.parameters), "lr": _group_rate(context, group)})
+    optimizer, _ = _optimizer(context, parameters, groups)
     draws = generator(context.seed, context.round, context.phase, context.client, "batches")
     steps_per_epoch = math.ceil(count / training.batch_size)
     total = 0.0
@@ -127,6 +131,44 @@ def _minimise(
                 f"the loss is not finite in step {step + 1} of round {context.round}: lower training.learning_rate"
             )
     return total / count
+
+
+def _protected(
+    context: ClientContext,
+    parameters: Sequence[Tensor],
+    loss: Loss,
+    objective: Objective | None,
+    epochs: int | None,
+    groups: Sequence[Group],
+) -> float:
+    """The same loop over private gradients. Nothing in it depends on data but these: it stops on no loss."""
+    assert context.protection is not None
+    if epochs is not None:
+        raise UnprotectedError("a training loop of other epochs than the spec's was not accounted for")
+    optimizer, everything = _optimizer(context, parameters, groups)
+    count, classes = len(context.train), len(context.class_names)
+    gradients = PrivateGradients(context.protection, everything, loss, objective, count, classes)
+    for _ in range(gradients.event.count):
+        if context.cancelled():
+            raise TaskCancelled
+        gradients.step()
+        optimizer.step()
+    return math.nan
+
+
+def _optimizer(
+    context: ClientContext, parameters: Sequence[Tensor], groups: Sequence[Group]
+) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """A fresh optimizer, and all that it trains. Raises MethodError without images."""
+    training = context.training
+    if len(context.train) == 0:
+        raise MethodError(f"client {context.client!r} has no training images")
+    everything = [*parameters, *(parameter for group in groups for parameter in group.parameters)]
+    context.count_trained(sum(parameter.numel() for parameter in everything))
+    optimizer = make_optimizer(parameters, training, learning_rate(training, context.round, context.rounds))
+    for group in groups:
+        optimizer.add_param_group({"params": list(group.parameters), "lr": _group_rate(context, group)})
+    return optimizer, everything
 
 
 def _group_rate(context: ClientContext, group: Group) -> float:

@@ -91,6 +91,7 @@ class FastPT(ContextMethod):
     paper = (
         "Chen et al., FaST-PT: Multi-Modal Style Transfer-based Prompt Tuning for Federated Domain Generalization, 2026"
     )
+    unprotected = "it sends what depends on transforms trained without noise"
     Hyper = FastPTHyper
     hyper: FastPTHyper
     shared = GLOBAL

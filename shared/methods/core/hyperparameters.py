@@ -1,0 +1,29 @@
+"""The bases of what a spec says to a method, and of what a client may choose for itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LabelSpace = Annotated[
+    Literal["federation", "client"],
+    Field(
+        description="class names over which training and the accuracy on a client's own test images take their "
+        "softmax: the federation's where the spec names them, or the client's own"
+    ),
+]
+
+
+class Hyperparameters(BaseModel):
+    """Base of every method's hyperparameters: documented, bounded, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+    label_space: LabelSpace = "federation"
+
+
+class OwnOptions(BaseModel):
+    """Base of what a client may choose for itself: read from its own settings, never sent, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)

@@ -1,0 +1,105 @@
+"""Differentially private gradients: each unit's own, clipped over all trained tensors together, summed, with noise.
+
+One step of DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", CCS 2016) is
+
+    ḡ = (Σ_{i in S} g_i·min(1, C/‖g_i‖) + z·C·ξ)/(q·n),  ξ ~ N(0, I),  S: each unit with probability q = min(1, B/n)
+
+and the optimizer takes ḡ + ∇R. The divisor is the expected size of S, never its size; an empty S is a step like any
+other. Nothing else here depends on data. Sums, noise and division run in float64 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from promptfed.shared.methods.core.protection import Objective, Protection
+
+TEXTS_AT_ONCE = 512  # copies times classes: bounds memory, never the result
+NUMBERS_AT_ONCE = 1 << 22  # copies times trained numbers
+WITHIN = 1 - 1e-6  # of the clip: what rounding to float32 may add to a norm
+
+
+class PrivateGradients:
+    """The gradients of one training loop over ``parameters``, step by step.
+
+    Without an ``objective``, ``loss(indices (1,))`` is asked for one unit at a time, as many passes as units.
+    """
+
+    def __init__(
+        self,
+        protection: Protection,
+        parameters: Sequence[Tensor],
+        loss: Callable[[Tensor], Tensor],
+        objective: Objective | None,
+        units: int,
+        classes: int,
+    ):
+        self.event = protection.begin(units)
+        self._protection, self._parameters = protection, parameters
+        self._loss, self._objective = loss, objective
+        self._size = sum(parameter.numel() for parameter in parameters)
+        self._most = max(1, min(TEXTS_AT_ONCE // max(1, classes), NUMBERS_AT_ONCE // max(1, self._size)))
+
+    def step(self) -> None:
+        """Leave ḡ + ∇R with the parameters."""
+        given, q = self._protection, self.event.q
+        chosen = torch.from_numpy(given.stream.poisson_sample(given.units, q))
+        total = torch.zeros(self._size, dtype=torch.float64)
+        for rows in self._chunks(chosen):
+            total += clipped(self._gradients(rows), given.clip).sum(dim=0)
+        noise = torch.from_numpy(given.stream.normals(self._size)) * (given.noise_multiplier * given.clip)
+        self._leave((total + noise) / (q * given.units))
+
+    def _chunks(self, chosen: Tensor) -> Iterator[Tensor]:
+        if len(chosen):
+            yield from torch.split(chosen, self._most if self._objective is not None else 1)
+
+    def _gradients(self, rows: Tensor) -> Tensor:
+        """``(b, d)`` float64 on the CPU: each unit's gradient of its own loss."""
+        count = len(rows)
+        if self._objective is None:
+            given = torch.autograd.grad(self._loss(rows), self._parameters, allow_unused=True)
+            return flat([_there(part, like) for part, like in zip(given, self._parameters, strict=True)], 1)
+        copies = [
+            parameter.detach().expand(count, *parameter.shape).clone().requires_grad_()
+            for parameter in self._parameters
+        ]
+        losses = self._objective.units(copies, rows)
+        given = torch.autograd.grad(losses.sum(), copies, allow_unused=True)
+        return flat([_there(part, like) for part, like in zip(given, copies, strict=True)], count)
+
+    def _leave(self, mean: Tensor) -> None:
+        """Give each parameter its part of ``mean (d,)``, plus R's gradient."""
+        parts = torch.split(mean, [parameter.numel() for parameter in self._parameters])
+        common = self._common()
+        for parameter, part, own in zip(self._parameters, parts, common, strict=True):
+            gradient = part.reshape(parameter.shape)
+            if own is not None:
+                gradient = gradient + own.detach().double().cpu()
+            parameter.grad = gradient.to(device=parameter.device, dtype=parameter.dtype)
+
+    def _common(self) -> Sequence[Tensor | None]:
+        if self._objective is None or self._objective.common is None:
+            return [None] * len(self._parameters)
+        value = self._objective.common(self._parameters)
+        found: Sequence[Tensor | None] = torch.autograd.grad(value, list(self._parameters), allow_unused=True)
+        return found
+
+
+def clipped(gradients: Tensor, clip: float) -> Tensor:
+    """Rows of ``gradients (b, d)`` float64, shortened to length ``clip`` at most; NaN and infinity count as 0."""
+    finite = torch.nan_to_num(gradients, nan=0.0, posinf=0.0, neginf=0.0)
+    norms: Tensor = torch.linalg.vector_norm(finite, dim=1)
+    return finite * (clip * WITHIN / norms.clamp(min=clip * WITHIN)).unsqueeze(1)
+
+
+def flat(parts: Sequence[Tensor], count: int) -> Tensor:
+    """``(count, d)`` float64 on the CPU, of tensors that hold ``count`` gradients each."""
+    return torch.cat([part.detach().reshape(count, -1).double().cpu() for part in parts], dim=1)
+
+
+def _there(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
