@@ -42,6 +42,7 @@ RULES: dict[str, dict[str, Any]] = {
     "krum": {"rule": "krum"},
     "multi_krum": {"rule": "multi_krum"},
     "geometric_median": {"rule": "geometric_median"},
+    "flame": {"rule": "flame"},
 }
 
 Attack = Callable[[Tensor, Tensor, ClientContext], Tensor]

@@ -26,9 +26,10 @@ from promptfed.shared.spec_hints import meant
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 RESERVED = {"privacy": "'privacy' is reserved for a later release: leave it out"}
 
-Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame"]
 TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
 TOLERATE = 0.2
+FLAME_NOISE = 0.001
 CAPPED_FROM = 5  # clients: of fewer, one may well have most of the images
 VIEWS = 8
 
@@ -235,6 +236,23 @@ class AggregationSpec(Section):
             "longer ones are shortened to it before the rule is applied; median: the median of the phase's updates"
         ),
     ] = None
+    flame_noise: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            exclude_if=lambda level: level is None,
+            description="λ of flame: noise on every number, in medians of the updates' lengths; default: "
+            f"{FLAME_NOISE}, where the whole noise is then no longer than one of them",
+        ),
+    ] = None
+    flame_of: Annotated[
+        Literal["models", "updates"] | None,
+        Field(
+            exclude_if=lambda kind: kind is None,
+            description="whose cosines flame clusters by: the models', as printed (default), or the updates'",
+        ),
+    ] = None
     max_weight_share: Annotated[
         float | None, Field(gt=0, le=1, description="null: twice its even share where five or more answer; 1: no cap")
     ] = None
@@ -256,6 +274,18 @@ class AggregationSpec(Section):
             raise ValueError(f"the rule {info.data['rule']} takes none; {', '.join(TOLERANT)} do")
         return None
 
+    @model_validator(mode="after")
+    def _what_flame_takes(self) -> AggregationSpec:
+        if self.rule != "flame":
+            given = [key for key in ("flame_noise", "flame_of") if getattr(self, key) is not None]
+            if given:
+                raise ValueError(f"{given[0]} is of the rule flame, and this one is {self.rule}: leave it out")
+        elif self.weighting != "uniform":
+            raise ValueError("flame weighs all whom it accepts alike: take weighting: uniform, or leave it out")
+        elif self.clip_norm is not None:
+            raise ValueError("flame clips to the median of the lengths itself: leave clip_norm out")
+        return self
+
     @field_validator("clip_norm", mode="wrap")
     @classmethod
     def _a_length_or_the_median(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -270,6 +300,11 @@ class AggregationSpec(Section):
         if share is None:
             share = 2 / count if count >= CAPPED_FROM else 1.0
         return max(share, 1 / count)
+
+    @property
+    def flame_level(self) -> float:
+        """λ of FLAME's noise."""
+        return FLAME_NOISE if self.flame_noise is None else self.flame_noise
 
     @property
     def is_plain_mean(self) -> bool:

@@ -13,13 +13,16 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from torch import Tensor
 
+from promptfed.coordinator.aggregation.flame import seed_of
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, fresh_moments, moment_tensors
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.methods.core.rule_checks import check_flame_noise
 from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec import AggregationSpec
 from promptfed.shared.tensors import SERVER, Shape, Tensors, TensorSpec, check, decode, decode_file, method_part
 
 READ_AT_ONCE = 16  # small updates lie in the database, and are no more than 4 MB together
@@ -40,6 +43,9 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
         NeedsBackbone, MethodError, TensorError: there is none for these clients and this backbone.
     """
     federation.method.check_clients(context)
+    check_flame_noise(
+        federation.spec.aggregation, federation.method, federation.spec.rounds, federation.method.dims(context)
+    )
     if federation.supplied_state is not None:
         supplied, _ = decode(blobs.read(federation.supplied_state))
         tensors = federation.method.adopt(supplied, context)
@@ -73,6 +79,18 @@ def forgotten(federation: Federation, state: Tensors, client: str, context: Serv
     after = after | server_part(state)
     check_state(federation, after, context)
     return after
+
+
+def rule_of(
+    federation: Federation, before: Mapping[str, Tensor], round: int, phase: str, spec: AggregationSpec | None = None
+) -> Rule:
+    """The rule of a phase, or what another ``spec`` would make of it, on the state ``before`` that it began with.
+
+    Its noise, if it has any, follows from the federation's key, which only the coordinator has.
+    """
+    # What is older than keys can only be asked what flame would have made of it, which no client ever sees.
+    key = federation.noise_key or federation.id
+    return Rule(spec or federation.spec.aggregation, before, seed_of(key, round, phase))
 
 
 def after_phase(

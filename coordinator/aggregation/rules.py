@@ -7,13 +7,15 @@ client began with. Sums run in float64, in blocks of columns: the updates themse
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from promptfed.coordinator.aggregation.flame import flame, noise
+from promptfed.coordinator.aggregation.rows import Combined, Rows, squared_distances
 from promptfed.coordinator.aggregation.weights import capped, weighted_mean
 from promptfed.shared.methods.core.base import ClientUpdate
 from promptfed.shared.spec import AggregationSpec
@@ -21,9 +23,7 @@ from promptfed.shared.tensors import Tensors
 
 log = logging.getLogger("promptfed.coordinator")
 
-BLOCK = 1 << 21  # numbers of a block: 16 MB in float64
 ROUNDING = 1e-9  # of sums of weights, and of a share times a number
-NEAR = 1e-4  # a squared distance by the squared lengths: under it, too few of float64's digits are left
 GRADIENT = 1e-9  # length of the geometric median's gradient, of at most 1, at which it is found
 PLAIN_STEPS = 10  # of Weiszfeld's, before Newton's are tried
 MOST_STEPS = 1000
@@ -43,84 +43,20 @@ class Judged:
     distance: float
 
 
-class Rows:
-    """K updates as the rows of a matrix ``(K, D)``, relative to ``base`` and shortened to ``clip_norm``."""
-
-    def __init__(self, updates: list[ClientUpdate], base: Mapping[str, Tensor], clip_norm: float | str | None):
-        self._shapes = {name: tensor.shape for name, tensor in sorted(updates[0].tensors.items())}
-        self._sent = torch.stack([_flat(update.tensors, self._shapes) for update in updates])  # (K, D)
-        zeros = {name: torch.zeros(shape) for name, shape in self._shapes.items()}
-        # What is not part of the state, or of another size, has begun at zero.
-        begun = {name: base[name] for name, shape in self._shapes.items() if name in base and base[name].shape == shape}
-        self._base = _flat(zeros | begun, self._shapes).double()  # (D,)
-        self.count, self.size = self._sent.shape
-        self.factors = torch.ones(self.count, dtype=torch.float64)
-        if clip_norm is not None:
-            norms = self.distances_to(torch.zeros_like(self._base))
-            most = _middle(norms) if clip_norm == "median" else float(clip_norm)
-            self.factors = torch.where(norms > most, most / norms, self.factors)
-
-    def blocks(self, clipped: bool = True) -> Iterator[tuple[slice, Tensor]]:
-        """The matrix in blocks of columns ``(K, n)``, float64; ``clipped``: as the rules see it, else as sent."""
-        width = max(1, BLOCK // self.count)
-        for start in range(0, self.size, width):
-            columns = slice(start, min(start + width, self.size))
-            values = self._sent[:, columns].double() - self._base[columns]
-            yield columns, values * self.factors[:, None] if clipped else values
-
-    def row(self, index: int) -> Tensor:
-        """Row ``index`` ``(D,)``, relative to the base and clipped."""
-        return (self._sent[index].double() - self._base) * self.factors[index]
-
-    def sum(self, weights: Tensor) -> Tensor:
-        """``(D,)`` Σ weight·row of ``weights (K,)``."""
-        return torch.cat([weights @ values for _, values in self.blocks()])
-
-    def distances_to(self, point: Tensor, clipped: bool = False) -> Tensor:
-        """``(K,)`` L2 distances of the rows to ``point (D,)``."""
-        squares = torch.zeros(self.count, dtype=torch.float64)
-        for columns, values in self.blocks(clipped):
-            squares += (values - point[columns]).square().sum(1)
-        return squares.sqrt()
-
-    def products_at(self, point: Tensor) -> Tensor:
-        """``(K, K)`` products of the rows, as seen from ``point (D,)``."""
-        products = torch.zeros(self.count, self.count, dtype=torch.float64)
-        for columns, values in self.blocks():
-            seen = values - point[columns]
-            products += seen @ seen.T
-        return products
-
-    def tensors(self, point: Tensor) -> Tensors:
-        """``point (D,)`` as tensors of the updates' shapes, float32, where the base is added again."""
-        whole, tensors, start = (self._base + point).float(), {}, 0
-        for name, shape in self._shapes.items():
-            tensors[name] = whole[start : start + shape.numel()].reshape(shape).clone()
-            start += shape.numel()
-        return tensors
-
-
-def _flat(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-    return torch.cat([tensors[name].float().reshape(-1) for name in names])
-
-
-def _middle(values: Tensor) -> float:
-    """The median; of an even number, the mean of the middle two."""
-    ordered = values.sort().values
-    return float((ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2)
-
-
 class Rule:
     """A phase's ``Combine`` by a spec's rule. Afterwards ``judged`` says what became of each client's update.
 
-    ``base``: the state that the phase's clients began with. The plain mean needs no second look at the updates, which
-    come one by one: it judges nothing.
+    ``base``: the state that the phase's clients began with; ``seed``: what FLAME's noise follows from. The plain mean
+    needs no second look at the updates, which come one by one: it judges nothing. ``measured`` has what the phase's
+    report tells of the rule itself.
     """
 
-    def __init__(self, spec: AggregationSpec, base: Mapping[str, Tensor]):
+    def __init__(self, spec: AggregationSpec, base: Mapping[str, Tensor], seed: bytes | None = None):
         self._spec = spec
         self._base = base
+        self._seed = seed
         self.judged: dict[str, Judged] = {}
+        self.measured: dict[str, float] = {}
 
     def __call__(self, updates: Iterable[ClientUpdate]) -> Tensors:
         """The aggregate. Raises ValueError where there is no update."""
@@ -132,7 +68,9 @@ class Rule:
         rows = Rows(given, self._base, self._spec.clip_norm)
         weights = torch.tensor([update.weight for update in given], dtype=torch.float64)
         point, influence = RULES[self._spec.rule](rows, weights / weights.sum(), self._spec)
-        chosen = self._spec.rule not in ("krum", "multi_krum")
+        if self._spec.rule == "flame":
+            point = self._with_noise(point, rows)
+        chosen = self._spec.rule not in ("krum", "multi_krum", "flame")
         distances = rows.distances_to(point).tolist()
         for update, factor, share, distance in zip(given, rows.factors, influence.tolist(), distances, strict=True):
             taken = chosen or share > 0
@@ -141,9 +79,18 @@ class Rule:
             self.judged[update.client] = Judged(verdict, share, distance)
         return rows.tensors(point)
 
-
-Combined = tuple[Tensor, Tensor]
-"""An aggregate ``(D,)`` and the influence ``(K,)`` of each row on it."""
+    def _with_noise(self, point: Tensor, rows: Rows) -> Tensor:
+        """FLAME's last step: N(0, (λS)²) on every number, S the median of the lengths."""
+        bound = rows.median_length()
+        level = self._spec.flame_level
+        self.measured = {"flame_bound": bound, "flame_noise": 0.0}
+        if level * bound == 0:
+            return point
+        if self._seed is None:
+            raise ValueError("FLAME's noise has no seed: give the rule one, or take flame_noise: 0")
+        added = level * bound * noise(self._seed, rows.size)
+        self.measured["flame_noise"] = float(added.norm())
+        return point + added
 
 
 def mean(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
@@ -235,27 +182,6 @@ def _krum_scores(rows: Rows, spec: AggregationSpec) -> Tensor:
     return squares.sort(dim=1).values[:, :nearest].sum(1)
 
 
-def squared_distances(rows: Rows) -> Tensor:
-    """``(K, K)`` ‖x_i − x_j‖² as ‖x_i‖² + ‖x_j‖² − 2·⟨x_i, x_j⟩: one product of matrices, a tenth of the time.
-
-    Where the terms cancel, digits are lost: pairs much nearer to each other than to zero are computed from their
-    difference instead. The relative error stays under 1e-9, and equal rows are at exactly zero.
-    """
-    products = torch.zeros(rows.count, rows.count, dtype=torch.float64)
-    for _, values in rows.blocks():
-        products += values @ values.T
-    norms = products.diagonal()
-    sums = norms[:, None] + norms
-    squares = (sums - 2 * products).triu(1)
-    first, second = (squares < NEAR * sums).triu(1).nonzero(as_tuple=True)
-    squares[first, second] = 0.0
-    for _, values in rows.blocks():
-        for some in torch.split(torch.arange(len(first)), max(1, BLOCK // values.shape[1])):
-            i, j = first[some], second[some]
-            squares[i, j] += (values[i] - values[j]).square().sum(1)
-    return squares + squares.T
-
-
 def geometric_median(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
     """The point that minimises Σ w_i·‖x_i − y‖ over whole updates (RFA: Pillutla et al., 2022), to convergence.
 
@@ -345,4 +271,5 @@ RULES: dict[str, Callable[[Rows, Tensor, AggregationSpec], Combined]] = {
     "krum": krum,
     "multi_krum": multi_krum,
     "geometric_median": geometric_median,
+    "flame": flame,
 }

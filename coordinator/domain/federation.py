@@ -101,6 +101,7 @@ class Federation:
     ``starting``: its initial state is being made for the clients that there are; others come in once it is there.
     ``resend``: closed tasks whose updates the disk has damaged, by client: whoever kept its update sends it again.
     ``common_payload``: the digest of the open stage's payloads, where they are all the same.
+    ``noise_key``: what the noise of rules follows from, told to nobody; None of those of before there was one.
     ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
     """
 
@@ -115,6 +116,7 @@ class Federation:
     supplied_state: str | None = None
     lexicon: str | None = None
     draw_secret: str | None = None
+    noise_key: str | None = None
     clients: dict[str, Client] = field(default_factory=dict)
     by_secret: dict[str, Client] = field(default_factory=dict)
     tasks: dict[str, OpenTask] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation import changes, global_state
-from promptfed.coordinator.aggregation.rules import Judged, Rule
+from promptfed.coordinator.aggregation.rules import Judged
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
@@ -154,16 +154,17 @@ def aggregate(registry: Registry, id: str) -> None:
         phase_id, phase_name = _closed_phase(session, federation)
         updates = global_state.counted(session, phase_id)
     global_state.use_threads(federation)
-    context, rule = federation.context(), Rule(federation.spec.aggregation, state)
+    phase = federation.method_phase(run.round, run.step)
+    context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
     with registry.metrics.job_seconds.labels("aggregate").time():
         changed: dict[str, float] = {}
         stream = changes.measured(
             global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
         )
-        phase = federation.method_phase(run.round, run.step)
         after = global_state.after_phase(federation, state, phase, stream, rule, context)
         method = federation.method
         measures = _measured(method, method_part(state), phase, method_part(after), context)
+        measures = replace(measures, phase=measures.phase | rule.measured)
         measured = {**_finite(measures), "changes": _finite_numbers(changed)}
     point("aggregate-computed")
     with registry.blobs.hold() as held:

@@ -62,6 +62,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
         lexicon=row.lexicon,
+        noise_key=row.noise_key,
         tasks={t.client: open_task(t, stage_row) for t in tasks.values() if t.status == "open"} if stage_row else {},
         tokens={token.digest: token_of(token) for token in tokens},
         deadline=stage_row.deadline if stage_row is not None and is_open else None,

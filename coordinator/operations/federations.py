@@ -67,7 +67,7 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
             raise problems.NameTaken(
                 f"there is already a federation {spec.name!r}: choose another name, or delete that one"
             )
-        federation = new_federation("fed-" + secrets.token_hex(8), spec)
+        federation = replace(new_federation("fed-" + secrets.token_hex(8), spec), noise_key=secrets.token_hex(32))
         if spec.participation.draw == "secret":
             federation = federation.drawing_with(secrets.token_hex(32))
         with registry.database.write() as session:
@@ -118,6 +118,7 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
         fingerprint=federation.fingerprint,
         shape=federation.shape.model_dump() if federation.shape else None,
         draw_secret=federation.draw_secret,
+        noise_key=federation.noise_key,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
-from promptfed.coordinator.aggregation.rules import Rule
+from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import WrongMoment
@@ -186,6 +186,6 @@ def _made(registry: Registry, federation: Federation, digest: str) -> bytes | No
     for step in steps:
         if row is not None and step.state.id == row.id and not step.gone:
             before = decode(registry.blobs.read(step.before.sha256))[0] if step.before is not None else {}
-            rule = Rule(federation.spec.aggregation, before)
+            rule = global_state.rule_of(federation, before, step.state.round, step.origin)
             return encode(replay.computed(registry, federation, step, before, step.updates, rule))
     return jobs.payload_again(registry, federation, digest)

@@ -22,7 +22,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import NoState, NotAMean, NotFound, TooFewUpdates, UpdatesGone
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow
 from promptfed.shared.methods.core.base import MethodError
-from promptfed.shared.methods.core.rule_checks import check_krum, check_means
+from promptfed.shared.methods.core.rule_checks import check_flame, check_krum, check_means
 from promptfed.shared.spec import AggregationSpec
 from promptfed.shared.tensors import Tensors, decode, norm, state_hash
 
@@ -177,7 +177,7 @@ def _step(
 
 def _again(registry: Registry, federation: Federation, step: Step, what_if: WhatIf) -> Replayed:
     before = _stored(registry, step.before) if step.before is not None else {}
-    rule = Rule(what_if.aggregation or federation.spec.aggregation, before)
+    rule = global_state.rule_of(federation, before, step.state.round, step.origin, what_if.aggregation)
     updates = _weighed(federation, step.updates, what_if)
     made = computed(registry, federation, step, before, updates, rule)
     replayed_hash, committed = state_hash(made), _stored(registry, step.state)
@@ -232,6 +232,7 @@ def _weighed(
         raise TooFewUpdates("without these clients no update is left: leave fewer out")
     try:
         check_krum(spec, len(kept))
+        check_flame(spec, len(kept))
     except MethodError as error:
         raise TooFewUpdates(str(error)) from None
     weights = shares({client: federation.clients[client].num_samples for client, _, _ in kept}, spec)

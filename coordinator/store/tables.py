@@ -71,6 +71,7 @@ class FederationRow(Base):
     supplied_state: Mapped[str | None]
     lexicon: Mapped[str | None]
     draw_secret: Mapped[str | None]
+    noise_key: Mapped[str | None]
 
 
 class TokenRow(Base):

@@ -15,7 +15,7 @@ from promptfed.sdk.output import console, print_json, table
 from promptfed.sdk.text import size
 from promptfed.shared.replay_schemas import ReplayedState, ReplayReport
 
-RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
+RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame")
 SHOWN = 5
 
 

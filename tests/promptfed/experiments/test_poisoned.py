@@ -1,10 +1,14 @@
-"""Two of ten clients poisoned: the mean loses what it has learned and more, robust rules keep it."""
+"""Two of ten clients poisoned: the mean loses what it has learned and more, robust rules keep it.
+
+With a backdoor: the mean obeys the trigger, FLAME does not.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from benchmarks import backdoor
 from benchmarks.poisoning import ATTACKS, RULES, Bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -37,3 +41,18 @@ def test_the_mean_falls_far_below_zero_shot(bench: Bench, clean: tuple[float, fl
 @pytest.mark.parametrize("rule", [name for name in RULES if not name.startswith("mean")])
 def test_robust_rules_keep_the_accuracy(bench: Bench, clean: tuple[float, float], rule: str, attack: str) -> None:
     assert bench.accuracy(attack, rule, seed=0)[0] > clean[1], "better than zero-shot"
+
+
+@pytest.fixture(scope="module")
+def behind_a_backdoor(tmp_path_factory: pytest.TempPathFactory) -> backdoor.Bench:
+    torch.set_num_threads(1)
+    return backdoor.Bench(tmp_path_factory.mktemp("features"), rounds=5)
+
+
+def test_the_mean_obeys_a_trigger_and_flame_does_not(behind_a_backdoor: backdoor.Bench) -> None:
+    clean = behind_a_backdoor.run("mean", 0, ())
+    assert clean.success < 0.1, "nothing about the trigger itself looks like the target"
+    assert behind_a_backdoor.run("mean", 0).success > 0.8
+    withstood = behind_a_backdoor.run("flame", 0)
+    assert withstood.success < 0.2
+    assert withstood.accuracy > clean.accuracy - 0.1

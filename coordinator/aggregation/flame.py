@@ -1,0 +1,109 @@
+"""What FLAME needs beside the other rules: who is in the one cluster, and noise that nobody outside can compute.
+
+Source: Nguyen et al., "FLAME: Taming Backdoors in Federated Learning", USENIX Security 2022, Algorithm 1. Its HDBSCAN
+asks for clusters of more than half of all updates, so that no split of the tree of clusters can be one: what it accepts
+is the first component of so many members when pairs are joined in order of distance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from promptfed.coordinator.aggregation.rows import Combined, Rows, squared_distances
+from promptfed.shared.spec import AggregationSpec
+
+BLOCK = 1 << 18  # numbers of noise at once
+BYTES = 8  # of a uniform number
+MANTISSA = 53
+
+
+def accepted(distances: Tensor) -> list[int]:
+    """Of ``distances (K, K)`` the first component of ⌊K/2⌋+1 or more rows; pairs of one distance join together."""
+    count = len(distances)
+    members = [[row] for row in range(count)]  # of each row's component, one list for all of its rows
+    first, second = torch.triu_indices(count, count, 1)
+    lengths = distances[first, second]
+    order = lengths.argsort(stable=True)
+    pairs = zip(first[order].tolist(), second[order].tolist(), lengths[order].tolist(), strict=True)
+    for _, alike in groupby(pairs, key=itemgetter(2)):
+        joined = [_join(members, one, other) for one, other, _ in alike]
+        largest = max(joined, key=len)
+        if len(largest) > count // 2:
+            return sorted(largest)
+    return list(range(count))  # one update alone
+
+
+def _join(members: list[list[int]], one: int, other: int) -> list[int]:
+    """The components of two rows are one from now on, which is returned."""
+    small, large = sorted((members[one], members[other]), key=len)
+    if small is not large:
+        large.extend(small)
+        for row in small:
+            members[row] = large
+    return large
+
+
+def noise(seed: bytes, size: int) -> Tensor:
+    """``(size,)`` draws from N(0, 1) in float64, of a stream that only who has ``seed`` can compute (SHAKE-256).
+
+    A statistical generator would not do: torch's is started with 32 bits, which can be tried out.
+    """
+    parts = []
+    for number, start in enumerate(range(0, size, BLOCK)):
+        pairs = (min(BLOCK, size - start) + 1) // 2
+        stream = hashlib.shake_256(seed + number.to_bytes(8, "little")).digest(2 * pairs * BYTES)
+        words = torch.frombuffer(bytearray(stream), dtype=torch.int64)
+        uniform = ((words >> (64 - MANTISSA)) & ((1 << MANTISSA) - 1)).double() / (1 << MANTISSA)
+        lengths = (-2 * torch.log1p(-uniform[:pairs])).sqrt()  # Box and Muller's, of 1 − u, which is never 0
+        angles = 2 * math.pi * uniform[pairs:]
+        parts.append(torch.cat([lengths * angles.cos(), lengths * angles.sin()])[: min(BLOCK, size - start)])
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def seed_of(key: str, round: int, phase: str) -> bytes:
+    """The seed of a phase's noise: SHA-256(key | round | phase), of the federation's own ``key``."""
+    return hashlib.sha256(f"{key}|{round}|{phase}".encode()).digest()
+
+
+class Directions:
+    """The models, or the updates, of length 1 in the form that distances are taken from."""
+
+    def __init__(self, rows: Rows, of: str):
+        self._rows, self._models, self.count = rows, of == "models", rows.count
+        squares = torch.zeros(rows.count, dtype=torch.float64)
+        for _, values in self._values():
+            squares += values.square().sum(1)
+        lengths = squares.sqrt()
+        self.empty = lengths == 0  # without a direction: at distance 1 of all others
+        self._scale = torch.where(lengths > 0, 1 / lengths, 0.0)
+
+    def _values(self) -> Iterator[tuple[slice, Tensor]]:
+        return self._rows.models() if self._models else self._rows.blocks(clipped=False)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        for columns, values in self._values():
+            yield columns, values * self._scale[:, None]
+
+
+def flame(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
+    """The mean of the updates in one cluster of more than half of them, none longer than the median of all lengths.
+
+    FLAME (Nguyen et al., 2022, Algorithm 1) but for its noise, which `Rule` adds. Clusters go by the cosines of the
+    models, or of the updates (``flame_of``).
+    """
+    directions = Directions(rows, spec.flame_of or "models")
+    distances = squared_distances(directions)  # of vectors of length 1: twice 1 − cos, in which digits would be lost
+    distances[directions.empty, :] = 2.0
+    distances[:, directions.empty] = 2.0
+    chosen = accepted(distances)
+    rows.clip(rows.median_length())
+    influence = torch.zeros_like(weights)
+    influence[chosen] = 1 / len(chosen)
+    return rows.sum(influence), influence
