@@ -17,6 +17,7 @@ from promptfed.shared.methods.core.rule_checks import check_rule
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.methods.fedclip import FedCLIP
 from promptfed.shared.methods.fedcocoop import FedCoCoOp
+from promptfed.shared.methods.fedgda import FedGDA
 from promptfed.shared.methods.fedkgcoop import FedKgCoOp
 from promptfed.shared.methods.fedmaple import FedMaple
 from promptfed.shared.methods.fedotp import FedOTP
@@ -40,6 +41,7 @@ from promptfed.shared.methods.promptfolio import PromptFolio
 from promptfed.shared.methods.rates import swept_rate
 from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod, description
 from promptfed.shared.methods.singleset_vpt import SingleSetVPT
+from promptfed.shared.methods.tip_adapter import TipAdapter
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, merged, parse_spec
 
@@ -70,6 +72,8 @@ _KINDS: tuple[type[Method], ...] = (
     FedVPTDeep,
     SingleSetVPT,
     PFedPG,
+    TipAdapter,
+    FedGDA,
 )
 METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
 

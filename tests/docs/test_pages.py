@@ -36,6 +36,8 @@ PAPERS = (
     "pfedmoap",
     "promptfl_amp",
     "pfedprompt",
+    "tip_adapter",
+    "fedgda",
 )
 
 

@@ -1,0 +1,231 @@
+"""FedGDA: one exchange of class means and a second moment, from which every client makes a Gaussian classifier.
+
+Gaussian discriminant analysis on frozen features (Wang et al., "A Hard-to-Beat Baseline for Training-Free CLIP-based
+Adaptation", ICLR 2024), whose sums pool over clients exactly; a trainer's posterior and the fusion with the template
+follow TOFA (AAAI 2026), of which only a summary could be read. Notation as in `core.gaussians`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Hyperparameters,
+    Method,
+    MethodError,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.gaussians import ClassGaussians, discriminants, statistics
+from promptfed.shared.methods.core.insights import Measured
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+log = logging.getLogger("promptfed.methods")
+
+SHARE = TensorSpec("class_share", ("classes",))
+SUM = TensorSpec("class_sum", ("classes", "d_e"))
+MOMENT = TensorSpec("moment", ("d_e", "d_e"))
+TOTAL = TensorSpec("total", (), dtype="int64")
+SENT = (SHARE, SUM, MOMENT)
+
+
+class FedGDAHyper(Hyperparameters):
+    """The prior's strength and how the Gaussians and the template are brought together."""
+
+    rho: Annotated[
+        float, Field(ge=0, le=1e6, description="ρ: what an image of the federation counts beside a trainer's own")
+    ] = 1.0
+    fusion: Annotated[
+        Literal["adaptive", "fixed", "text", "image"],
+        Field(
+            description="adaptive: probabilities of both, weighed by how sure each is (TOFA); fixed: the template's "
+            "logits + λ·g (CLIP-GDA); or one of them alone"
+        ),
+    ] = "adaptive"
+    fixed_weight: Annotated[float, Field(ge=0, le=1000, description="λ of fusion: fixed")] = 1.0
+    min_count: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=1000,
+            description="images of a class under which a client sends nothing of it: of one, the mean is its feature",
+        ),
+    ] = 2
+
+
+class GaussianClassifier:
+    """(S4) the Gaussians' scores and the template's, brought together; logits."""
+
+    def __init__(self, context: ClientContext, gaussians: ClassGaussians, precision: Tensor, hyper: FedGDAHyper):
+        self._text = template_features(context.backbone, context.template, context.class_names)
+        self._scale, self._hyper = context.backbone.logit_scale, hyper
+        self._gaussians, self._precision = gaussians, precision
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        features = split.features()
+        some = features[indices.to(features.device)]
+        image = discriminants(self._gaussians, self._precision, some.cpu()).to(some.device, some.dtype)
+        return fused(self._scale * some @ self._text.T, image, self._hyper)
+
+
+def fused(text: Tensor, image: Tensor, hyper: FedGDAHyper) -> Tensor:
+    """Logits ``(B, C)`` of the template's and the Gaussians' ones."""
+    if hyper.fusion == "image":
+        return image
+    if hyper.fusion == "fixed":
+        return text + hyper.fixed_weight * image
+    first, second = image.softmax(1), text.softmax(1)
+    sure, other = first.amax(1, keepdim=True), second.amax(1, keepdim=True)
+    share = sure / (sure + other)
+    return torch.log(share * first + (1 - share) * second)
+
+
+class FedGDA(Method):
+    """Trainers classify by their own images with the federation's as a prior, everybody else by the federation's."""
+
+    name = "fedgda"
+    summary = "No training: class means and a second moment, pooled once, make a Gaussian classifier."
+    paper = "Wang et al., A Hard-to-Beat Baseline for Training-Free CLIP-based Adaptation, 2024, made federated"
+    personal = True
+    unprotected = "it sends sums of features, to which its noise would have to be fitted"
+    metrics = ()
+    Hyper = FedGDAHyper
+    hyper: FedGDAHyper
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 1,
+        "aggregation": {"weighting": "samples", "max_weight_share": 1.0},
+    }
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """Statistics of the images' features themselves."""
+        return (
+            AGGREGATE,
+            Disclosed(
+                "operator",
+                "once: how many images of each class you have, each class's mean feature, and the second moment of all",
+            ),
+        )
+
+    def check(self, spec: FederationSpec) -> None:
+        """One round, a common list of classes, and means that are those of all images together."""
+        if spec.class_names is None:
+            raise MethodError("fedgda pools by class: list the federation's class_names in the spec")
+        if self.hyper.label_space != "federation":
+            raise MethodError("fedgda pools over the federation's classes: leave label_space out")
+        if spec.rounds != 1:
+            raise MethodError("fedgda exchanges once, and more rounds would change nothing: set rounds: 1")
+        if spec.aggregation.rule == "mean" and (
+            spec.aggregation.weighting != "samples" or spec.aggregation.max_weight_share != 1
+        ):
+            raise MethodError(
+                "fedgda's means are those of all images only where clients weigh what their samples say: take "
+                "aggregation.weighting: samples and max_weight_share: 1, or leave both out"
+            )
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The statistics, and of how many images they are."""
+        return (*SENT, TOTAL)
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """The statistics up, nothing down."""
+        return (Phase("statistics", down=(), up=SENT, mean=True),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``classes`` and ``d_e``."""
+        return {"classes": len(context.class_names or ()), "d_e": context.shape.d_e}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """Zero: nothing is known, and everybody classifies zero-shot."""
+        dims = self.dims(context)
+        return {spec.name: torch.zeros(spec.resolve(dims)) for spec in SENT} | {
+            TOTAL.name: torch.zeros((), dtype=torch.int64)
+        }
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The means over all images; what is no scatter, as a robust rule may make of them, is not taken."""
+        samples = {client.name: client.num_samples for client in context.clients}
+        counted: list[str] = []
+
+        def noted() -> Iterable[ClientUpdate]:
+            for update in updates:
+                counted.append(update.client)
+                yield update
+
+        pooled = combine(noted())
+        after = pooled | {TOTAL.name: torch.tensor(sum(samples[name] for name in counted), dtype=torch.int64)}
+        return after if pooled_gaussians(after).precision() is not None else state
+
+    def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
+        """Of how many images the statistics are; 0 where they were no scatter and not taken."""
+        return Measured(phase={"pooled_images": float(after[TOTAL.name])})
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """The statistics of the client's own images."""
+        if len(context.train) == 0:
+            raise MethodError(f"client {context.client!r} has no training images")
+        found = statistics(
+            context.train.features(), context.train.labels, len(context.class_names), self.hyper.min_count
+        )
+        return TrainResult({spec.name: one.float() for spec, one in zip(SENT, found, strict=True)})
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """The posterior's for a trainer, the federation's for others; the template where a class has no images."""
+        own = len(context.train) > 0
+        found = pooled_gaussians(payload)
+        if own:
+            features, labels = context.train.features(), context.train.labels
+            mine = ClassGaussians.of(features, labels, len(context.label_space or context.class_names))
+            found = mine.with_prior(found, self.hyper.rho)
+        return self._classifier(context, found)
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+        """``global``: a trainer's data under an evaluator's classifier."""
+        return {"global": self._classifier(context, pooled_gaussians(payload))} if len(context.train) else {}
+
+    def _classifier(self, context: ClientContext, gaussians: ClassGaussians) -> Classifier:
+        space = context.label_space or context.class_names
+        place = {name: number for number, name in enumerate(space)}
+        rows = [place.get(name, -1) for name in context.class_names]
+        without = [
+            name
+            for name, row in zip(context.class_names, rows, strict=True)
+            if row < 0 or not float(gaussians.counts[row])
+        ]
+        precision = gaussians.precision()
+        if self.hyper.fusion == "text" or precision is None or without:
+            if precision is not None and without:
+                log.warning(
+                    "client %s: nobody has images of %r, so these %d classes are told apart by the template alone",
+                    context.client,
+                    without[0],
+                    len(rows),
+                )
+            return TemplateClassifier(context)
+        chosen = ClassGaussians(gaussians.counts[rows], gaussians.means[rows], gaussians.scatter)
+        return GaussianClassifier(context, chosen, precision, self.hyper)
+
+
+def pooled_gaussians(state: Tensors) -> ClassGaussians:
+    """The Gaussians of a state's statistics."""
+    share, sums, moment = (state[spec.name] for spec in SENT)
+    return ClassGaussians.of_sums(share, sums, moment, float(state[TOTAL.name]))

@@ -1,0 +1,231 @@
+"""Tip-Adapter: zero-shot logits, and a cache of a client's own training features that votes for its labels.
+
+Nothing is trained by gradients and nothing travels. Notation: keys F ``(N, d_e)`` normalised features of training
+images, values Y one-hot labels, I an image's normalised feature, a and b the weight and the sharpness of the votes.
+
+Source: Zhang et al., "Tip-Adapter: Training-free Adaption of CLIP for Few-shot Classification", ECCV 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Hyperparameters,
+    Method,
+    MethodError,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
+from promptfed.shared.methods.core.context import cosine_logits
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.seeds import generator
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+KEYS, LABELS, BLEND = "keys", "key_labels", "blend"
+SHARPNESSES, WEIGHTS = 200, 20  # values of b and of a that are tried
+LEAST, MOST = 0.1, 13.0  # the first and the last of each
+LEAST_AREA = 0.5  # of a random crop, as a share of the image
+CHUNK = 32
+
+
+class TipAdapterHyper(Hyperparameters):
+    """What the cache holds, and how much it is listened to."""
+
+    alpha: Annotated[float, Field(ge=0, le=1000, description="a, weight of the cache's votes, unless searched")] = 1.17
+    beta: Annotated[float, Field(ge=0, le=1000, description="b, sharpness of the votes, unless searched")] = 1.0
+    validation: Annotated[
+        float,
+        Field(ge=0, lt=1, description="share of each class's training images on which a and b are searched; 0: fixed"),
+    ] = 0.25
+    keys: Annotated[
+        Literal["images", "means"], Field(description="a key for each training image, or for each class's mean")
+    ] = "images"
+    augment: Annotated[
+        int, Field(ge=1, le=100, description="random crops of each training image whose mean is its key; 1: the image")
+    ] = 1
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys ``(N, d_e)`` with the place of each one's class among the candidates ``(N,)``, -1 where it is none."""
+
+    keys: Tensor
+    labels: Tensor
+
+    def votes(self, features: Tensor, beta: float, classes: int) -> Tensor:
+        """``(B, C)`` exp(−b(1 − I·Fᵀ))·Y of normalised features ``(B, d_e)``."""
+        known = self.labels >= 0
+        nearness = torch.exp(-beta * (1 - features @ self.keys[known].T))
+        return nearness @ F.one_hot(self.labels[known], classes).to(nearness.dtype)
+
+    def means(self) -> Cache:
+        """One key for each class, its normalised mean."""
+        found = torch.unique(self.labels)
+        means = torch.stack([self.keys[self.labels == label].mean(0) for label in found])
+        return Cache(F.normalize(means, dim=-1), found)
+
+
+class CacheClassifier:
+    """(T1) τ⁻¹·I·Tᵀ + a·exp(−b(1 − I·Fᵀ))·Y."""
+
+    def __init__(self, context: ClientContext, cache: Cache, alpha: float, beta: float):
+        self._text = template_features(context.backbone, context.template, context.class_names)
+        self._scale = context.backbone.logit_scale
+        self._cache, self._alpha, self._beta = cache, alpha, beta
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        features = split.features()
+        plain = cosine_logits(self._scale, features, indices, self._text)
+        some = features[indices.to(features.device)]
+        return plain + self._alpha * self._cache.votes(some, self._beta, len(self._text))
+
+
+class TipAdapter(Method):
+    """Each client keeps its own keys; who has none classifies zero-shot."""
+
+    name = "tip_adapter"
+    summary = "No training: zero-shot logits and votes of the client's own training features, which never leave it."
+    paper = "Zhang et al., Tip-Adapter: Training-free Adaption of CLIP for Few-shot Classification, 2022"
+    personal = True
+    unprotected = "it keeps features of a client's images, untouched by noise"
+    metrics = ("alpha", "beta", "validation_accuracy")
+    Hyper = TipAdapterHyper
+    hyper: TipAdapterHyper
+    defaults: ClassVar[dict[str, Any]] = {"rounds": 1}
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """Empty: the coordinator holds nothing."""
+        return ()
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """One phase in which clients fill their caches; no tensor travels."""
+        return (Phase("train", down=(), up=()),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """No symbol, since there is no tensor."""
+        return {}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """The empty state."""
+        return {}
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """Nothing to aggregate."""
+        return state
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """Fills the cache; a and b are those of the best accuracy on held-out training images, where there are any."""
+        if len(context.train) == 0:
+            raise MethodError(f"client {context.client!r} has no training images")
+        labels = context.train.labels.to(context.backbone.device)
+        keys = self._keys(context)
+        alpha, beta, metrics = self.hyper.alpha, self.hyper.beta, {}
+        held = held_out(context, self.hyper.validation).to(labels.device)
+        if held.any() and not held.all():
+            alpha, beta, best = self._searched(context, self._cache(keys[~held], labels[~held]), held)
+            metrics = {"validation_accuracy": best}
+        cache = self._cache(keys, labels)
+        blend = torch.tensor([alpha, beta])
+        kept = {KEYS: cache.keys.cpu(), LABELS: cache.labels.cpu(), BLEND: blend}
+        return TrainResult({}, kept, metrics | {"alpha": alpha, "beta": beta})
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """With the client's cache; before its first task, with its features and the a and b that are given."""
+        if KEYS in private:
+            keys, labels, blend = private[KEYS], private[LABELS], private[BLEND].tolist()
+        elif len(context.train):
+            cache = self._cache(context.train.features(), context.train.labels)
+            keys, labels, blend = cache.keys, cache.labels, [self.hyper.alpha, self.hyper.beta]
+        else:
+            return TemplateClassifier(context)
+        device = context.backbone.device
+        cache = Cache(keys.to(device), among(context, labels).to(device))
+        return CacheClassifier(context, cache, *blend)
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+        """None: zero-shot is in every report."""
+        return {}
+
+    def _cache(self, keys: Tensor, labels: Tensor) -> Cache:
+        cache = Cache(keys, labels.to(keys.device))
+        return cache.means() if self.hyper.keys == "means" else cache
+
+    @torch.no_grad()
+    def _keys(self, context: ClientContext) -> Tensor:
+        """``(N, d_e)``, of the images or of random crops of them."""
+        if self.hyper.augment == 1:
+            return context.train.features()
+        draws = generator(context.seed, "crops", context.client)
+        parts = []
+        for some in torch.split(torch.arange(len(context.train)), CHUNK):
+            images = context.train.images(some)
+            views = [context.backbone.encode_images(cropped(images, draws)) for _ in range(self.hyper.augment)]
+            parts.append(F.normalize(torch.stack(views).mean(0), dim=-1))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def _searched(self, context: ClientContext, cache: Cache, held: Tensor) -> tuple[float, float, float]:
+        """The a and b of the best accuracy on the images that are ``held`` out (of equals the least b, then a)."""
+        own = context.for_training()
+        features = context.train.features()[held]
+        labels = context.train.labels.to(features.device)[held]
+        text = template_features(own.backbone, own.template, own.class_names)
+        plain = own.backbone.logit_scale * features @ text.T
+        best = (self.hyper.alpha, self.hyper.beta, -1.0)
+        for beta in torch.linspace(LEAST, MOST, SHARPNESSES).tolist():
+            votes = cache.votes(features, beta, len(text))
+            for alpha in torch.linspace(LEAST, MOST, WEIGHTS).tolist():
+                right = float(((plain + alpha * votes).argmax(1) == labels).float().mean())
+                if right > best[2]:
+                    best = (alpha, beta, right)
+        return best
+
+
+def held_out(context: ClientContext, share: float) -> Tensor:
+    """``(N,)`` bool: of each class ⌊share·n⌋ training images, drawn by the federation's seed."""
+    labels = context.train.labels.cpu()
+    order = torch.randperm(len(labels), generator=generator(context.seed, "held out", context.client))
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in torch.unique(labels):
+        own = order[labels[order] == label]
+        held[own[: int(share * len(own))]] = True
+    return held
+
+
+def among(context: ClientContext, labels: Tensor) -> Tensor:
+    """Labels of the training images' label space as places among ``context.class_names``; -1 where they are none."""
+    space = context.label_space or context.class_names
+    place = {name: number for number, name in enumerate(context.class_names)}
+    return torch.tensor([place.get(space[label], -1) for label in labels.tolist()], dtype=torch.int64)
+
+
+def cropped(images: Tensor, draws: Generator) -> Tensor:
+    """Images ``(B, 3, H, W)``, each a random crop of at least half of its area, or its mirror image, in full size."""
+    height, width = images.shape[-2:]
+    found = []
+    for image in images:
+        area, across, down, flip = torch.rand(4, generator=draws).tolist()
+        side = (LEAST_AREA + (1 - LEAST_AREA) * area) ** 0.5
+        h, w = max(1, round(side * height)), max(1, round(side * width))
+        top, left = round(down * (height - h)), round(across * (width - w))
+        part = F.interpolate(image[None, :, top : top + h, left : left + w], (height, width), mode="bilinear")
+        found.append(part.flip(-1) if flip < 1 / 2 else part)
+    return torch.cat(found)
