@@ -28,6 +28,7 @@ from promptfed.shared.tensors import canonical_json
 FILE, LEDGER, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
 ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again
 RESTORES = 3  # of the coordinator from a backup, without asking the owner
+FIGURES = ("ece", "macro_f1")  # of a test set, beside its accuracy
 MEASURED = ("train_seconds", "trained_parameters")  # numbers that every method's update carries
 SHOWN = 200  # characters of a value that an owner is shown
 
@@ -40,7 +41,8 @@ class Terms(Message):
     """What taking part is: all of it follows from these, and nothing else is done.
 
     ``sends``: the tensors of each phase, with symbols in their shapes. ``metrics``: patterns of the numbers that go
-    with them. ``accuracies``: the test sets that are measured.
+    with them. ``accuracies``: the test sets that are measured; ``figures``: what is told of them beside the accuracy
+    (nothing in a consent of a version that told nothing).
     """
 
     coordinator: str
@@ -58,6 +60,7 @@ class Terms(Message):
     sends: dict[str, list[str]]
     metrics: list[str]
     accuracies: list[str]
+    figures: list[str] = Field(default_factory=list)
 
     @property
     def offer(self) -> dict[str, Any]:
@@ -119,6 +122,7 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         sends=sends,
         metrics=sorted({*method.metrics, *MEASURED}) if role == "trainer" else [],
         accuracies=["test", *sorted(tests)],
+        figures=list(FIGURES),
     )
 
 
@@ -199,8 +203,18 @@ class Agreement:
         state.remove_note(WITHDRAWN)
         return agreement
 
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """What may be told of a test set beside its accuracy."""
+        return tuple(self.consent.terms.figures)
+
     def changes(self, terms: Terms) -> list[str]:
-        """Why the owner is to be asked again; empty where the consent covers ``terms``."""
+        """Why the owner is to be asked again; empty where the consent covers ``terms``.
+
+        Figures that the consent leaves out are no reason: they are not sent.
+        """
+        if set(self.figures) < set(terms.figures):
+            terms = terms.model_copy(update={"figures": self.consent.terms.figures})
         changed = differences(self.consent.terms.offer, terms.offer)
         at = self.state.read_note(WITHDRAWN)
         if at is not None:

@@ -147,11 +147,16 @@ class UpdateMetadata(Message):
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
 
 
+Figure = Annotated[Fraction | None, Field(exclude_if=lambda value: value is None)]
+
+
 class SplitResult(Message):
-    """Accuracy as a fraction of ``num_samples`` test images."""
+    """Accuracy as a fraction of ``num_samples`` test images; ``ece`` (15 bins) and ``macro_f1`` where they are sent."""
 
     accuracy: Fraction
     num_samples: Annotated[int, Field(ge=1)]
+    ece: Figure = None
+    macro_f1: Figure = None
 
 
 SplitResults = Annotated[dict[Annotated[str, Field(min_length=1, max_length=100)], SplitResult], Field(max_length=1000)]

@@ -18,6 +18,10 @@ from promptfed.shared.tensors import DTYPES, TensorSpec
 
 EACH, SOME = "in each round in which it is asked", "in round"
 NAMES = 6  # class names that are shown
+FIGURES = {
+    "ece": "how far its confidence is from its accuracy (ECE, one number, to four places)",
+    "macro_f1": "the mean over the classes of how well each is told (macro-F1, one number, to four places)",
+}
 LONG = 300  # characters of what a coordinator may say in one line
 
 NEVER = (
@@ -107,6 +111,7 @@ class Disclosure:
             *(line for exchange in self.exchanges for line in self._exchange(exchange)),
             "Leaves it after an evaluation:",
             f"  accuracy  on {', '.join(self._tests)}, with the number of images, and the template's beside it",
+            *(f"            {FIGURES[name]}" for name in terms.figures),
             "            seconds of computing; where the method mixes domains, their mean shares over the test images",
             "Who learns what of it:",
             *self._learned(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +14,7 @@ from promptfed.shared.methods.core.base import Classifier, ClientContext, Method
 from promptfed.shared.methods.core.insights import HasVariants
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.metrics import calibration_error, macro_f1
 from promptfed.shared.outcomes import ZERO_SHOT, Outcomes, Record
 from promptfed.shared.tensors import Tensors, canonical_json
 
@@ -31,6 +32,7 @@ class Evaluation:
     data: ClientData
     client: str = ""
     record: Record | None = None  # who is told every image's answer, in this process
+    figures: Container[str] = ()  # that the owner agreed to tell beside accuracies: ece, macro_f1
     _templates: dict[str, TemplateClassifier] = field(default_factory=dict)
     _zero_shot: dict[tuple[str, str], SplitResult] = field(default_factory=dict)
 
@@ -106,14 +108,25 @@ class Evaluation:
             told = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
             images = self.data.images_hash(name)
             self.record(Outcomes(context.round, self.client, split, context.class_names, *told, images))
-        right = int((predicted == test.labels).sum())
-        return SplitResult(accuracy=right / len(test), num_samples=len(test))
+        right = predicted == test.labels
+        figures: Container[str] = () if variant == ZERO_SHOT else self.figures
+        return SplitResult(
+            accuracy=int(right.sum()) / len(test),
+            num_samples=len(test),
+            ece=_rounded(calibration_error(confidence, right)) if "ece" in figures else None,
+            macro_f1=_rounded(macro_f1(test.labels, predicted)) if "macro_f1" in figures else None,
+        )
 
     def _measure_template(self, name: str, context: ClientContext, template: Classifier) -> SplitResult:
         key = name, _template_key(context)
         if key not in self._zero_shot:
             self._zero_shot[key] = self._measure(name, context, template, ZERO_SHOT)
         return self._zero_shot[key]
+
+
+def _rounded(figure: float) -> float:
+    """To four places: what a table shows, and no more about a small test set."""
+    return round(figure, 4)
 
 
 def accuracy(classifier: Classifier, split: Split, cancelled: Cancelled = lambda: False) -> float:

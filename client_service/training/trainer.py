@@ -52,7 +52,7 @@ class TaskWork:
     own_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._evaluation = Evaluation(self.data, self.name, self.record)
+        self._evaluation = Evaluation(self.data, self.name, self.record, self.agreement.figures)
         self._told = False  # what augmentation costs
         self._kept_back: set[str] = set()
 

@@ -85,6 +85,10 @@ def _of_evaluation(round: int, report: schemas.EvaluationReport) -> Iterator[Num
         for name, splits in (("accuracy", measured.splits), ("zero_shot", measured.zero_shot)):
             for split, evaluated in splits.items():
                 yield round, "evaluation", client, split, name, float(evaluated.accuracy)
+        for split, evaluated in measured.splits.items():
+            for name, value in (("ece", evaluated.ece), ("macro_f1", evaluated.macro_f1)):
+                if value is not None:
+                    yield round, "evaluation", client, split, name, float(value)
         for name, value in measured.metrics.items():
             yield round, "evaluation", client, None, name, float(value)
     for role, means in report.mean.items():

@@ -264,9 +264,12 @@ def _mean_accuracy(clients: list[schemas.ClientEvaluation]) -> dict[str, dict[st
     """For each split the mean over the clients that have it, each counting once."""
     means: dict[str, dict[str, float]] = {}
     for split in sorted({name for client in clients for name in client.splits}):
+        own = [client.splits[split] for client in clients if split in client.splits]
         measured = {
-            "accuracy": [client.splits[split].accuracy for client in clients if split in client.splits],
+            "accuracy": [one.accuracy for one in own],
             "zero_shot": [client.zero_shot[split].accuracy for client in clients if split in client.zero_shot],
+            "ece": [one.ece for one in own if one.ece is not None],
+            "macro_f1": [one.macro_f1 for one in own if one.macro_f1 is not None],
         }
         means[split] = {name: fmean(values) for name, values in measured.items() if values}
     return means

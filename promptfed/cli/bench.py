@@ -13,7 +13,7 @@ from promptfed.cli import bench_results
 from promptfed.cli.bench_output import remarks_on, run_shown, show_table
 from promptfed.experiments.bench_folder import results_csv
 from promptfed.experiments.ceilings import CEILINGS, Room, rooms_of, rooms_table
-from promptfed.experiments.document import BenchmarkRecord, document, record
+from promptfed.experiments.document import BenchmarkRecord, chosen_panels, document, kept_panels, record
 from promptfed.experiments.entries import RawSpec, parse_entries
 from promptfed.experiments.known import KNOWN
 from promptfed.experiments.measures import (
@@ -41,7 +41,7 @@ EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of wh
 
 # Options of the command that each kind of run looks at, beside those that all do.
 _ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "as_json"})
-_EMBEDDED = _ALL | {"reduced"}
+_EMBEDDED = _ALL | {"reduced", "panels"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 
 
@@ -62,7 +62,7 @@ def run_command(options: Mapping[str, Any], given: Set[str]) -> None:
     refuse_unused(protocol, setting, given)
     seeds, spec, rounds = options["seeds"], options["spec"], options["rounds"]
     if protocol == "embedded":
-        run_embedded(runner, options["reduced"], seeds, as_json)
+        run_embedded(runner, options["reduced"], seeds, options["panels"], as_json)
         return
     if protocol.startswith("paper:"):
         run_preset(protocol, options["root"], seeds or "0,1,2", runner, spec, rounds, as_json)
@@ -119,7 +119,10 @@ def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:
         unused, why = given - _PRESET, "the preset sets the rest"
     elif protocol in KNOWN:
         idle = {field.name for field in fields(Setting)} - {"data"} - KNOWN[protocol].used(setting)
-        unused, why = given & (idle | {"reduced", "root"}), "it looks at none with this data and these options"
+        unused, why = (
+            given & (idle | {"reduced", "root", "panels"}),
+            "it looks at none with this data and these options",
+        )
     else:
         return  # `make_bench` says so
     if unused:
@@ -306,25 +309,30 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
     return Finished(bench, results, ("results.json", "results.csv", "table.md", *(path.name for path in plots)))
 
 
-def run_embedded(runner: Runner, reduced: bool, seeds: str | None, as_json: bool) -> None:
+def run_embedded(runner: Runner, reduced: bool, seeds: str | None, panels: str, as_json: bool) -> None:
     """Run the embedded benchmark, a folder for each preset, and write ``benchmark.md`` and ``benchmark.json``.
 
-    Both are written anew after every preset, so that an interrupted run shows what it has.
+    Both are written anew after every preset, so that an interrupted run shows what it has. ``panels``: only those of
+    these numbers, beside what ``benchmark.json`` holds of the others.
 
     Raises:
-        CommandError: as `finish`.
+        CommandError: as `finish`; a panel that there is none of, or a ``benchmark.json`` that cannot be read.
     """
     presets = embedded_presets()
+    chosen = chosen_panels(presets, panels)
     numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
+    found = kept_panels(runner.out / "benchmark.json") if panels else {}
     benchmark = BenchmarkRecord(panels={}, provenance=provenance())
-    for name, preset in presets.items():
-        own = replace(runner, out=runner.out / name)
+    for name in chosen:
+        own, preset = replace(runner, out=runner.out / name), presets[name]
         bench = preset.bench(numbers, reduced=reduced)
         finished = finish(bench, own)
         if not as_json:
             console.print(preset.title, highlight=False, markup=False)
             _show(finished, own.out)
-        benchmark.panels[name] = record(preset, bench, finished.results.table, finished.results.runs)
+        made = finished.results
+        found[name] = record(preset, bench, made.table, made.runs, made.rooms)
+        benchmark.panels = {each: found[each] for each in presets if each in found}
         write_json(runner.out / "benchmark.json", benchmark)
         write_file(runner.out / "benchmark.md", document(benchmark, presets).encode())
     if as_json:

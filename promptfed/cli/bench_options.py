@@ -14,6 +14,7 @@ Out = Annotated[Path | None, typer.Option(help="folder for results; finished fed
 Root = Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")]
 Seeds = Annotated[str | None, typer.Option(help="by commas; default: 0,1,2")]
 Reduced = Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")]
+Panels = Annotated[str, typer.Option(help="embedded: only the panels of these numbers, as 1,7")]
 Domains = Annotated[str, typer.Option(help="by commas, for data with {domain}")]
 Targets = Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")]
 ClassNames = Annotated[

@@ -183,6 +183,7 @@ def bench(
     root: options.Root = "data",
     seeds: options.Seeds = None,
     reduced: options.Reduced = False,
+    panels: options.Panels = "",
     domains: options.Domains = "",
     targets: options.Targets = "",
     class_names: options.ClassNames = "same",

@@ -16,7 +16,6 @@ from torch import Tensor
 from promptfed.cli.predict import model_of_export
 from promptfed.client_service.training.data import TEST, ClientData
 from promptfed.client_service.training.evaluation import answers
-from promptfed.experiments.metrics import BINS, calibration_error, class_accuracies, macro_f1
 from promptfed.export.export import open_backbone_of
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
@@ -24,6 +23,7 @@ from promptfed.sdk.output import console, print_json, table
 from promptfed.sdk.text import percent
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data import DataError, open_source
+from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
 
 SCORE_FILE, CONFUSION_FILE, PICTURE = "score.json", "confusion.csv", "confusion.png"
 _NAMED = 40  # classes, beyond which a picture has no room for their names

@@ -19,7 +19,7 @@ from promptfed.experiments.protocols import (
     Protocol,
     Trial,
 )
-from promptfed.experiments.setting import Setting
+from promptfed.experiments.setting import UNSEEN_DOMAIN, Setting
 from promptfed.experiments.tables import TableRow
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
@@ -56,6 +56,9 @@ class TargetCeilings(Protocol):
         """For each target the federation, and the others with one client each."""
         if setting.target_images != "test":
             raise CommandError(f"{self.name} trains on the target's images: test on its test split", Exit.BAD_INPUT)
+        if any(UNSEEN_DOMAIN in data for data in setting.data):
+            text = f"{self.name} trains on the target, which data with {UNSEEN_DOMAIN} in it are only tested on"
+            raise CommandError(f"{text}: leave that option out", Exit.BAD_INPUT)
         trials: list[Trial] = []
         for whole in self.inner.trials(setting, seed, personal):
             space = label_space(setting.class_names, whole.name, setting.domain_uris())

@@ -11,9 +11,9 @@ from statistics import fmean, pstdev
 
 from pydantic import BaseModel
 
-from promptfed.experiments.metrics import calibration_error, class_accuracies, macro_f1, reliability
 from promptfed.experiments.protocols import ELSEWHERE, UNSEEN
 from promptfed.experiments.results import Run
+from promptfed.shared.metrics import calibration_error, class_accuracies, macro_f1, reliability
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell
 

@@ -8,9 +8,9 @@ from statistics import fmean
 from pydantic import BaseModel
 
 from promptfed.experiments.measures import VARIANT
-from promptfed.experiments.metrics import auroc, false_positives
 from promptfed.experiments.protocols import UNSEEN
 from promptfed.experiments.results import Run
+from promptfed.shared.metrics import auroc, false_positives
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell
 

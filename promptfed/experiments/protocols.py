@@ -13,7 +13,7 @@ from statistics import fmean, harmonic_mean, pstdev
 from typing import Any, ClassVar
 
 from promptfed.experiments.label_spaces import LabelSpace, label_space, names_of
-from promptfed.experiments.setting import Setting, with_options
+from promptfed.experiments.setting import Setting, with_options, with_target
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
@@ -123,7 +123,8 @@ class LeaveOneDomainOut(Protocol):
     """Each target domain once unseen, a client for each other domain (FedPGP T2, PLAN T2-5, FaST-PT T1-2).
 
     A column for each target, their mean, and ``clients``: the mean accuracy on the source domains' own test images. A
-    personal method is tested on the target with every client's classifier, the mean counts.
+    personal method is tested on the target with every client's classifier, the mean counts. In data, ``{target}`` is
+    the domain left out, for sources that are tested on it; its own data have no such option.
     """
 
     name = "leave-one-domain-out"
@@ -147,8 +148,9 @@ class LeaveOneDomainOut(Protocol):
             )
             raise CommandError(text, Exit.BAD_INPUT)
         _check_words(setting)
-        uris, trials = setting.domain_uris(), []
+        trials = []
         for target in self._targets(setting):
+            uris = uris_beside(target, setting)
             space = label_space(setting.class_names, target, uris)
             unseen = setting.unseen(space.cut(uris[target]), seed)
             tests = {TARGET: unseen} if personal else {}
@@ -326,6 +328,13 @@ PROTOCOLS: dict[str, Protocol] = {
     **{protocol.name: protocol for protocol in _PLAIN},
     **{f"{FewShot.name}:{protocol.name}": FewShot(protocol) for protocol in _PLAIN},
 }
+
+
+def uris_beside(target: str, setting: Setting) -> dict[str, str]:
+    """The data of each domain where ``target`` is left out."""
+    return {
+        domain: with_target(uri, None if domain == target else target) for domain, uri in setting.domain_uris().items()
+    }
 
 
 def _partition(setting: Setting) -> frozenset[str]:

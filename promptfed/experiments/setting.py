@@ -8,6 +8,8 @@ from typing import Any
 
 from promptfed.shared.data.registry import BY_ROLE, REDRAWN
 
+UNSEEN_DOMAIN = "{target}"  # in data: the domain that is left out, for sources that are tested on its images
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -65,6 +67,15 @@ def without_option(uri: str, name: str) -> str:
     """A data URI without the option ``name``."""
     address, _, query = uri.partition("?")
     parts = [part for part in query.split("&") if part and part.partition("=")[0] != name]
+    return f"{address}?{'&'.join(parts)}" if parts else address
+
+
+def with_target(uri: str, target: str | None) -> str:
+    """``uri`` with ``{target}`` replaced; None: without the options that hold it."""
+    if target is not None:
+        return uri.replace(UNSEEN_DOMAIN, target)
+    address, _, query = uri.partition("?")
+    parts = [part for part in query.split("&") if part and UNSEEN_DOMAIN not in part]
     return f"{address}?{'&'.join(parts)}" if parts else address
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, tiny
-from promptfed.shared.messages import Domain
+from promptfed.shared.messages import Domain, Figure
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec import BackboneSpec, TrainingSpec
 from promptfed.shared.tensors import Tensors, canonical_json, encode, state_hash
@@ -71,6 +71,8 @@ class MeasuredAccuracy(BaseModel):
     adapted: float
     zero_shot: float | None
     num_samples: int
+    ece: Figure = None
+    macro_f1: Figure = None
 
 
 class Accuracies(BaseModel):
@@ -206,6 +208,8 @@ def _accuracies(result: FederationResult, shown: Mapping[str, str]) -> Accuracie
             adapted=accuracy.accuracy,
             zero_shot=accuracy.zero_shot,
             num_samples=accuracy.num_samples,
+            ece=accuracy.ece,
+            macro_f1=accuracy.macro_f1,
         )
         for accuracy in result.final()
     ]
@@ -220,6 +224,8 @@ def _means(rows: list[MeasuredAccuracy]) -> dict[str, dict[str, float]]:
         columns: dict[str, list[float]] = {
             "adapted": [row.adapted for row in own],
             "zero_shot": [row.zero_shot for row in own if row.zero_shot is not None],
+            "ece": [row.ece for row in own if row.ece is not None],
+            "macro_f1": [row.macro_f1 for row in own if row.macro_f1 is not None],
         }
         means[role] = {name: fmean(values) for name, values in columns.items() if values}
     return means

@@ -54,7 +54,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         card.summary,
         _table(["", ""], [[key, value] for key, value in facts.items()]),
         "## Accuracy",
-        _accuracies(card.accuracy),
+        accuracies(card.accuracy),
         "## Participants",
         _participants(card.participants),
         "## Use",
@@ -105,7 +105,8 @@ def _classes(card: Card) -> str:
     return f"{len(names)} (from {card.class_names_from}): {shown}{more}"
 
 
-def _accuracies(measured: Accuracies | None) -> str:
+def accuracies(measured: Accuracies | None) -> str:
+    """What clients measured, as a table; macro-F1 and ECE where any of them told it."""
     if measured is None:
         return "Nobody has measured any yet."
     rows = [
@@ -116,15 +117,23 @@ def _accuracies(measured: Accuracies | None) -> str:
             percent(row.zero_shot),
             percent(row.adapted),
             str(row.num_samples),
+            percent(row.macro_f1),
+            percent(row.ece),
         ]
         for row in measured.clients
     ]
     for role, mean in measured.mean.items():
         if mean:
-            columns = [percent(mean.get("zero_shot")), percent(mean.get("adapted"))]
-            rows.append([f"mean of the {role}s", "", "test", *columns, ""])
-    table = _table(["client", "role", "test set", "zero-shot", "adapted", "images"], rows)
-    return f"Measured by the clients on their own test images after round {measured.round}.\n\n{table}"
+            columns = [percent(mean.get(name)) for name in ("zero_shot", "adapted")]
+            further = [percent(mean.get(name)) for name in ("macro_f1", "ece")]
+            rows.append([f"mean of the {role}s", "", "test", *columns, "", *further])
+    head = ["client", "role", "test set", "zero-shot", "adapted", "images", "macro-F1", "ECE"]
+    text = f"Measured by the clients on their own test images after round {measured.round}."
+    if any(row.ece is not None for row in measured.clients):
+        text += " ECE, of the adapted: how far confidence is from accuracy, over 15 bins."
+    else:
+        head, rows = head[:6], [row[:6] for row in rows]
+    return f"{text}\n\n{_table(head, rows)}"
 
 
 def _participants(participants: list[Participant]) -> str:

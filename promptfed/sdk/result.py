@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One client's accuracy on one of its test sets after a round, with the template's beside it (fractions)."""
+    """One client's accuracy on one of its test sets after a round, with the template's beside it (fractions).
+
+    ``ece`` (15 bins) and ``macro_f1`` are None where the client's owner did not agree to tell them.
+    """
 
     round: int
     client: str
@@ -27,6 +30,8 @@ class Accuracy:
     accuracy: float
     zero_shot: float | None
     num_samples: int
+    ece: float | None = None
+    macro_f1: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,4 +134,6 @@ def _accuracies(report: Mapping[str, Any]) -> Iterator[Accuracy]:
                 accuracy=result.accuracy,
                 zero_shot=zero_shot.accuracy if zero_shot else None,
                 num_samples=result.num_samples,
+                ece=result.ece,
+                macro_f1=result.macro_f1,
             )

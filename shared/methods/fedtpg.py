@@ -103,6 +103,7 @@ class FedTPG(Method):
     protects = True
     Hyper = FedTPGHyper
     hyper: FedTPGHyper
+    metrics = ("loss", "context_cosine")
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 500,
         "training": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -248,6 +249,25 @@ def test_a_change_of_the_offer_is_asked_again(make_coordinator: MakeCoordinator,
     asyncio.run(make_worker(coordinator, consent=owner.consent).run())
     asyncio.run(make_worker(coordinator, consent=owner.consent).run())
     assert len(owner.shown) == 3  # a yes is kept
+
+
+def test_a_consent_of_a_version_that_told_accuracies_alone_is_kept_to(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings
+) -> None:
+    coordinator, owner = make_coordinator(rounds=0), Owner()
+    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+    assert {"accuracy", "num_samples", "ece", "macro_f1"} == set(coordinator.evaluations[-1]["splits"]["test"])
+    assert any("macro-F1" in line for line in owner.shown[0].lines())
+    consent = settings.state_dir / agreements.FILE
+    kept = json.loads(consent.read_text())
+    assert kept["terms"].pop("figures") == list(agreements.FIGURES)
+    consent.write_text(json.dumps(kept))
+    coordinator.plan = [("evaluate", 0)]
+    coordinator.epoch = "another"
+    asyncio.run(make_worker(coordinator, consent=owner.consent).run())
+    assert len(owner.shown) == 1
+    assert {"accuracy", "num_samples"} == set(coordinator.evaluations[-1]["splits"]["test"])
+    assert len(coordinator.evaluations) == 2
 
 
 def test_nobody_at_the_terminal_agrees_to_a_change(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:

@@ -13,7 +13,7 @@ from promptfed.coordinator.domain.federation import Client
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
 
-RESULT = {"accuracy": 0.5, "num_samples": 10}
+RESULT = {"accuracy": 0.5, "num_samples": 10, "ece": 0.125, "macro_f1": 0.375}
 BODY = {"splits": {"test": RESULT}, "zero_shot": {"test": RESULT}, "metrics": {"a": 1.0}}
 METRICS = {"loss": 0.5, "accuracy": 0.25, "seconds": 1e-5}
 

@@ -74,13 +74,15 @@ function resultTable(report, split) {
   const clients = Object.entries(report.evaluation.clients).filter(([, one]) => one.splits[split]);
   clients.sort(([a, one], [b, other]) => byRole(one, other) || a.localeCompare(b));
   const base = split.split("@")[0];
-  const cells = (name, domain, zero, now) => [[name, domain ? h("small", { class: "under" }, domain) : null], percent(zero), percent(now), gain(zero, now)];
-  const rows = clients.map(([name, one]) => cells(name, one.role === "evaluator" ? `${one.domain ?? ""} (unseen)` : one.domain, (one.zero_shot[split] ?? one.zero_shot[base])?.accuracy, one.splits[split].accuracy));
+  const told = clients.some(([, one]) => one.splits[split].ece !== undefined); // clients of an earlier version tell accuracies alone
+  const further = (found) => (told ? [percent(found.macro_f1), percent(found.ece)] : []);
+  const cells = (name, domain, zero, found) => [[name, domain ? h("small", { class: "under" }, domain) : null], percent(zero), percent(found.accuracy), gain(zero, found.accuracy), ...further(found)];
+  const rows = clients.map(([name, one]) => cells(name, one.role === "evaluator" ? `${one.domain ?? ""} (unseen)` : one.domain, (one.zero_shot[split] ?? one.zero_shot[base])?.accuracy, one.splits[split]));
   for (const [role, label] of [["trainer", "mean of clients"], ["evaluator", "mean of unseen"]]) {
     const mean = report.evaluation.by_split[role]?.[split];
     const zero = mean?.zero_shot ?? report.evaluation.by_split[role]?.[base]?.zero_shot;
-    if (mean && clients.filter(([, one]) => one.role === role).length > 1) rows.push(cells(label, "", zero, mean.accuracy));
+    if (mean && clients.filter(([, one]) => one.role === role).length > 1) rows.push(cells(label, "", zero, mean));
   }
-  const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain"].map((title) => ({ title, class: "number" }))];
+  const columns = ["client", ...["zero-shot", `round ${report.round}`, "gain", ...(told ? ["macro-F1", "ECE"] : [])].map((title) => ({ title, class: "number" }))];
   return table(`Accuracy after round ${report.round}`, columns, rows, { class: "results" });
 }

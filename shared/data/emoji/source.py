@@ -22,6 +22,7 @@ LEVELS = ("kinds", "names")
 TEMPLATE = "a photo of a {}."
 _TRAIN_LEAST, _TEST_LEAST = 4, 2  # things of a kind, to train on and to test in either pool of designers
 _DEFAULT_STYLE = "flat"
+_LONGEST_NAME = 64  # of a domain that a client may declare, which has no + in it either
 
 Cell = tuple[str, int]  # a style and a thing's place: one picture
 
@@ -49,6 +50,10 @@ class TestedImages(StoredImages):
     """What stands where pictures to train on would, in a source that has none: looking at one is refused."""
 
     __test__ = False  # no test of pytest's
+
+    def hashed(self, index: int) -> Image.Image:
+        """The picture, for a record of what a run was given."""
+        return super().image(index)
 
     def image(self, index: int) -> Image.Image:
         """Refused, since the very picture is a test's."""
@@ -166,4 +171,4 @@ def domain_of(styles: list[str]) -> Domain:
     """One style's description, or that of a mixture."""
     if len(styles) == 1:
         return Domain(styles[0], STYLES[styles[0]].wording)
-    return Domain("+".join(styles), "an icon of a {}")
+    return Domain("-".join(styles)[:_LONGEST_NAME], "an icon of a {}")

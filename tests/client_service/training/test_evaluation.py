@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from promptfed.shared.data import Source
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.base import Classifier, ClientContext, Split
 from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.metrics import calibration_error, macro_f1
+from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import NAMES, made_up_source
@@ -79,6 +82,21 @@ def test_variants_are_measured_beside_the_classifier(
     share = float((source.test.labels == 0).float().mean())
     assert found["splits"]["test@first"]["accuracy"] == pytest.approx(share)
     assert set(found["zero_shot"]) == {"test", "other"}
+
+
+def test_calibration_and_macro_f1_of_the_learned_classifier_go_with_its_accuracy(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker
+) -> None:
+    told: list[Outcomes] = []
+    found = run(make_coordinator, partial(make_worker, record=told.append), {"other": made_up_source(seed=6)})[-1]
+    assert set(found["zero_shot"]["test"]) == {"accuracy", "num_samples"}
+    for split in ("test", "other"):
+        answers = [one for one in told if one.split == split][-1]
+        right = [a == b for a, b in zip(answers.labels, answers.predicted, strict=True)]
+        assert found["splits"][split]["ece"] == pytest.approx(calibration_error(answers.confidence, right), abs=5.1e-5)
+        assert found["splits"][split]["macro_f1"] == pytest.approx(
+            macro_f1(answers.labels, answers.predicted), abs=5.1e-5
+        )
 
 
 def test_without_a_template_in_the_spec_each_data_source_has_its_own(

@@ -59,10 +59,14 @@ def test_rounds_and_metrics_are_what_the_rows_say(coordinator: InThread) -> None
         assert len(report.phases[0].updates) == len(report.phases[0].counted) == CLIENTS
         assert report.evaluation is not None
         assert len(report.evaluation.clients) == CLIENTS
+        mean = report.evaluation.by_split["trainer"]["test"]
+        assert (mean["accuracy"], mean["ece"], mean["macro_f1"]) == (0.5, 0.125, 0.375)
     numbers = MetricList.model_validate_json(
         coordinator.http.get(f"{path}/metrics", headers=coordinator.operator).content
     ).metrics
-    assert Counter(number.name for number in numbers)["loss"] == ROUNDS * (CLIENTS + 1)
+    counted = Counter(number.name for number in numbers)
+    assert counted["loss"] == ROUNDS * (CLIENTS + 1)
+    assert (counted["ece"], counted["trainer_ece"], counted["macro_f1"]) == (ROUNDS * CLIENTS, ROUNDS, ROUNDS * CLIENTS)
     lines = csv.DictReader(
         io.StringIO(coordinator.http.get(f"{path}/metrics?format=csv", headers=coordinator.operator).text)
     )

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.experiments.metrics import calibration_error
 from promptfed.sdk.errors import Exit
 from promptfed.shared.data import open_source
+from promptfed.shared.metrics import calibration_error
 
 DATA = "symbols:{domain}?topic=weather&per_class=4&test_per_class=3"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from promptfed.cli.main import app
 from promptfed.experiments import presets, runner
 from promptfed.experiments.document import BenchmarkRecord, document
 from promptfed.experiments.presets import SEEDS, embedded_presets
+from promptfed.experiments.provenance import provenance
 from promptfed.experiments.results import write_json
+from promptfed.sdk.errors import Exit
 from promptfed.shared.methods import METHODS, resolve_spec
 from tests import ROOT
 
@@ -73,6 +76,43 @@ def test_the_record_is_written_as_it_was_read(tmp_path: Path) -> None:
     words += 'out_of_client": false', 'unseen_classes": false', 'class_names": "same"', r'domain_words": \{\}'
     later = "|".join(words)
     assert re.sub(rf',\n *"({later})', "", again) == kept
+
+
+def test_a_panel_can_be_run_alone_beside_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = tmp_path / "presets", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    for number in (1, 2, 10):
+        (folder / f"{number}-small.yaml").write_text(SMALL.replace("Two styles", f"Panel {number}"))
+    monkeypatch.setattr(presets, "EMBEDDED", folder)
+    assert list(embedded_presets()) == ["1-small", "2-small", "10-small"]
+    command = ["bench", "embedded", "--reduced", "--out", str(out), "--panels"]
+    for panels in ("10", "1"):
+        found = CliRunner().invoke(app, [*command, panels])
+        assert found.exit_code == 0, found.stderr
+    kept = BenchmarkRecord.model_validate_json((out / "benchmark.json").read_bytes())
+    assert list(kept.panels) == ["1-small", "10-small"]
+    text = (out / "benchmark.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith(("## ", "- Panel"))] == [
+        "## Panel 1", "## Panel 10", "## Not measured yet", "- Panel 2",
+    ]  # fmt: skip
+    at = provenance().commit
+    assert (f"Made with {at}, in 0 minutes. Settings" in text) == (at is not None)
+    refused = CliRunner().invoke(app, [*command, "3"])
+    assert refused.exit_code == Exit.BAD_INPUT
+    assert "there is no panel '3'; take 1, 2, 10" in refused.stderr
+    (out / "benchmark.json").write_text("[]")
+    refused = CliRunner().invoke(app, [*command, "1"])
+    assert "benchmark.json cannot be read: it is none of `promptfed bench embedded`" in " ".join(refused.stderr.split())
+
+
+def test_the_commit_is_this_checkouts() -> None:
+    asked = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    if asked.returncode:
+        pytest.skip("no checkout")
+    found = provenance().commit
+    assert found is not None
+    assert asked.stdout.startswith(found.removesuffix("-dirty"))
 
 
 def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from promptfed.experiments.ceilings import CEILINGS
 from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.setting import Setting, with_options
 from promptfed.sdk.errors import CommandError
@@ -152,6 +153,22 @@ def test_personalisation_by_partition_and_by_domain() -> None:
     assert trial.spec["class_names"] == list(whole.class_names)
     [by_domain] = protocol.trials(THREE, seed=0, personal=True)
     assert [open_source(site.data).domain.name for site in by_domain.sites] == list(THREE.domains)  # type: ignore[union-attr]
+
+
+def test_sources_may_be_tested_on_the_domain_that_is_left_out() -> None:
+    """Emoji at level=names: a designer drew a thing once, so the clients train on it and another's is the test."""
+    styles = ("contrast", "notomono", "fxemoji")
+    data = "emoji:{domain}?level=names&test={target}&drawn_by=contrast+notomono+fxemoji"
+    setting = Setting((data,), styles, ("notomono",))
+    [trial] = PROTOCOLS["leave-one-domain-out"].trials(setting, seed=0, personal=False)
+    contrast, fxemoji, referee = (open_source(site.data, site.role) for site in trial.sites)
+    assert [site.role for site in trial.sites] == ["trainer", "trainer", "evaluator"]
+    assert contrast.class_names == fxemoji.class_names == referee.class_names == tuple(trial.spec["class_names"])
+    shown = [{source.test.digest(row) for row in range(len(source.test))} for source in (contrast, fxemoji, referee)]
+    assert shown[0] == shown[1] == shown[2]
+    assert not shown[0] & {contrast.train.digest(row) for row in range(len(contrast.train))}
+    with pytest.raises(CommandError, match=r"which data with \{target\} in it are only tested on"):
+        CEILINGS["ceilings:leave-one-domain-out"].trials(setting, seed=0, personal=False)
 
 
 def test_cross_dataset_tests_on_every_other_data_set() -> None:

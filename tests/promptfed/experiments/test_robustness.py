@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.client_service.settings import NAME_PATTERN
-from promptfed.experiments.metrics import auroc, false_positives
 from promptfed.experiments.open_set import open_sets_of
 from promptfed.experiments.results import Run
 from promptfed.experiments.robustness import CORRUPTED
 from promptfed.experiments.setting import Setting
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data.corruptions import CORRUPTIONS, STRENGTHS
+from promptfed.shared.metrics import auroc, false_positives
 from promptfed.shared.outcomes import Outcomes
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=2"

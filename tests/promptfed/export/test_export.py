@@ -18,7 +18,8 @@ from promptfed.cli.main import app
 from promptfed.export import export as exporting
 from promptfed.export.adapted_model import AdaptedModel, predictor_of
 from promptfed.export.export import ExportOptions, read_export
-from promptfed.export.model_card import snippet
+from promptfed.export.model_card import Accuracies, MeasuredAccuracy, snippet
+from promptfed.export.model_card_markdown import accuracies as card_accuracies
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone
@@ -179,6 +180,19 @@ def test_the_card_tells_what_it_is(coordinator: InThread, backbone: Backbone, tm
         assert (len(body), hashlib.sha256(body).hexdigest()) == (about["bytes"], about["sha256"])
     hidden = export(found, tmp_path / "hidden", ExportOptions(anonymous=True), backbone)
     assert [one["name"] for one in hidden["participants"]] == ["client 1", "client 2"]
+
+
+def test_the_card_has_calibration_where_clients_tell_it() -> None:
+    row = MeasuredAccuracy(client="a", role="trainer", split="test", adapted=0.5, zero_shot=0.25, num_samples=8)
+    silent = card_accuracies(Accuracies(round=3, clients=[row], mean={"trainer": {"adapted": 0.5}}))
+    assert "ECE" not in silent
+    assert row.model_dump().keys() >= {"adapted"}
+    assert "ece" not in row.model_dump(), "what nobody told is not in the file"
+    told = row.model_copy(update={"ece": 0.125, "macro_f1": 0.375})
+    text = card_accuracies(Accuracies(round=3, clients=[told, row], mean={"trainer": {"adapted": 0.5, "ece": 0.125}}))
+    assert "| a | trainer | test | 25.0 % | 50.0 % | 8 | 37.5 % | 12.5 % |" in text
+    assert "| a | trainer | test | 25.0 % | 50.0 % | 8 | - | - |" in text
+    assert "| mean of the trainers |  | test | - | 50.0 % |  | - | 12.5 % |" in text
 
 
 def test_names_of_others_are_no_markup_in_the_card(coordinator: InThread, backbone: Backbone, tmp_path: Path) -> None:

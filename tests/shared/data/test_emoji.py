@@ -12,10 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from promptfed.shared import messages
 from promptfed.shared.data import DataError, Source, open_source
 from promptfed.shared.data.emoji import build, packages, store
 from promptfed.shared.data.emoji.render import RENDERER, SvgRenderer
-from promptfed.shared.data.emoji.source import FOLDER
+from promptfed.shared.data.emoji.source import FOLDER, domain_of
 from promptfed.shared.data.emoji.splits import FILE, POOLS, list_digest, make_splits, splits
 from promptfed.shared.data.emoji.styles import COMMON, EMBEDDED, NAMES_PACKAGE, RARE, SIZE, STYLES, UNREAD_FAMILIES
 from promptfed.shared.data.emoji.things import Thing, read_things, spellings
@@ -132,6 +133,14 @@ def test_names_are_tested_on_another_designer() -> None:
     assert torch.bincount(few.train.labels).tolist() == [3] * len(few.class_names)
 
 
+@pytest.mark.parametrize("styles", ["noto+notov1", "microsoft+google+mozilla"])
+def test_a_client_may_declare_the_domain_of_several_styles(styles: str) -> None:
+    domain = open_source(f"emoji:{styles}").domain
+    assert domain is not None
+    assert messages.Domain(name=domain.name, description=domain.description).name.startswith(("noto-notov1", "flat-"))
+    assert domain_of(list(STYLES)).name == "-".join(STYLES)[:64]
+
+
 def test_names_of_a_designer_who_was_read_are_the_withheld_ones() -> None:
     known = splits()
     for purpose in ("test", "validation"):
@@ -153,6 +162,7 @@ def test_a_source_to_be_tested_on_alone_shows_nothing_to_train_on() -> None:
     assert source.test.image(0).size == (SIZE, SIZE)
     with pytest.raises(DataError, match="name another designer to test on"):
         source.train.image(0)
+    assert digests(source, "train") == digests(source, "test"), "a run's record names what it was given"
 
 
 @pytest.mark.parametrize(

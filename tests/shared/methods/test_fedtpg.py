@@ -337,6 +337,7 @@ def test_a_client_reports_how_alike_its_vectors_are(make_context: Make, backbone
     result = tried.train(context, tried.initial_state(server_context(), initial_draws(3)), {})
     made = tried.context_of(result.update, name_features(backbone, NAMES))
     assert result.metrics["context_cosine"] == pytest.approx(pairwise(made), abs=1e-5)
+    assert set(result.metrics) <= set(tried.metrics), "what a method does not declare never leaves its client"
     single = method(m=1)
     alone = single.train(context, single.initial_state(server_context(), initial_draws(3)), {})
     assert "context_cosine" not in alone.metrics

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from promptfed.experiments.metrics import calibration_error, class_accuracies, macro_f1, reliability
+from promptfed.shared.metrics import calibration_error, class_accuracies, macro_f1, reliability
 
 SIZES = [1, 2, 17, 400]
 
