@@ -23,11 +23,22 @@ FOLDER = Path(__file__).parent / "methods"
 MARKED = re.compile(r"<!-- table: (\w+) (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)
 CLIENTS = 3  # trainers, each with a domain of its own, in the numbers
 VIT_B_16 = BackboneShape(
-    d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16, patch_tokens=196
+    d_t=512,
+    d_v=768,
+    d_e=512,
+    text_layers=12,
+    vision_layers=12,
+    context_length=77,
+    patch_size=16,
+    patch_tokens=196,
+    mlp_width=3072,
+    positions=197,
+    heads_v=12,
+    heads_t=8,
 )
 MOST_NAMES = 6  # tensors that are named one by one
 EVERY, LAST = "every round", "after the last round"
-SYMBOLS = {"depth_t": "L_t", "depth_v": "L_v", "depth": "L"}
+SYMBOLS = {"depth_t": "L_t", "depth_v": "L_v", "depth": "L", "d_v3": "3d_v", "classes": "C"}
 
 
 def options(name: str) -> str:

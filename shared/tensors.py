@@ -23,7 +23,7 @@ MAX_HEADER_BYTES = 1_000_000
 CHUNK = 1 << 14  # entries that are worked on together: what is made of them in float64 fits a processor's cache
 UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
 SERVER = "server."  # before the names of what a server optimizer keeps in a global state
-DTYPES = {"float32": torch.float32, "int64": torch.int64}
+DTYPES = {"float32": torch.float32, "int64": torch.int64, "bfloat16": torch.bfloat16}
 
 
 class TensorError(ValueError):

@@ -27,7 +27,7 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError, Phase
 from promptfed.shared.outcomes import Record
 from promptfed.shared.spec import TrainingSpec
-from promptfed.shared.tensors import Tensors, canonical_json, decode, encode
+from promptfed.shared.tensors import DTYPES, Tensors, canonical_json, decode, encode
 
 log = logging.getLogger("promptfed.client")
 
@@ -66,12 +66,14 @@ class TaskWork:
         started = time.monotonic()
         method, context = self._context(task.config, task.round, task.phase, cancelled)
         tensors, _ = decode(payload)
-        self._check(tensors, method, phase_of(method, task.round, task.config.rounds, task.phase), task.config)
+        phase = phase_of(method, task.round, task.config.rounds, task.phase)
+        self._check(tensors, method, phase, task.config)
         trained: list[int] = []
         with torch_settings(context.training, self.backbone):
             private, peers = self._prepared(method, context, task.config.peers)
             result = method.train(replace(context, count_trained=trained.append), tensors, private)
-        update = {name: _as_sent(name, tensor) for name, tensor in result.update.items()}
+        dtypes = {spec.name: DTYPES[spec.dtype] for spec in phase.up}
+        update = {name: _as_sent(name, tensor, dtypes.get(name)) for name, tensor in result.update.items()}
         seconds = round(time.monotonic() - started, 3)
         measured = result.metrics | {"train_seconds": seconds, "trained_parameters": sum(trained)}
         metrics = self._agreed_metrics(measured)
@@ -193,14 +195,14 @@ def torch_settings(training: TrainingSpec, backbone: Backbone) -> Iterator[None]
         torch.use_deterministic_algorithms(before)
 
 
-def _as_sent(name: str, tensor: Tensor) -> Tensor:
-    """Float32 whatever the backbone's precision, and finite: the coordinator would refuse it otherwise."""
+def _as_sent(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Finite, and float32 whatever the backbone's precision, or as the phase's ``dtype`` asks: else it is refused."""
     tensor = tensor.detach().cpu()
     if not tensor.is_floating_point():
         return tensor
     if not bool(torch.isfinite(tensor).all()):
         raise MethodError(f"the trained tensor {name!r} holds NaN or infinity: lower training.learning_rate")
-    return tensor.float()
+    return tensor.bfloat16() if dtype == torch.bfloat16 else tensor.float()
 
 
 def _digest(peers: list[Peer]) -> str:

@@ -64,7 +64,9 @@ class ServerOptimizer:
 
     def _step(self, name: str, aggregate: Tensor) -> Tensor:
         """x after the step, float32; Δ = aggregate − x points downhill and is added. Sums in float64."""
-        spec, begun = self._spec, self._state[name].double()
+        spec = self._spec
+        # What is no part of the state is a change already, and has begun at zero.
+        begun = self._state[name].double() if name in self._state else torch.zeros_like(aggregate, dtype=torch.float64)
         delta = aggregate.double() - begun
         momentum = self._state[MOMENTUM + name].double()
         assert spec.learning_rate is not None

@@ -15,6 +15,7 @@ from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.methods.core.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.rule_checks import check_rule
 from promptfed.shared.methods.fast_pt.method import FastPT
+from promptfed.shared.methods.fedavg import FedAvg
 from promptfed.shared.methods.fedclip import FedCLIP
 from promptfed.shared.methods.fedcocoop import FedCoCoOp
 from promptfed.shared.methods.fedgda import FedGDA
@@ -25,6 +26,7 @@ from promptfed.shared.methods.fedpgp import FedPGP
 from promptfed.shared.methods.fedpha import FedPHA
 from promptfed.shared.methods.fedplot import FedPLOT
 from promptfed.shared.methods.fedprograd import FedProGrad
+from promptfed.shared.methods.fedprox import FedProx
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.methods.fedvpt import FedVPT
 from promptfed.shared.methods.fedvpt_deep import FedVPTDeep
@@ -71,6 +73,8 @@ _KINDS: tuple[type[Method], ...] = (
     FedVPT,
     FedVPTDeep,
     SingleSetVPT,
+    FedAvg,
+    FedProx,
     PFedPG,
     TipAdapter,
     FedGDA,

@@ -72,7 +72,7 @@ class Towers:
         """
 
         def encode(part: Tensor, prompts: Tensor) -> Tensor:
-            with self._image_precision():
+            with self.image_precision():
                 return self.backbone.encode_images_prompted(part, prompts, pooled=pooled, normalize=normalize)
 
         size = self.hyper.checkpoint
@@ -91,7 +91,8 @@ class Towers:
         """``(B, C)`` logits τ⁻¹·I(x)·T(y) of normalised features ``(B, d_e)`` and ``(C, d_e)`` (plan.txt, Eq. 1)."""
         return self.backbone.logit_scale * features @ text.T
 
-    def _image_precision(self) -> AbstractContextManager[object]:
+    def image_precision(self) -> AbstractContextManager[object]:
+        """Within it the image tower computes in the precision of the options."""
         if self.hyper.autocast == "none":
             return nullcontext()
         return torch.autocast(self.backbone.device.type, torch.bfloat16)

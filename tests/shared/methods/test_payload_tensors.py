@@ -13,7 +13,19 @@ from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import TensorError
 
-SHAPE = BackboneShape(d_t=16, d_v=16, d_e=16, text_layers=3, vision_layers=3, context_length=77, patch_size=4)
+SHAPE = BackboneShape(
+    d_t=16,
+    d_v=16,
+    d_e=16,
+    text_layers=3,
+    vision_layers=3,
+    context_length=77,
+    patch_size=4,
+    mlp_width=64,
+    positions=17,
+    heads_v=2,
+    heads_t=2,
+)
 NAMES = ("sun", "anchor", "umbrella")
 CLIENTS = tuple(
     ClientInfo(name, "trainer", 5, NAMES, Domain(name=name, description=f"a {name} of a {{}}")) for name in "abc"

@@ -1,0 +1,180 @@
+"""Which weights of an image tower are trained, by kind, and a tower whose trained weights take gradients.
+
+A kind is one sort of tensor: of a block's, those of all trained blocks are stacked ``(k, ...)``, so that names and
+symbolic shapes depend on no tower. What travels and is kept is the change from the frozen backbone, zero at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from promptfed.shared.clip.functional import BLOCK_KINDS
+from promptfed.shared.methods.core.base import MethodError, ServerContext
+from promptfed.shared.methods.core.visual import Towers, VisualHyper
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+    from promptfed.shared.clip.functional_vision import VisionTower
+
+Trainable = Literal["all", "last_k", "norms", "biases", "none"]
+
+_BLOCK_SHAPES: dict[str, tuple[str, ...]] = {
+    "ln_1_weight": ("d_v",),
+    "ln_1_bias": ("d_v",),
+    "in_proj_weight": ("d_v3", "d_v"),
+    "in_proj_bias": ("d_v3",),
+    "out_proj_weight": ("d_v", "d_v"),
+    "out_proj_bias": ("d_v",),
+    "ln_2_weight": ("d_v",),
+    "ln_2_bias": ("d_v",),
+    "c_fc_weight": ("h", "d_v"),
+    "c_fc_bias": ("h",),
+    "c_proj_weight": ("d_v", "h"),
+    "c_proj_bias": ("d_v",),
+}
+_OTHER_SHAPES: dict[str, tuple[str | int, ...]] = {
+    "conv1_weight": ("d_v", 3, "p", "p"),
+    "class_embedding": ("d_v",),
+    "positional_embedding": ("s", "d_v"),
+    "ln_pre_weight": ("d_v",),
+    "ln_pre_bias": ("d_v",),
+    "ln_post_weight": ("d_v",),
+    "ln_post_bias": ("d_v",),
+    "proj": ("d_v", "d_e"),
+}
+NORMS = frozenset(kind for kind in (*_BLOCK_SHAPES, *_OTHER_SHAPES) if kind.startswith("ln_"))
+_LAST = ("ln_post_weight", "ln_post_bias", "proj")
+
+
+def trained_kinds(trainable: Trainable, projected: bool) -> tuple[str, ...]:
+    """The kinds that are trained, in order of name; ``projected``: the projection is used at all."""
+    every = (*_BLOCK_SHAPES, *_OTHER_SHAPES)
+    chosen: Iterable[str] = {
+        "all": every,
+        "last_k": (*_BLOCK_SHAPES, *_LAST),
+        "norms": NORMS,
+        "biases": [kind for kind in every if kind.endswith("_bias")],
+        "none": (),
+    }[trainable]
+    return tuple(sorted(kind for kind in chosen if kind != "proj" or projected))
+
+
+def tensor_spec(kind: str) -> TensorSpec:
+    """The change of a kind, as it stands in a state."""
+    if kind in _BLOCK_SHAPES:
+        return TensorSpec(kind, ("k", *_BLOCK_SHAPES[kind]))
+    return TensorSpec(kind, _OTHER_SHAPES[kind])
+
+
+def tower_dims(method: str, trainable: Trainable, k: int, context: ServerContext) -> dict[str, int]:
+    """Numbers for the symbols of `tensor_spec`. Raises MethodError where the backbone's shape does not say them."""
+    shape = context.shape
+    if shape.d_v is None or shape.vision_layers is None or shape.mlp_width is None or shape.positions is None:
+        raise MethodError(
+            f"{method} trains the weights of a vision transformer; this backbone's image tower is none of the plain "
+            "kind, or the shape does not say its mlp_width and positions: choose a ViT model, or leave the shape out"
+        )
+    if shape.patch_size is None:
+        raise MethodError(f"{method} needs square patches (patch_size), and this backbone's shape says none")
+    layers = shape.vision_layers
+    if trainable == "last_k" and k > layers:
+        raise MethodError(f"k = {k}, but the image tower has {layers} blocks: lower it, or take trainable: all")
+    return {
+        "k": k if trainable == "last_k" else layers,
+        "d_v": shape.d_v,
+        "d_v3": 3 * shape.d_v,
+        "h": shape.mlp_width,
+        "p": shape.patch_size,
+        "s": shape.positions,
+        "d_e": shape.d_e,
+    }
+
+
+@dataclass(frozen=True)
+class TrainedTower:
+    """An image tower of which some weights are W = frozen + change, float32, the others the backbone's own.
+
+    ``leaves`` holds W by kind, of a block's stacked from block ``first`` on. What a tower lacks is left out.
+    """
+
+    backbone: Backbone
+    tower: VisionTower
+    hyper: VisualHyper
+    first: int
+    leaves: Tensors
+
+    @classmethod
+    def of(cls, backbone: Backbone, hyper: VisualHyper, changes: Mapping[str, Tensor]) -> TrainedTower:
+        """With ``changes`` by kind added; copies, which take no gradient yet."""
+        tower = backbone.vision_tower()
+        stacked = [len(change) for kind, change in changes.items() if kind in BLOCK_KINDS]
+        first = tower.layers - (stacked[0] if stacked else tower.layers)
+        leaves = {}
+        for kind, change in sorted(changes.items()):
+            frozen = _frozen(tower, kind, first)
+            if frozen is not None:
+                leaves[kind] = frozen.float() + change.to(frozen.device)
+        return cls(backbone, tower, hyper, first, leaves)
+
+    def trainable(self) -> TrainedTower:
+        """The same with leaves that take gradients."""
+        leaves = {kind: leaf.detach().clone().requires_grad_() for kind, leaf in self.leaves.items()}
+        return TrainedTower(self.backbone, self.tower, self.hyper, self.first, leaves)
+
+    def changes_from(self, start: Mapping[str, Tensor]) -> Tensors:
+        """Of every kind of ``start``, what W has changed since it was frozen + start; zero for what there is not."""
+        begun = TrainedTower.of(self.backbone, self.hyper, start).leaves
+        return {
+            kind: (self.leaves[kind].detach() - begun[kind]).cpu() if kind in self.leaves else torch.zeros_like(change)
+            for kind, change in start.items()
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by name, the trained ones among them: made once for each pass."""
+        weights = dict(self.tower.weights)
+        for kind, leaf in self.leaves.items():
+            if kind not in BLOCK_KINDS:
+                weights[kind] = leaf
+                continue
+            # Taken apart at once: the gradient of an index would be a tensor of all blocks, for each of them.
+            weights |= {f"{self.first + place}.{kind}": part for place, part in enumerate(leaf.unbind(0))}
+        return weights
+
+    def features(self, images: Tensor, *, projected: bool, normalize: bool) -> Tensor:
+        """`(B, d_e)` of images `(B, 3, H, W)`; `(B, d_v)` before the projection unless ``projected``."""
+        weights, images = self.weights(), self.backbone.image_input(images)
+
+        def encode(part: Tensor) -> Tensor:
+            with Towers(self.backbone, self.hyper).image_precision():
+                found = self.tower.encode(weights, part, projected=projected).float()
+            return torch.nn.functional.normalize(found, dim=-1) if normalize else found
+
+        size = self.hyper.checkpoint
+        if size is None or not torch.is_grad_enabled():
+            return encode(images)
+        parts = torch.split(images, size)
+        return torch.cat([checkpoint(encode, part, use_reentrant=False) for part in parts])
+
+
+def _frozen(tower: VisionTower, kind: str, first: int) -> Tensor | None:
+    """The backbone's own weights of a kind, a block's stacked from block ``first`` on; None where there are none."""
+    if kind not in BLOCK_KINDS:
+        return tower.weights.get(kind)
+    parts = [tower.weights.get(f"{number}.{kind}") for number in range(first, tower.layers)]
+    present = [part for part in parts if part is not None]
+    return torch.stack(present) if present else None
+
+
+def kind_norms(changes: Mapping[str, Tensor]) -> Tensors:
+    """L2 norms of changes: of a block's kind one for each block ``(k,)``, of the others ``(1,)``."""
+    return {
+        kind: torch.linalg.vector_norm(change.reshape(len(change) if kind in BLOCK_KINDS else 1, -1), dim=1)
+        for kind, change in changes.items()
+    }

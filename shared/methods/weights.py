@@ -1,0 +1,362 @@
+"""What the methods share that train the weights of the image tower itself, or a part of them.
+
+Notation: W the tower's weights, Δ their change from the frozen backbone, f(x) the feature of an image, H the head. The
+state is Δ (and a shared H); clients receive it and send what they have changed: changes keep their digits in 16 bits,
+weights do not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
+    ClientContext,
+    ClientInfo,
+    ClientUpdate,
+    Combine,
+    Method,
+    MethodError,
+    Phase,
+    ServerContext,
+    TrainResult,
+)
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.heads import (
+    SHARED_HEAD,
+    LinearHead,
+    TextHead,
+    head_start,
+    shared_classes,
+)
+from promptfed.shared.methods.core.trained_tower import (
+    NORMS,
+    Trainable,
+    TrainedTower,
+    kind_norms,
+    tensor_spec,
+    tower_dims,
+    trained_kinds,
+)
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper
+from promptfed.shared.spec import BackboneShape, FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+CHANGE = "change."  # before the names of what a client sends
+HEAD = tuple(spec.name for spec in SHARED_HEAD)
+Head = TextHead | LinearHead
+
+
+class TowerHyper(VisualHyper):
+    """Which weights of the image tower are trained, and how changes travel."""
+
+    trainable: Annotated[
+        Trainable,
+        Field(
+            description="all: every weight of the image tower; last_k: its last k blocks and what follows them; norms: "
+            "the layer norms; biases: all biases; none: the linear head alone (a linear probe)"
+        ),
+    ] = "all"
+    k: Annotated[int, Field(ge=1, le=256, description="last_k: how many blocks, counted from the last")] = 1
+    projected: Annotated[
+        bool, Field(description="the linear head stands on the feature behind the image tower's projection")
+    ] = False
+    transport: Annotated[
+        Literal["float32", "bfloat16"],
+        Field(description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits"),
+    ] = "float32"
+
+
+class WeightsHyper(TowerHyper):
+    """Which weights are trained under which head, and which of them stay with each client."""
+
+    head: Annotated[
+        Literal["text", "linear"],
+        Field(
+            description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
+            "feature, trained from scratch and shared, over the spec's class_names"
+        ),
+    ] = "text"
+    private: Annotated[
+        Literal["none", "norms"],
+        Field(description="norms: each client's layer norms are its own and never sent, FedBN's idea for this tower"),
+    ] = "none"
+
+
+class WeightMethod(Method):
+    """Base of the methods whose state is the change Δ of image tower weights, averaged by samples.
+
+    Where subclasses share a linear head it stands in the state too. All of a client's numbers are sent as changes.
+    """
+
+    Hyper: ClassVar[type[VisualHyper]] = WeightsHyper
+    hyper: TowerHyper
+    needs = visual.NEEDS
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 20,
+        "training": {
+            "optimizer": "adamw",
+            "learning_rate": 1e-5,
+            "weight_decay": 0.01,
+            "batch_size": 32,
+            "epochs": 1,
+        },
+        "participation": {"deadline_seconds": 3600.0},
+        "evaluation": {"every": 5},
+        "retention": "last_round",
+    }
+
+    def __init__(self, hyper: TowerHyper):
+        super().__init__(hyper)
+        self._halved: tuple[weakref.ref[Tensor], Tensors] | None = None
+        if self.is_linear:
+            self.needs = replace(self.needs, text_tower=False)
+        if self.private_kinds:
+            self.personal = True
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the head is a linear one, so that no text tower is needed."""
+        return getattr(self.hyper, "head", "linear") == "linear"
+
+    @property
+    def shares_head(self) -> bool:
+        """Whether a linear head stands in the state."""
+        return self.is_linear
+
+    @property
+    def uses_projection(self) -> bool:
+        """Whether the feature is the one behind the tower's projection."""
+        return not self.is_linear or self.hyper.projected
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of weights that are trained."""
+        return trained_kinds(self.hyper.trainable, self.uses_projection)
+
+    @property
+    def private_kinds(self) -> tuple[str, ...]:
+        """Those of them that never leave a client."""
+        if getattr(self.hyper, "private", "none") == "none":
+            return ()
+        return tuple(kind for kind in self.kinds if kind in NORMS)
+
+    @property
+    def shared_kinds(self) -> tuple[str, ...]:
+        """Those of them that travel."""
+        private = self.private_kinds
+        return tuple(kind for kind in self.kinds if kind not in private)
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """More than a prompt tells."""
+        if not self.state_tensors():
+            return ()
+        text = "changes to the image tower, up to 86 million numbers (ViT-B): images are easier to rebuild from them"
+        return (AGGREGATE, Disclosed("operator", f"your {text} than from prompts"))
+
+    # Server half
+
+    def check(self, spec: FederationSpec) -> None:
+        """Refuse options that contradict each other, and a shared head without classes."""
+        hyper = self.hyper
+        if hyper.projected and not self.is_linear:
+            raise MethodError("projected is for a linear head: take head: linear with it, or leave it out")
+        if hyper.trainable == "none" and not self.is_linear:
+            raise MethodError("trainable: none under a text head leaves nothing to train: take head: linear with it")
+        if hyper.trainable == "all" and spec.backbone.precision != "fp32":
+            text = f"a backbone in {spec.backbone.precision} cannot hold the small steps that trainable: all takes"
+            raise MethodError(f"{text}: take precision fp32, with autocast: bf16 to save memory")
+        if getattr(hyper, "private", "none") == "norms" and not self.private_kinds:
+            raise MethodError(f"private: norms is for what trains norms: trainable: {hyper.trainable} does not")
+        if not self.shared_kinds and not self.shares_head and self.private_kinds:
+            raise MethodError("private: norms with trainable: norms leaves nothing to share: take trainable: all")
+        if self.shares_head:
+            shared_classes(self.name, spec.class_names)
+            if hyper.label_space == "client":
+                raise MethodError("a shared linear head is trained over all of its classes: label_space: federation")
+
+    def check_backbone(self, shape: BackboneShape) -> None:
+        """And a tower whose sizes are known: a ResNet has batch norms, whose running means are no weights."""
+        super().check_backbone(shape)
+        if shape.mlp_width is None or shape.positions is None:
+            raise MethodError(
+                f"{self.name} trains the weights of a plain vision transformer; this backbone's image tower is none, "
+                "or its shape does not say mlp_width and positions: choose a ViT model, or leave the shape out"
+            )
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The change of each kind that travels, and a shared head."""
+        head = SHARED_HEAD if self.shares_head else ()
+        return tuple(tensor_spec(kind) for kind in self.shared_kinds) + head
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """One exchange a round: Δ down, what was changed up."""
+        down = tuple(replace(spec, dtype=self.hyper.transport) for spec in self.state_tensors())
+        up = tuple(replace(spec, name=CHANGE + spec.name) for spec in down)
+        return (Phase("train", down=down, up=up, mean=True),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """The tower's sizes; for a shared head its classes and width."""
+        dims = tower_dims(self.name, self.hyper.trainable, self.hyper.k, context)
+        if self.shares_head:
+            dims["classes"] = shared_classes(self.name, context.class_names)
+            dims["d_h"] = dims["d_e"] if self.hyper.projected else dims["d_v"]
+        return dims
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """Δ = 0; a shared head starts as a private one would."""
+        dims = self.dims(context)
+        state = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in self.shared_kinds}
+        if self.shares_head:
+            state |= head_start(context.seed, dims["classes"], dims["d_h"])
+        return state
+
+    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+        """The state, as it travels."""
+        given = super().payload(state, phase, client, context)
+        if self.hyper.transport == "float32" or not given:
+            return given
+        first = next(iter(given.values()))
+        if self._halved is None or self._halved[0]() is not first:
+            # One for all clients, for as long as this state is at hand.
+            made = {name: tensor.to(torch.bfloat16) for name, tensor in given.items()}
+            self._halved = weakref.ref(first, self._forget_halved), made
+        return self._halved[1]
+
+    def _forget_halved(self, gone: weakref.ref[Tensor]) -> None:
+        if self._halved is not None and self._halved[0] is gone:
+            self._halved = None
+
+    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+        """The same tensors in every phase and evaluation, so that one payload serves both."""
+        return self.phases(1, 1)[0].down
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """Δ + the mean of the changes."""
+        changes = combine(updates)
+        # In place: what `combine` made is nobody else's, and may be hundreds of megabytes in a file.
+        return {spec.name: changes[CHANGE + spec.name].add_(state[spec.name]) for spec in self.state_tensors()}
+
+    def prompts(self, state: Tensors) -> Tensors:
+        """How far each kind has moved, by block: the weights themselves are too many to show."""
+        return kind_norms({spec.name: state[spec.name] for spec in self.state_tensors()})
+
+    # Client half
+
+    def tower(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainedTower:
+        """The tower with what has been learned."""
+        return TrainedTower.of(context.backbone, self.hyper, self.changes(context, payload, private))
+
+    def changes(self, context: ClientContext, payload: Tensors, private: Tensors) -> Tensors:
+        """Δ by kind, float32: the shared part as received, the client's own as it was left, or zero."""
+        found = {kind: payload[kind].float() for kind in self.shared_kinds}
+        own = self.private_kinds
+        if own and own[0] not in private:
+            dims = tower_dims(self.name, self.hyper.trainable, self.hyper.k, _alone(context))
+            private = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in own}
+        return found | {kind: private[kind] for kind in own}
+
+    def shared_head(self, context: ClientContext, payload: Tensors) -> LinearHead:
+        """The linear head in a payload, over all of its classes."""
+        names = context.label_space or context.class_names
+        return LinearHead.shared(names, {name: payload[name].float() for name in HEAD})
+
+    def start_head(self, context: ClientContext, payload: Tensors) -> Head:
+        """The head that this method's training begins with."""
+        return self.shared_head(context, payload) if self.shares_head else TextHead.of(context)
+
+    def features(self, tower: TrainedTower, images: Tensor) -> Tensor:
+        """What the head takes: normalised ``(B, d_e)``, or pooled as they are."""
+        return tower.features(images, projected=self.uses_projection, normalize=not self.is_linear)
+
+    def fixed_features(self, context: ClientContext, tower: TrainedTower) -> Tensor:
+        """``(N, d)`` of all training images where no weight of the tower changes meanwhile; computed once."""
+        with torch.no_grad():
+            parts = torch.split(torch.arange(len(context.train)), visual.CHUNK)
+            return torch.cat([self.features(tower, context.train.images(part)) for part in parts])
+
+    def fit(self, context: ClientContext, tower: TrainedTower, head: Head, extra: visual.Term | None = None) -> float:
+        """Minimise CE(H(f(x)), y) + ``extra`` over W and a linear head, in place; the mean loss of the last epoch."""
+        parameters = [*tower.leaves.values(), *head.parameters]
+        if tower.leaves:
+            return visual.train_on_images(
+                context, parameters, lambda images: head.logits(self.features(tower, images)), extra
+            )
+        features, labels = self.fixed_features(context, tower), context.train.labels.to(context.backbone.device)
+
+        def loss(indices: Tensor) -> Tensor:
+            rows = indices.to(labels.device)
+            scores = head.logits(features[rows])
+            value = F.cross_entropy(scores, labels[rows])
+            return value if extra is None else value + extra(indices, features, scores)
+
+        return train(context, parameters, loss)
+
+    def sent(self, start: Tensors, tower: TrainedTower, head: Head | None, begun: Head | None) -> Tensors:
+        """What goes up: the changes of all kinds that travel, and of a shared head."""
+        changes = tower.changes_from(start)
+        update = {CHANGE + kind: changes[kind] for kind in self.shared_kinds}
+        if self.shares_head:
+            assert isinstance(head, LinearHead)
+            assert isinstance(begun, LinearHead)
+            pairs = zip(HEAD, head.parameters, begun.parameters, strict=True)
+            update |= {CHANGE + name: after.detach().cpu() - before for name, after, before in pairs}
+        return update
+
+    def extra_loss(self, tower: TrainedTower, head: Head) -> visual.Term | None:
+        """A term beside the cross-entropy, made where training starts; none."""
+        return None
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs from the received weights; sends what they have changed."""
+        start = self.changes(context, payload, private)
+        tower, begun = (
+            TrainedTower.of(context.backbone, self.hyper, start).trainable(),
+            self.start_head(context, payload),
+        )
+        head = begun.trainable(context.backbone.device) if isinstance(begun, LinearHead) else begun
+        loss = self.fit(context, tower, head, self.extra_loss(tower, head))
+        changes = tower.changes_from(start) if self.private_kinds else {}
+        own = {kind: start[kind] + changes[kind] for kind in self.private_kinds}
+        return TrainResult(self.sent(start, tower, head, begun), own, {"loss": loss})
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+        """Classifies with the global weights (and the client's own norms) and the head of all."""
+        head = self.start_head(context, payload)
+        return self.classify(self.tower(context, payload, private), head, context)
+
+    def classify(self, tower: TrainedTower, head: Head, context: ClientContext) -> ImageClassifier:
+        """Classifies among ``context.class_names``."""
+        chosen = head.among(context.class_names) if isinstance(head, LinearHead) else head
+        return ImageClassifier(lambda images: chosen.logits(self.features(tower, images)))
+
+
+def _alone(context: ClientContext) -> ServerContext:
+    """What a client knows of the sizes by itself."""
+    from promptfed.shared.clip import shape_of
+
+    shape = shape_of(context.backbone)
+    return ServerContext(context.training, shape, context.class_names, (), seed=context.seed, rounds=context.rounds)
+
+
+def squared_distance(tower: TrainedTower, head: Head, kinds: Iterable[str]) -> visual.Term:
+    """Σ‖W − W^r‖² over ``kinds`` and a linear head, from where they are now."""
+    moving: Mapping[str, Tensor] = {kind: tower.leaves[kind] for kind in kinds if kind in tower.leaves}
+    pairs = [(leaf, leaf.detach().clone()) for leaf in [*moving.values(), *head.parameters]]
+
+    def term(indices: Tensor, images: Tensor, logits: Tensor) -> Tensor:
+        return torch.stack([(leaf - begun).square().sum() for leaf, begun in pairs]).sum()
+
+    return term
