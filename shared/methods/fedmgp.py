@@ -1,0 +1,346 @@
+"""FedMGP: several small pairs of text and visual prompts for each client, of which it shares a few each round.
+
+The shared ones are drawn on the client, by their likeness to the last global ones; a term of the loss pushes a client's
+pairs apart. Notation: ``G`` groups, ``s`` shared ones, ``m`` vectors of each, t_j and v_j the prompts of group j.
+
+Source: Bo et al., "FedMGP: Personalized Federated Learning with Multi-Group Text-Visual Prompts", NeurIPS 2025
+(arXiv 2511.00480).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from itertools import combinations
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Method,
+    MethodError,
+    Needs,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
+from promptfed.shared.methods.core.context import INIT_STD, class_prompts, text_width
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.visual import CHUNK, Towers, VisualHyper, drawn
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+log = logging.getLogger("promptfed.methods")
+
+TEXT, VISUAL = "text", "visual"
+WIDTHS = {TEXT: "d_t", VISUAL: "d_v"}
+WORDS_STD = 0.01  # of what is added to the words' embeddings, so that groups differ
+
+
+class FedMGPHyper(VisualHyper):
+    """How many groups, how they are kept apart, and which are shared."""
+
+    groups: Annotated[int, Field(ge=1, le=32, description="G, pairs of prompts of a client")] = 5
+    shared: Annotated[int, Field(ge=1, le=32, description="s, pairs that it shares each round")] = 2
+    m: Annotated[int, Field(ge=1, le=64, description="vectors of each prompt")] = 2
+    context_init: Annotated[
+        str | None,
+        Field(max_length=200, description="words whose first m token embeddings start each text prompt; null: random"),
+    ] = "a photo of a"
+    modalities: Annotated[
+        Literal["both", "text", "visual"], Field(description="which prompts there are; text: no image tower is trained")
+    ] = "both"
+    diversity: Annotated[
+        Literal["cos", "l1", "l2", "none"], Field(description="what of two groups' features is made small")
+    ] = "cos"
+    diversity_weight: Annotated[float, Field(ge=0, le=1000, description="λ of the diversity term")] = 1.0
+    select: Annotated[
+        Literal["similar", "random", "fixed", "all"],
+        Field(description="similar: drawn by likeness to the global ones; fixed: the first s; all: of s = G, each"),
+    ] = "similar"
+    temperature: Annotated[float, Field(gt=0, le=1000, description="τ_s of select: similar")] = 1.0
+    inference: Annotated[
+        Literal["mean", "max", "features"],
+        Field(description="of the groups' logits the mean or the largest, or the logits of their mean features"),
+    ] = "mean"
+
+
+Prompts = dict[str, Tensor]
+"""By modality ``(G, m, d)``."""
+
+
+def diversity(features: Tensor, kind: str) -> Tensor:
+    """(G2) of normalised features ``(G, R, d_e)``, the mean over pairs of groups and rows; smaller is farther apart."""
+    pairs = list(combinations(range(len(features)), 2))
+    if not pairs or kind == "none":
+        return features.sum() * 0
+    first, second = (features[list(side)] for side in zip(*pairs, strict=True))
+    if kind == "cos":
+        alike: Tensor = (first * second).sum(-1).mean()
+        return alike
+    if kind == "l1":
+        return -(first - second).abs().mean()
+    apart: Tensor = torch.linalg.vector_norm(first - second, dim=-1).mean()
+    return -apart
+
+
+def likeness(groups: Tensor, last: Tensor, temperature: float) -> Tensor:
+    """(G3) q ``(G,)`` = softmax(max_i cos(p_j, p̃_i)/τ_s) of groups ``(G, m, d)`` and global ones ``(s, m, d)``."""
+    own, common = F.normalize(groups.flatten(1).double(), dim=1), F.normalize(last.flatten(1).double(), dim=1)
+    return (own @ common.T).amax(1).div(temperature).softmax(0)
+
+
+def draw_slots(shares: Tensor, count: int, draws: Generator) -> Tensor:
+    """``(count,)`` int64, one after the other without replacement by ``shares (G,)``."""
+    left, slots = shares.double().clone(), []
+    for _ in range(count):
+        slot = int(torch.multinomial(left, 1, generator=draws))
+        slots.append(slot)
+        left[slot] = 0
+    return torch.tensor(slots, dtype=torch.int64)
+
+
+class Groups:
+    """Features of texts and images under a client's groups."""
+
+    def __init__(self, context: ClientContext, hyper: FedMGPHyper):
+        self._context, self._towers, self._hyper = context, Towers(context.backbone, hyper), hyper
+        self.scale = context.backbone.logit_scale
+
+    def texts(self, prompts: Prompts) -> Tensor:
+        """``(G, C, d_e)``, or of no text prompts ``(1, C, d_e)``, the template's."""
+        context = self._context
+        if TEXT not in prompts:
+            return template_features(context.backbone, context.template, context.class_names).unsqueeze(0)
+        return context.backbone.encode_prompts(prompts[TEXT], class_prompts(context, self._hyper.m))
+
+    def images(self, prompts: Prompts, split: Split, indices: Tensor) -> Tensor:
+        """``(G, B, d_e)``, or without visual prompts ``(1, B, d_e)``, those that are kept."""
+        if VISUAL not in prompts:
+            features = split.features()
+            return features[indices.to(features.device)].unsqueeze(0)
+        images = split.images(indices)
+        return torch.stack([self._towers.images(images, one.unsqueeze(0)) for one in prompts[VISUAL]])
+
+    def logits(self, images: Tensor, texts: Tensor) -> Tensor:
+        """(G1) ``(G, B, C)``."""
+        return self.scale * images @ texts.transpose(-1, -2)
+
+
+class GroupsClassifier:
+    """Brings the groups' answers together."""
+
+    def __init__(self, context: ClientContext, prompts: Prompts, hyper: FedMGPHyper):
+        self._groups, self._how = Groups(context, hyper), hyper.inference
+        self._prompts = {name: one.to(context.backbone.device) for name, one in prompts.items()}
+        with torch.no_grad():
+            self._texts = self._groups.texts(self._prompts)
+
+    @torch.no_grad()
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return torch.cat([self._of(split, part) for part in torch.split(indices, CHUNK)])
+
+    def _of(self, split: Split, indices: Tensor) -> Tensor:
+        images = self._groups.images(self._prompts, split, indices)
+        if self._how == "features":
+            images, texts = (F.normalize(one.mean(0), dim=-1) for one in (images, self._texts))
+            return self._groups.logits(images, texts)
+        logits = self._groups.logits(images, self._texts)
+        return logits.mean(0) if self._how == "mean" else logits.amax(0)
+
+
+class FedMGP(Method):
+    """Groups are private but for those that are drawn; the slots last sent take the mean of all clients' ones."""
+
+    name = "fedmgp"
+    summary = "Several pairs of text and visual prompts for each client; those most like the shared ones are averaged."
+    paper = "Bo et al., FedMGP: Personalized Federated Learning with Multi-Group Text-Visual Prompts, 2025"
+    personal = True
+    unprotected = "which of its prompts it sends depends on its images"
+    metrics = ("loss", "text_entropy", "visual_entropy", "text_slot_*", "visual_slot_*")
+    Hyper = FedMGPHyper
+    hyper: FedMGPHyper
+    needs = visual.NEEDS
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 10,
+        "training": {"epochs": 2, "batch_size": 8, "learning_rate": 0.001},
+    }
+
+    def __init__(self, hyper: FedMGPHyper):
+        super().__init__(hyper)
+        self.kinds = (TEXT, VISUAL) if hyper.modalities == "both" else (hyper.modalities,)
+        if VISUAL not in self.kinds:
+            self.needs = Needs()
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """Which pairs leave."""
+        what = f"{self.hyper.shared} of your {self.hyper.groups} pairs of prompts in each round"
+        return (AGGREGATE, Disclosed("operator", what))
+
+    def check(self, spec: FederationSpec) -> None:
+        """No more groups can be shared than there are."""
+        hyper = self.hyper
+        if hyper.shared > hyper.groups:
+            raise MethodError(f"of {hyper.groups} groups {hyper.shared} cannot be shared: lower shared or raise groups")
+        if hyper.select == "all" and hyper.shared != hyper.groups:
+            raise MethodError(
+                f"select: all shares every group: set shared: {hyper.groups}, or choose another selection"
+            )
+        if spec.aggregation.rule in ("krum", "multi_krum"):
+            log.warning("fedmgp under %s: the first group of one client may be unlike another's", spec.aggregation.rule)
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The global groups of each modality."""
+        return tuple(TensorSpec(shared(kind), ("s", "m", WIDTHS[kind])) for kind in self.kinds)
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """The global groups down, those that were drawn up."""
+        return (Phase("train", down=self.state_tensors(), up=self.state_tensors(), mean=True),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``s``, ``m`` and the towers' widths."""
+        sizes = {"s": self.hyper.shared, "m": self.hyper.m}
+        if TEXT in self.kinds:
+            sizes["d_t"] = text_width(self.name, self.hyper.m, context)
+        if VISUAL in self.kinds:
+            sizes["d_v"] = visual.vision_width(self.name, context)
+        return sizes
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """Zero, which means none: clients draw their groups themselves."""
+        dims = self.dims(context)
+        return {spec.name: torch.zeros(spec.resolve(dims)) for spec in self.state_tensors()}
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """(G4) the mean of the clients' groups, rank by rank."""
+        return combine(updates)
+
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """Every class name must fit behind the prompts, and into the template."""
+        super().check_texts(backbone, class_names, template)
+        if TEXT in self.kinds:
+            backbone.class_prompts(class_names, self.hyper.m)
+
+    def current(self, context: ClientContext, payload: Tensors, private: Tensors) -> Prompts:
+        """(G5) the client's groups ``(G, m, d)``: the slots that it sent last hold the current global ones.
+
+        Who has none has the common start, with the global groups in its first slots.
+        """
+        found = {}
+        for kind in self.kinds:
+            own, last = private.get(groups(kind)), payload[shared(kind)]
+            slots = private[sent(kind)] if own is not None else torch.arange(self.hyper.shared)
+            own = self.start(context.backbone, context.seed, kind) if own is None else own.clone()
+            if last.any():
+                own[slots] = last.to(own)
+            found[kind] = own
+        return found
+
+    def start(self, backbone: Backbone, seed: int, kind: str) -> Tensor:
+        """``(G, m, d)`` before any training, the same for all clients."""
+        hyper = self.hyper
+        width = backbone.d_t if kind == TEXT else backbone.d_v
+        noise = drawn(generator(seed, self.name, kind), hyper.groups, hyper.m, width)
+        if kind == VISUAL or hyper.context_init is None:
+            return noise
+        words = backbone.embed_words(hyper.context_init).detach().float().cpu()[: hyper.m]
+        if len(words) < hyper.m:
+            raise MethodError(f"context_init has {len(words)} tokens, fewer than m = {hyper.m}: lower m or add words")
+        started: Tensor = words + noise * (WORDS_STD / INIT_STD)
+        return started
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs over all groups; sends those that are drawn, keeps all."""
+        hyper, device, towers = self.hyper, context.backbone.device, Groups(context, self.hyper)
+        start = self.current(context, payload, private)
+        trained = {kind: one.to(device).clone().requires_grad_() for kind, one in start.items()}
+        labels = context.train.labels.to(device)
+
+        def loss(indices: Tensor) -> Tensor:
+            texts, images = towers.texts(trained), towers.images(trained, context.train, indices)
+            logits, wanted = towers.logits(images, texts), labels[indices.to(device)]
+            value = torch.stack([F.cross_entropy(one, wanted) for one in logits]).mean()
+            apart = [diversity(one, hyper.diversity) for one in (texts, images)]
+            return value + hyper.diversity_weight / 2 * (apart[0] + apart[1])
+
+        final = train(context, list(trained.values()), loss)
+        ready = {kind: one.detach().cpu() for kind, one in trained.items()}
+        slots, metrics = self._slots(context, payload, ready)
+        update = {shared(kind): ready[kind][slots[kind]].clone() for kind in self.kinds}
+        kept = {groups(kind): ready[kind] for kind in self.kinds} | {sent(kind): slots[kind] for kind in self.kinds}
+        return TrainResult(update, kept, {"loss": final} | metrics)
+
+    def _slots(
+        self, context: ClientContext, payload: Tensors, ready: Prompts
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """(G3) by modality, and numbers for the report."""
+        hyper = self.hyper
+        draws = generator(context.seed, context.round, context.client, "groups")
+        if hyper.select in ("fixed", "all"):
+            return dict.fromkeys(self.kinds, torch.arange(hyper.shared)), {}
+        alike = torch.full((hyper.groups,), 1 / hyper.groups, dtype=torch.float64)
+        if hyper.select == "random" or not any(payload[shared(kind)].any() for kind in self.kinds):
+            common = draw_slots(alike, hyper.shared, draws)
+            return dict.fromkeys(self.kinds, common), _told(dict.fromkeys(self.kinds, common))
+        chances = {kind: likeness(ready[kind], payload[shared(kind)], hyper.temperature) for kind in self.kinds}
+        slots = {kind: draw_slots(chances[kind], hyper.shared, draws) for kind in self.kinds}
+        entropy = {f"{kind}_entropy": float(-(q * q.log()).sum()) for kind, q in chances.items()}
+        return slots, entropy | _told(slots)
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """A trainer's own groups; the global ones for an evaluator, the template before there are any."""
+        if private or len(context.train):
+            return GroupsClassifier(context, self.current(context, payload, private), self.hyper)
+        return self.global_classifier(context, payload)
+
+    def global_classifier(self, context: ClientContext, payload: Tensors) -> Classifier:
+        """The global groups alone."""
+        last = {kind: payload[shared(kind)] for kind in self.kinds}
+        if not any(one.any() for one in last.values()):
+            return TemplateClassifier(context)
+        return GroupsClassifier(context, last, self.hyper)
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+        """``global``: a trainer's data under an evaluator's classifier."""
+        return {"global": self.global_classifier(context, payload)} if private or len(context.train) else {}
+
+
+def shared(kind: str) -> str:
+    """The state's tensor of a modality."""
+    return f"global_{kind}"
+
+
+def groups(kind: str) -> str:
+    """A client's groups of a modality."""
+    return f"{kind}_groups"
+
+
+def sent(kind: str) -> str:
+    """The slots of a modality that a client sent last."""
+    return f"{kind}_slots"
+
+
+def _told(slots: dict[str, Tensor]) -> dict[str, float]:
+    return {
+        f"{kind}_slot_{rank}": float(slot) for kind, some in slots.items() for rank, slot in enumerate(some.tolist())
+    }
