@@ -26,7 +26,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM services AS coordinator
 COPY requirements/coordinator.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    install-locked coordinator -r requirements/coordinator.txt 'psycopg[binary]'
+    install-locked coordinator -r requirements/coordinator.txt 'psycopg[binary]' obstore
 COPY promptfed/__init__.py promptfed/
 COPY shared promptfed/shared
 COPY coordinator promptfed/coordinator

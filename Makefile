@@ -92,8 +92,8 @@ backbone-emoji: $(READY)
 lock: $(READY)
 	@$(PIP) install -q -c constraints.txt uv
 	@for image in services coordinator client; do \
-	  extra=; [ $$image != coordinator ] || extra='psycopg[binary]'; own=; [ $$image = services ] || own=requirements/$$image.txt; \
-	  { cat requirements/services.txt $$own; echo "$$extra"; } | $(BIN)/uv pip compile -q - -c constraints.txt --generate-hashes \
+	  extra=; [ $$image != coordinator ] || extra='psycopg[binary] obstore'; own=; [ $$image = services ] || own=requirements/$$image.txt; \
+	  { cat requirements/services.txt $$own; printf '%s\n' $$extra; } | $(BIN)/uv pip compile -q - -c constraints.txt --generate-hashes \
 	    --no-header --no-annotate --python-version 3.11 --universal -o requirements/locked/$$image.txt > /dev/null || exit 1; \
 	done
 

@@ -47,6 +47,7 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import DamagedBlob
+from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.messages import Problem
@@ -204,6 +205,9 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _store_failed(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, ObjectStoreAway):
+        log.error("%s", error)
+        return await _answer(request, problems.ObjectsAway())
     log.error("the store failed", exc_info=error)
     registry: Registry = request.app.state.registry
     if registry.database.is_full(error):

@@ -105,6 +105,15 @@ class StoreAway(Refusal, status=503, kind="store-away", title="The coordinator's
         super().__init__("the coordinator's database is away: send it again later", headers={"Retry-After": "2"})
 
 
+class ObjectsAway(StoreAway, kind="store-away", title="The coordinator's object store is away"):
+    """The object store does not answer: nothing was stored."""
+
+    def __init__(self) -> None:
+        Refusal.__init__(
+            self, "the coordinator's object store is away: send it again later", headers={"Retry-After": "2"}
+        )
+
+
 class MethodAbsent(
     Refusal,
     status=503,

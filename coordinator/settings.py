@@ -23,6 +23,14 @@ def is_safe(url: str) -> bool:
     )
 
 
+def _check_store(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not parts.hostname or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(
+            "--store must be s3://BUCKET/PREFIX, and nothing more: credentials and endpoint come from the environment"
+        )
+
+
 class Settings(BaseSettings):
     """Where the coordinator keeps its data, where it listens, and how much it takes at once."""
 
@@ -44,6 +52,13 @@ class Settings(BaseSettings):
     database_wait_seconds: Annotated[
         float, Field(ge=0, description="how long to wait for the database at the start")
     ] = 30.0
+    store: Annotated[
+        str | None,
+        Field(
+            description="s3://BUCKET/PREFIX: blobs over 256 KB are objects there; credentials and endpoint come "
+            "from the environment, as for AWS's tools (default: they are files in the data folder)"
+        ),
+    ] = None
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on, 0 for any free one")] = DEFAULT_PORT
     port_file: Annotated[Path | None, Field(description="write the base URL here once the coordinator answers")] = None
@@ -122,6 +137,8 @@ class Settings(BaseSettings):
         if self.enrolment_token_file is not None and self.bootstrap is None:
             raise ValueError("--enrolment-token-file needs --bootstrap, which names the federation")
         self.url()
+        if self.store is not None:
+            _check_store(self.store)
         return self
 
     def url(self) -> str | None:

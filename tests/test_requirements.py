@@ -82,7 +82,7 @@ def modules_besides(distributions: set[str]) -> set[str]:
 def test_a_service_imports_with_what_its_image_installs(service: str, absent: set[str]) -> None:
     image = needed([*listed("services"), *listed("coordinator" if service == "coordinator" else "client")])
     if service == "coordinator":
-        image |= needed([Requirement("psycopg[binary]")])
+        image |= needed([Requirement("psycopg[binary]"), Requirement("obstore")])
     hidden = modules_besides(image)
     assert absent <= hidden, "the image installs more than it should"
     done = subprocess.run(
@@ -122,7 +122,7 @@ def locked(image: str) -> dict[str, tuple[str, int]]:
 def test_the_images_install_files_whose_hashes_are_known(image: str) -> None:
     wanted = listed("services") + (listed(image) if image != "services" else [])
     if image == "coordinator":
-        wanted.append(Requirement("psycopg[binary]"))
+        wanted += [Requirement("psycopg[binary]"), Requirement("obstore")]
     found = locked(image)
     assert needed(wanted) <= set(found), "make lock"
     assert min(hashes for _, hashes in found.values()) >= 1

@@ -73,8 +73,9 @@ class Change:
         audit.add(self.session, self.batch, act, self.federation, **detail)
 
     def keep(self, held: Held) -> None:
-        """Write down the small blobs of ``held``: call it where rows that name them are written."""
+        """Write down the small blobs of ``held`` and where its objects lie, beside the rows that name them."""
         self.batch.blobs.update(held.small)
+        self.batch.objects.update(held.keys)
 
     def flush(self) -> None:
         """Write down what waits, so that the transaction's own queries find it."""

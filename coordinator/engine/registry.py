@@ -210,6 +210,8 @@ class Registry:
             self.federations = before | {id: change.federation for id, change in changes.by_id.items()}
             for id, change in changes.by_id.items():
                 self.metrics.observe(change, before[id].run)
+        if changes.batch.superseded:
+            self.blobs.remove_superseded(changes.batch.superseded)
         self._announce(changes)
 
     def note(self, id: str, **known: Any) -> None:

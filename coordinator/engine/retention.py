@@ -65,7 +65,7 @@ def collect(registry: Registry, digests: Iterable[str]) -> None:
     for begin in range(0, len(candidates), AT_ONCE):
         some = candidates[begin : begin + AT_ONCE]
         with registry.exclusively(), registry.database.read() as session:
-            registry.blobs.remove(set(some) - _named(session, some))
+            registry.blobs.remove(set(some) - _named(session, some), _named)
         time.sleep(TURN_SECONDS)
 
 
@@ -73,7 +73,8 @@ def sweep(registry: Registry) -> None:
     """Remove every blob that no row names: what a crash between a blob and its row has left."""
     with registry.database.read() as session:
         named = {digest for query in _stored() for digest in session.scalars(query)}
-    registry.blobs.remove(set(registry.blobs.all()) - named)
+    registry.blobs.remove(set(registry.blobs.all()) - named, _named)
+    registry.blobs.remove_litter()
 
 
 def _named(session: Session, digests: list[str]) -> set[str]:

@@ -147,7 +147,7 @@ class Scheduler:
             await asyncio.to_thread(deletion.finish, self._registry)
         except (DatabaseAway, Stopped):
             pass  # It is tried again when the database is back, and at the next start.
-        except SQLAlchemyError:
+        except (SQLAlchemyError, OSError):
             log.exception("what deleted federations have left cannot be deleted")
             await asyncio.sleep(RETRY_SECONDS)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Dialect, bindparam, insert, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.dml import Insert
@@ -18,6 +18,7 @@ from promptfed.coordinator.store.tables import (
     ClientRow,
     EvaluationRow,
     EventRow,
+    ObjectRow,
     TaskRow,
     TokenRow,
     UpdateRow,
@@ -43,6 +44,14 @@ def _keep_blobs(dialect: Callable[[Any], Any]) -> Insert:
     return kept
 
 
+def _keep_objects(dialect: Callable[[Any], Any]) -> Insert:
+    """Insert objects' keys. Bytes that are there already were put once more: the newer key is known to be whole."""
+    statement = dialect(ObjectRow.__table__)
+    kept: Insert = statement.on_conflict_do_update(index_elements=["digest"], set_={"key": statement.excluded.key})
+    return kept
+
+
+_OBJECTS = {"sqlite": _keep_objects(sqlite.insert), "postgresql": _keep_objects(postgresql.insert)}
 _BLOBS = {"sqlite": _keep_blobs(sqlite.insert), "postgresql": _keep_blobs(postgresql.insert)}
 _SERVE = (
     update(TaskRow.__table__)  # type: ignore[arg-type]
@@ -67,6 +76,8 @@ class Batch:
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
+        self.objects: dict[str, str] = {}  # keys by digest
+        self.superseded: list[str] = []  # keys whose bytes have another one, for removal after the commit
         self.updates: list[Row] = []
         self.evaluations: list[Row] = []
         self.events: list[Row] = []
@@ -83,16 +94,23 @@ class Batch:
         """Write it all, after what the session itself has to write: rows may name those."""
         session.flush()
         connection = session.connection()
+        if self.objects:
+            known = select(ObjectRow.key).where(ObjectRow.digest.in_(self.objects)).order_by(ObjectRow.digest)
+            self.superseded += session.scalars(known.with_for_update())
         with together(connection):
             self._write(connection)
         self.blobs.clear()
+        self.objects.clear()
         self.tokens.clear()
 
     def _write(self, connection: Connection) -> None:
         if self.blobs:
-            rows = [{"digest": digest, "content": content} for digest, content in self.blobs.items()]
-            connection.execute(_blobs(connection.dialect), rows)
+            rows = [{"digest": digest, "content": content} for digest, content in sorted(self.blobs.items())]
+            connection.execute(_BLOBS[connection.dialect.name], rows)
             point("blob-row-written")
+        if self.objects:
+            keys = [{"digest": digest, "key": self.objects[digest]} for digest in sorted(self.objects)]
+            connection.execute(_OBJECTS[connection.dialect.name], keys)
         for statement, waiting in (
             (_CLIENTS, self.clients),
             (_USE, [{"key": digest, "times": times} for digest, times in self.tokens.items()]),
@@ -124,7 +142,3 @@ def count_tasks(session: Session, weights: Mapping[str, float | None]) -> None:
     """Write down that tasks count, and with which weight, by the task's id; as ``insert_tasks``."""
     if weights:
         session.connection().execute(_COUNT, [{"key": id, "share": weight} for id, weight in weights.items()])
-
-
-def _blobs(dialect: Dialect) -> Insert:
-    return _BLOBS[dialect.name]

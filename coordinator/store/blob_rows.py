@@ -1,23 +1,31 @@
-"""Small blobs as rows: written in the transaction of the rows that name them, so that neither is without the other."""
+"""Small blobs as rows, and the keys of large ones in an object store.
+
+Both are written in the transaction of the rows that name them, so that neither is without the other.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.tables import BlobRow
+from promptfed.coordinator.store.tables import BlobRow, ObjectRow
 
 SMALL_BYTES = 256 << 10  # up to here a blob is a row: as files, most of the time would go into making them durable
 AT_ONCE = 500  # digests that one statement names
 REMEMBERED_BYTES = 8 << 20
 
 
+Named = Callable[[Session, list[str]], set[str]]
+"""Those of some digests that a row names."""
+
+
 class BlobRows:
-    """The small blobs of a database. ``Batch`` writes them."""
+    """The small blobs of a database, and the keys of its objects. ``Batch`` writes them."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -30,17 +38,44 @@ class BlobRows:
             )
             return {row.digest: row.content for row in found}
 
-    def all(self) -> list[str]:
-        """Their digests."""
+    def keys(self, digests: Sequence[str]) -> dict[str, str]:
+        """The keys of those that are objects."""
         with self._database.read() as session:
-            return list(session.scalars(select(BlobRow.digest)))
+            query = select(ObjectRow.digest, ObjectRow.key).where(ObjectRow.digest.in_(digests))
+            return {row.digest: row.key for row in session.execute(query)}
 
-    def remove(self, digests: Iterable[str]) -> None:
-        """Remove those of ``digests`` that there are."""
+    def all(self) -> list[str]:
+        """Digests of all of both kinds."""
+        with self._database.read() as session:
+            return [*session.scalars(select(BlobRow.digest)), *session.scalars(select(ObjectRow.digest))]
+
+    def all_keys(self) -> set[str]:
+        """The keys of all objects."""
+        with self._database.read() as session:
+            return set(session.scalars(select(ObjectRow.key)))
+
+    def remove(self, digests: Iterable[str], named: Named | None = None) -> tuple[list[str], list[str]]:
+        """Remove those of ``digests`` that there are; the digests that are gone, and the keys that nobody has any more.
+
+        With ``named`` only what it does not name: others may be about to name them, and wait for this transaction,
+        or have done so before it.
+        """
         wanted = sorted(digests)
+        gone: list[str] = []
+        keys: list[str] = []
         for begin in range(0, len(wanted), AT_ONCE):
+            some = wanted[begin : begin + AT_ONCE]
             with self._database.write() as session:
-                session.execute(delete(BlobRow).where(BlobRow.digest.in_(wanted[begin : begin + AT_ONCE])))
+                if named is not None:
+                    for column in (BlobRow.digest, ObjectRow.digest):
+                        session.execute(select(column).where(column.in_(some)).order_by(column).with_for_update())
+                    still = named(session, some)
+                    some = [digest for digest in some if digest not in still]
+                keys += session.scalars(select(ObjectRow.key).where(ObjectRow.digest.in_(some))).all()
+                session.execute(delete(BlobRow).where(BlobRow.digest.in_(some)))
+                session.execute(delete(ObjectRow).where(ObjectRow.digest.in_(some)))
+            gone += some
+        return gone, keys
 
 
 class Remembered:

@@ -1,7 +1,8 @@
 """Blobs: bytes under the name of their SHA-256, whole or not there at all.
 
 Small ones are rows (``blob_rows``), written by the transaction that names them; larger ones are files, on the disk
-before it. What was kept as a file by an earlier version stays one: whatever its size, it is found.
+before it, or objects of an object store (``bucket``), put there before it, with copies in a folder (``cache``). What
+was kept as a file by an earlier version, or before there was an object store, stays one, and is found.
 
 Disks lie: at each read the bytes are compared with their digest, and the same bytes put again mend what is damaged.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,12 +22,17 @@ from itertools import count
 from pathlib import Path
 
 from promptfed.coordinator.store import blob_rows
-from promptfed.coordinator.store.blob_rows import BlobRows, Remembered
+from promptfed.coordinator.store.blob_rows import BlobRows, Named, Remembered
+from promptfed.coordinator.store.bucket import Bucket, NoObject, ObjectStoreAway, fresh_key
+from promptfed.coordinator.store.cache import ObjectCache, write_hashed
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.files import sync_folder
 from promptfed.shared.tensors import Tensors, decode, decode_file
 
+log = logging.getLogger("promptfed.coordinator")
+
 PREFIX = "sha256:"
+LITTER_SECONDS = 3600.0
 UNREADABLE = (errno.ENOENT, errno.EIO)
 
 
@@ -54,13 +62,27 @@ def _digest_of_file(path: Path) -> str | None:
 
 
 class Blobs:
-    """The blobs of a folder and its database, written within a ``hold``.
+    """The blobs of a folder, its database and a bucket, written within a ``hold``.
 
     It keeps files from being removed until the rows that name them are committed. Without ``rows`` all are files.
+    With ``bucket`` no more files are written, and of objects copies are believed only where ``copies`` is true. Where
+    several coordinators share it (``shared``), what looks unnamed may be about to be named by another one.
     """
 
-    def __init__(self, folder: Path, rows: BlobRows | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        rows: BlobRows | None = None,
+        bucket: Bucket | None = None,
+        *,
+        copies: bool = True,
+        shared: bool = False,
+    ):
         self._folder = folder / "blobs"
+        self.bucket = bucket
+        self.shared = shared
+        self._copies = copies
+        self._cache = ObjectCache(folder / "cache")
         self.incoming = folder / "incoming"
         self._temporary = f"{self.incoming}{os.sep}{os.getpid()}-"
         self._numbers = count()
@@ -76,6 +98,8 @@ class Blobs:
         self.incoming.mkdir(parents=True, exist_ok=True)
         for leftover in self.incoming.iterdir():
             leftover.unlink()
+        if self.bucket is not None:
+            self._cache.open()
         sync_folder(self._folder.parent)
 
     def temporary(self) -> Path:
@@ -111,14 +135,18 @@ class Blobs:
         # A damaged file may have been mended by a row.
         wanted = [digest for digest in digests if digest not in whole]
         rows = self._rows.read(wanted) if self._rows is not None and wanted else {}
+        objects = self._objects([digest for digest in wanted if digest not in rows])
         for digest in wanted:
-            _expect(digest, files.get(digest), rows.get(digest))
+            if digest not in objects:
+                _expect(digest, files.get(digest), rows.get(digest))
         if len(digests) == 1 and rows:
             self._remembered.add(digests[0], rows[digests[0]])
-        return [files[digest] if digest in whole else rows[digest] for digest in digests]
+        found: dict[str, bytes | Path] = {**rows, **objects, **{digest: files[digest] for digest in whole}}
+        return [found[digest] for digest in digests]
 
     def is_intact(self, digest: str) -> bool:
         """Whether the stored bytes are there and have this digest, whatever is remembered of them."""
+        self._cache.forget([_name(digest)])
         try:
             self.places([digest])
         except DamagedBlob:
@@ -136,10 +164,11 @@ class Blobs:
                 self._held.subtract(held.digests)
                 self._held += Counter()
 
-    def remove(self, digests: Iterable[str]) -> list[str]:
+    def remove(self, digests: Iterable[str], named: Named | None = None) -> list[str]:
         """Remove blobs that no row names, but for files that someone holds; those that are gone.
 
-        Call it where nothing else changes: a transaction may be about to name a row's digest again.
+        Call it where nothing else changes: a transaction may be about to name a row's digest again. ``named`` is asked
+        once more where other coordinators may do so.
         """
         gone = []
         for digest in digests:
@@ -148,10 +177,35 @@ class Blobs:
                     continue
                 self.path(digest).unlink(missing_ok=True)
                 gone.append(digest)
-        self._remembered.forget(gone)
         if self._rows is not None and gone:
-            self._rows.remove(gone)
+            gone, keys = self._rows.remove(gone, named if self.shared else None)
+            if self.bucket is not None:
+                # Their rows are gone: a crash before this, or a store that is away, leaves litter for the next start.
+                self._cache.forget(map(_name, gone))
+                self.bucket.remove(keys)
+        self._remembered.forget(gone)
         return gone
+
+    def remove_superseded(self, keys: Iterable[str]) -> None:
+        """Remove objects whose bytes have a newer one. What cannot be removed now is litter of the next start."""
+        if self.bucket is not None:
+            try:
+                self.bucket.remove(keys)
+            except ObjectStoreAway as error:
+                log.warning("%s", error)
+
+    def remove_litter(self) -> int:
+        """Remove objects that have no row, what crashes have left; how many. For a start.
+
+        Where others are at work, one that was put a short time ago may be about to get its row.
+        """
+        if self.bucket is None or self._rows is None:
+            return 0
+        until = time.time() - (LITTER_SECONDS if self.shared else -LITTER_SECONDS)  # the store has its own clock
+        found = [key for key, put in self.bucket.blobs() if put < until]
+        litter = set(found) - self._rows.all_keys()
+        self.bucket.remove(litter)
+        return len(litter)
 
     def all(self) -> list[str]:
         """Digests of all blobs, whether a row names them or not."""
@@ -178,6 +232,52 @@ class Blobs:
             self._sync(digest, new_folder=True)
         return True
 
+    def _objects(self, digests: list[str]) -> dict[str, Path]:
+        """Where copies of those that are objects lie. Raises DamagedBlob, ObjectStoreAway."""
+        if self._rows is None or self.bucket is None or not digests:
+            return {}
+        return {digest: self._copy(digest, key) for digest, key in self._rows.keys(digests).items()}
+
+    def _copy(self, digest: str, key: str) -> Path:
+        copy = self._cache.path(_name(digest))
+        if self._copies and _digest_of_file(copy) == digest:
+            self._cache.touch(copy.name)
+            return copy
+        temporary = self.temporary()
+        try:
+            found = self._fetch(key, temporary)
+            if found != digest and (newer := self._key_now(digest)) not in (key, None):
+                found = self._fetch(str(newer), temporary)  # It was put again meanwhile, and the one of before removed.
+            if found is None:
+                raise DamagedBlob(digest, "is missing")
+            if found != digest:
+                raise DamagedBlob(digest, f"has changed: its digest is {found} now")
+            return self._cache.adopt(temporary, copy.name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _fetch(self, key: str, path: Path) -> str | None:
+        """Get an object into a file; its digest, or None where there is none."""
+        assert self.bucket is not None
+        try:
+            return PREFIX + write_hashed(self.bucket.parts(key), path)
+        except NoObject:
+            return None
+
+    def _key_now(self, digest: str) -> str | None:
+        assert self._rows is not None
+        return self._rows.keys([digest]).get(digest)
+
+    def _put(self, temporary: Path, digest: str) -> str:
+        """Make a file an object, and the copy of it; its key."""
+        assert self.bucket is not None
+        point("blob-written")
+        key = fresh_key(digest)
+        self.bucket.put(key, temporary)
+        self._cache.adopt(temporary, _name(digest))
+        point("blob-renamed")
+        return key
+
     def _keep(self, temporary: Path, digest: str) -> None:
         path = self.path(digest)
         with temporary.open("rb+") as file:
@@ -199,12 +299,16 @@ class Blobs:
 
 
 class Held:
-    """The blobs that one block writes. Small ones wait in ``small`` for the transaction that names them."""
+    """The blobs that one block writes.
+
+    Small ones (``small``) and the ``keys`` of objects wait for the transaction that names them.
+    """
 
     def __init__(self, blobs: Blobs):
         self._blobs = blobs
         self.digests: list[str] = []
         self.small: dict[str, bytes] = {}
+        self.keys: dict[str, str] = {}
 
     def put(self, content: bytes) -> str:
         """Store ``content`` durably, or have it ready for ``Change.keep``; its digest."""
@@ -213,12 +317,12 @@ class Held:
             self.add_small(content, digest)
             return digest
         self._hold(digest)
-        if self._blobs._has(digest):
+        if self._blobs.bucket is None and self._blobs._has(digest):
             return digest
         temporary = self._blobs.temporary()
         try:
             temporary.write_bytes(content)
-            self._blobs._keep(temporary, digest)
+            self._write(temporary, digest)
         finally:
             # A full disk is not to be made fuller by each attempt.
             temporary.unlink(missing_ok=True)
@@ -232,15 +336,26 @@ class Held:
     def adopt(self, temporary: Path, digest: str) -> None:
         """Make the file at ``temporary``, whose content has ``digest``, a blob, durably."""
         self._hold(digest)
-        if self._blobs._has(digest):
+        if self._blobs.bucket is None and self._blobs._has(digest):
             temporary.unlink()
         else:
+            self._write(temporary, digest)
+
+    def _write(self, temporary: Path, digest: str) -> None:
+        if self._blobs.bucket is None:
             self._blobs._keep(temporary, digest)
+        elif digest not in self.keys:
+            # Also where the same bytes have an object: whether that is whole, nobody would know without reading it.
+            self.keys[digest] = self._blobs._put(temporary, digest)
 
     def _hold(self, digest: str) -> None:
         # Before the look at the disk: from here on the file is not removed, whether it is there or not.
         self._blobs._note(digest)
         self.digests.append(digest)
+
+
+def _name(digest: str) -> str:
+    return digest.removeprefix(PREFIX)
 
 
 def _expect(digest: str, path: Path | None, content: bytes | None) -> None:

@@ -13,11 +13,12 @@ from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import Backend, CannotOpen
 from promptfed.coordinator.store.blob_rows import BlobRows
 from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.bucket import Bucket, ObjectStoreAway
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder_lock import FolderLock
 from promptfed.coordinator.store.postgres import PostgreSQL
 from promptfed.coordinator.store.sqlite import SQLite
-from promptfed.coordinator.store.tables import FederationRow, StoreRow
+from promptfed.coordinator.store.tables import FederationRow, ObjectRow, StoreRow
 from promptfed.shared.files import write_whole
 
 log = logging.getLogger("promptfed.coordinator")
@@ -52,14 +53,16 @@ def open_store(settings: Settings) -> Store:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _close_to_others(folder)
     database = Database(backend_of(settings))
+    bucket = bucket_of(settings)
     lock = FolderLock(folder)
     lock.acquire()
     try:
         database.connect(settings.database_wait_seconds)
         database.migrate()
-        blobs = Blobs(folder, BlobRows(database))
+        blobs = Blobs(folder, BlobRows(database), bucket)
         blobs.open()
-        _tie(folder, blobs, database)
+        name = _tie(folder, blobs, database)
+        _tie_objects(bucket, database, name)
     except BaseException:
         database.close()
         lock.release()
@@ -77,6 +80,7 @@ def open_to_look(settings: Settings) -> Store:
     """
     folder = settings.data_dir
     database = Database(backend_of(settings))
+    bucket = bucket_of(settings)
     if not (folder / ID_FILE).exists():
         raise CannotOpen(f"{folder} is no coordinator's data folder: give --data-dir as it was used before")
     lock = FolderLock(folder)
@@ -86,7 +90,11 @@ def open_to_look(settings: Settings) -> Store:
             raise CannotOpen(f"the database {folder / SQLITE_FILE} is missing: put a backup back")
         database.connect(settings.database_wait_seconds)
         database.expect_this_version()
-        return Store(lock, database, Blobs(folder, BlobRows(database)))
+        blobs = Blobs(folder, BlobRows(database), bucket, copies=False)
+        if bucket is not None:
+            blobs.open()  # What is looked at passes through the folder.
+            _expect_objects(bucket, database, (folder / ID_FILE).read_text().strip())
+        return Store(lock, database, blobs)
     except BaseException:
         database.close()
         lock.release()
@@ -109,17 +117,22 @@ def backend_of(settings: Settings) -> Backend:
     return SQLite(settings.data_dir / SQLITE_FILE) if url is None else PostgreSQL(url)
 
 
-def _tie(folder: Path, blobs: Blobs, database: Database) -> None:
+def bucket_of(settings: Settings) -> Bucket | None:
+    """The object store that the settings name. Raises CannotOpen."""
+    return Bucket(settings.store) if settings.store is not None else None
+
+
+def _tie(folder: Path, blobs: Blobs, database: Database) -> str:
     """Give a new folder and a new database one name, and refuse two that do not belong together.
 
-    Files that no row names are swept away: with another folder's database that would be all of them.
+    Files that no row names are swept away: with another folder's database that would be all of them. The name.
     """
     file = folder / ID_FILE
     in_folder = file.read_text().strip() if file.exists() else None
     with database.write() as session:
         row = session.scalars(select(StoreRow)).one_or_none()
         if row is not None and row.id == in_folder:
-            return
+            return row.id
         beside = database.backend.in_folder and in_folder is None
         empty = session.scalars(select(FederationRow.id).limit(1)).first() is None and not blobs.files()
         if not beside and (in_folder is not None or not empty):
@@ -131,3 +144,32 @@ def _tie(folder: Path, blobs: Blobs, database: Database) -> None:
             row = StoreRow(id=secrets.token_hex(16))
             session.add(row)
     write_whole(file, f"{row.id}\n".encode())
+    return row.id
+
+
+def _tie_objects(bucket: Bucket | None, database: Database, name: str) -> None:
+    """The same with an object store: what has no row there is swept away too."""
+    if not _expect_objects(bucket, database, name) and bucket is not None:
+        bucket.give_name(name)
+
+
+def _expect_objects(bucket: Bucket | None, database: Database, name: str) -> bool:
+    """Whether the bucket has this database's name; False: it is new to it. Raises CannotOpen where it has another's."""
+    with database.read() as session:
+        any_row = session.scalars(select(ObjectRow.digest).limit(1)).first() is not None
+    if bucket is None:
+        if any_row:
+            text = f"the database at {database.backend.place} names objects of an object store"
+            raise CannotOpen(f"{text}: give --store as it was used before")
+        return True
+    try:
+        found = bucket.name()
+        strange = found is None and (any_row or next(bucket.blobs(), None) is not None)
+    except ObjectStoreAway as error:
+        raise CannotOpen(str(error)) from None
+    if strange or found not in (None, name):
+        raise CannotOpen(
+            f"the objects at {bucket.place} and the database at {database.backend.place} do not belong together: give "
+            "--store and the database as they were used before, or a new prefix and an empty database"
+        )
+    return found is not None

@@ -267,3 +267,38 @@ class BlobRow(Base):
 
     digest: Mapped[str] = mapped_column(primary_key=True)
     content: Mapped[bytes]
+
+
+class ObjectRow(Base):
+    """A large blob in an object store, by the digest of its content. No key is used twice: whoever was about to remove
+    an object cannot harm one that was put since.
+    """
+
+    __tablename__ = "objects"
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(unique=True)
+
+
+class CoordinatorRow(Base):
+    """One of several coordinators at work on this database: where it is reached, and when it was seen last.
+
+    ``seen``: seconds of the epoch by the database's clock; ``backend``: the process id of its writing session there.
+    """
+
+    __tablename__ = "coordinators"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    url: Mapped[str]
+    seen: Mapped[float]
+    backend: Mapped[int | None]
+
+
+class LeaseRow(Base):
+    """Which coordinator carries out a federation. ``epoch`` grows whenever another one takes it over."""
+
+    __tablename__ = "leases"
+
+    federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id", ondelete="CASCADE"), primary_key=True)
+    holder: Mapped[str | None] = mapped_column(index=True)
+    epoch: Mapped[int]

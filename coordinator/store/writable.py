@@ -45,6 +45,8 @@ class Writable:
             with self._database.write() as session:
                 session.execute(text("UPDATE store SET id = id"))
             self._write_a_file()
+            if self._blobs.bucket is not None:
+                self._blobs.bucket.probe()
         except (SQLAlchemyError, OSError, DatabaseAway) as error:
             if self._database.is_full(error):
                 return "nothing can be written: the disk is full, make room"

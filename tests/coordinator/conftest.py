@@ -22,6 +22,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import blob_rows
 from promptfed.coordinator.store.tables import FederationRow
 from tests.support.coordinators import InThread, in_thread
+from tests.support.object_store import NoObjectStore, ObjectStoreServer
 from tests.support.postgres import NoServer, PostgresServer
 
 
@@ -89,6 +90,25 @@ def postgres() -> Iterator[PostgresServer]:
         pytest.skip(f"tests on PostgreSQL: {error}")
     yield server
     server.remove()
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[ObjectStoreServer]:
+    """A server of objects, started when the first test asks for it."""
+    try:
+        server = ObjectStoreServer()
+    except NoObjectStore as error:
+        pytest.skip(f"tests on an object store: {error}")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def object_store(object_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a fresh prefix, to which the environment has the way."""
+    for name, value in object_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return object_server.bucket()
 
 
 @pytest.fixture

@@ -1,0 +1,136 @@
+"""An object store by S3's protocol: bytes under keys, whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from promptfed.coordinator.store.backend import CannotOpen, one_line
+from promptfed.shared.net import is_loopback
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+BLOBS = "blobs/"
+ID_KEY = "store.id"
+PROBE_KEY = "probe/"
+AT_ONCE = 1000  # keys that one request removes
+PART = 1 << 20
+CONNECT = timedelta(seconds=5)
+SILENCE = timedelta(seconds=300)  # for one request, however large its body
+RETRIES, RETRY_SECONDS = 3, timedelta(seconds=15)
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+class ObjectStoreAway(OSError):
+    """The object store does not answer, or refuses; the text says why."""
+
+
+class NoObject(Exception):
+    """Nothing lies under a key."""
+
+
+class Bucket:
+    """The objects under one prefix of a bucket; ``place`` is its URL.
+
+    Credentials, region and endpoint come from where AWS's own tools take them: ``AWS_ACCESS_KEY_ID``,
+    ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_URL``, a container's or a machine's role.
+    """
+
+    def __init__(self, url: str):
+        """Nothing is asked for yet. Raises CannotOpen."""
+        try:
+            from obstore.exceptions import BaseError
+            from obstore.store import S3Store
+        except ImportError:
+            raise CannotOpen("an object store needs its library: pip install 'promptfed[s3]'") from None
+        self._failed: tuple[type[Exception], ...] = (BaseError, OSError)
+        self.place = url
+        endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
+        try:
+            self._store: S3Store = S3Store.from_url(
+                url,
+                config={"endpoint": endpoint} if endpoint is not None else None,
+                client_options={"allow_http": _may_be_plain(endpoint), "connect_timeout": CONNECT, "timeout": SILENCE},
+                retry_config={"max_retries": RETRIES, "retry_timeout": RETRY_SECONDS},
+            )
+        except BaseError as error:
+            raise CannotOpen(f"--store {url} cannot be used: {_first_line(error)}") from None
+
+    def put(self, key: str, content: bytes | Path) -> None:
+        """Store the bytes, or a file's, durably. Raises ObjectStoreAway."""
+        with self._asked():
+            self._store.put(key, content)
+
+    def parts(self, key: str) -> Iterator[bytes]:
+        """The bytes under ``key`` as they come. Raises NoObject, ObjectStoreAway."""
+        with self._asked():
+            for part in self._store.get(key).stream(min_chunk_size=PART):
+                yield bytes(part)
+
+    def read(self, key: str) -> bytes:
+        """All of them. Raises NoObject, ObjectStoreAway."""
+        return b"".join(self.parts(key))
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove what there is of ``keys``. Raises ObjectStoreAway."""
+        wanted = sorted(keys)
+        for begin in range(0, len(wanted), AT_ONCE):
+            with self._asked():
+                self._store.delete(wanted[begin : begin + AT_ONCE])
+
+    def blobs(self) -> Iterator[tuple[str, float]]:
+        """Keys of all blobs, and when each was put, in seconds of the epoch. Raises ObjectStoreAway."""
+        with self._asked():
+            for some in self._store.list(BLOBS):
+                for one in some:
+                    yield one["path"], one["last_modified"].timestamp()
+
+    def name(self) -> str | None:
+        """The name by which a database knows this prefix. Raises ObjectStoreAway."""
+        try:
+            return self.read(ID_KEY).decode().strip()
+        except NoObject:
+            return None
+
+    def give_name(self, name: str) -> None:
+        """Give this prefix its name. Raises ObjectStoreAway."""
+        self.put(ID_KEY, f"{name}\n".encode())
+
+    def probe(self) -> None:
+        """Write a little, and take it away again. Raises ObjectStoreAway."""
+        key = PROBE_KEY + secrets.token_hex(8)
+        self.put(key, b"probe")
+        self.remove([key])
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:  # obstore's word for an object that is not there
+            raise NoObject from None
+        except self._failed as error:
+            raise ObjectStoreAway(f"the object store at {self.place} does not answer: {_first_line(error)}") from None
+
+
+def fresh_key(digest: str) -> str:
+    """A key for bytes with this digest, of ``sha256:<hex>``, that was never used before."""
+    name = digest.partition(":")[2]
+    return f"{BLOBS}{name[:2]}/{name}.{secrets.token_hex(8)}"
+
+
+def _may_be_plain(endpoint: str | None) -> bool:
+    """Whether requests may go unencrypted: to this machine, or where the environment says so."""
+    if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
+        return True
+    return endpoint is not None and is_loopback(urlsplit(endpoint).hostname or "")
+
+
+def _first_line(error: Exception) -> str:
+    return one_line(str(error).partition("\n\nDebug source")[0])[:500]
