@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.private_state import PrivateState
-from promptfed.shared.messages import EnrolmentInfo, Message, Role, Task, TaskConfig
+from promptfed.shared.messages import EnrolmentInfo, Message, Protected, Role, Task, TaskConfig
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.plain_text import plain
@@ -30,6 +30,7 @@ ATTEMPTS = 5  # answers for one phase: an operator may let those whose update wa
 RESTORES = 3  # of the coordinator from a backup, without asking the owner
 FIGURES = ("ece", "macro_f1")  # of a test set, beside its accuracy
 MEASURED = ("train_seconds", "trained_parameters")  # numbers that every method's update carries
+PROTECTED = ("steps", "trained_parameters")  # all that protected training reports: neither depends on data
 SHOWN = 200  # characters of a value that an owner is shown
 
 
@@ -57,6 +58,7 @@ class Terms(Message):
     rounds: int
     training: dict[str, Any]
     evaluate_every: int
+    privacy: Protected = None
     sends: dict[str, list[str]]
     metrics: list[str]
     accuracies: list[str]
@@ -119,11 +121,17 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         rounds=info.rounds,
         training=training,
         evaluate_every=info.evaluate_every,
+        privacy=info.privacy,
         sends=sends,
-        metrics=sorted({*method.metrics, *MEASURED}) if role == "trainer" else [],
+        metrics=_metrics(method, info) if role == "trainer" else [],
         accuracies=["test", *sorted(tests)],
         figures=list(FIGURES),
     )
+
+
+def _metrics(method: Method, info: EnrolmentInfo) -> list[str]:
+    """Patterns of the numbers that leave; under protection those that depend on no data."""
+    return sorted({*method.metrics, *MEASURED}) if info.privacy is None else sorted(PROTECTED)
 
 
 def _phases(method: Method) -> Iterator[Any]:
@@ -255,7 +263,7 @@ class Agreement:
             raise ClientError(Exit.WITHDRAWN, "this client's owner has called consent back: it takes part no longer")
 
     def _agreed(self) -> dict[str, Any]:
-        wanted = ("method", "backbone", "class_names", "template", "rounds", "training")
+        wanted = ("method", "backbone", "class_names", "template", "rounds", "training", "privacy")
         return self.consent.terms.model_dump(mode="json", include=set(wanted))
 
     def _expect_training(self, task: Task) -> None:
@@ -339,7 +347,9 @@ def _asked(config: TaskConfig) -> dict[str, Any]:
         training = TrainingSpec.model_validate(config.training).model_dump(mode="json")
     except ValidationError:
         training = config.training
+    protected = {} if config.privacy is None else {"privacy": config.privacy.model_dump(mode="json")}
     return {
+        **protected,
         "method": method,
         "backbone": _backbone(config.backbone),
         "class_names": config.class_names,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from promptfed.shared.exit_codes import Exit
 
-__all__ = ["ClientError", "Exit"]
+__all__ = ["ClientError", "Exit", "Failure"]
+
+
+class Failure(ValueError):
+    """A task that is not carried out: ``kind`` and the text go to the coordinator, and nothing else."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
 
 
 class ClientError(Exception):

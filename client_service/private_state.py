@@ -56,6 +56,7 @@ class Provenance:
     round: int = 0
     phase: str = ""
     peers: str | None = None
+    privacy: str = "none"  # sample: trained under differential privacy
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,17 @@ class Settings(BaseSettings):
         int | None,
         Field(ge=0, description="preprocessed images kept in memory; default: 1024, for all clients of a process"),
     ] = None
+    dataset: Annotated[
+        Name,
+        Field(description="name of this owner's data set, whose privacy budget all federations on it share"),
+    ] = "default"
+    ledger: Annotated[
+        Path | None,
+        Field(description="file of its privacy budget; default: ~/.local/state/promptfed/ledger/DATASET.jsonl"),
+    ] = None
+    max_epsilon: Annotated[
+        float, Field(gt=0, le=1000, description="privacy budget ε of the data set, over all federations together")
+    ] = 8.0
     ca_file: Annotated[Path | None, Field(description="PEM file of the authority that signed the coordinator")] = None
     client_cert: Annotated[
         Path | None, Field(description="PEM certificate in this client's name, where the coordinator asks for one")
@@ -204,6 +215,12 @@ class Settings(BaseSettings):
     def method_options(self) -> dict[str, str]:
         """This client's own options of the method by name."""
         return {name: value for name, _, value in (text.partition("=") for text in self.method_option)}
+
+    @property
+    def ledger_file(self) -> Path:
+        """Where the data set's privacy budget is kept: outside the state folder, so that a new one changes nothing."""
+        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return self.ledger or Path(base).expanduser() / "promptfed" / "ledger" / f"{self.dataset}.jsonl"
 
     @property
     def features_dir(self) -> Path:

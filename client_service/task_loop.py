@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 import time
@@ -15,7 +16,8 @@ from pydantic import ValidationError
 
 from promptfed.client_service.agreement import Agreement, NotAgreed
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused
-from promptfed.client_service.exits import ClientError
+from promptfed.client_service.exits import ClientError, Failure
+from promptfed.client_service.faults import point
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.private_state import Pending, PrivateState
 from promptfed.client_service.training.data import TEST, Cancelled
@@ -95,6 +97,8 @@ class TaskLoop:
             self.monitor.tell("cancelled", task=task.task_id, round=task.round)
         except ClientError:
             raise
+        except Failure as failure:
+            await self._give_up(task, failure.kind, str(failure))
         except TELLABLE as error:
             await self._give_up(task, type(error).__name__, str(error))
         except (DataError, ValidationError) as error:
@@ -129,6 +133,8 @@ class TaskLoop:
         if pending is None:
             return
         self.monitor.task(pending.round, pending.phase, "sending")
+        if not await self._paid(pending):
+            return
         try:
             await self.coordinator.send_update(pending.task_id, pending.update)
         except Refused as refused:
@@ -145,10 +151,27 @@ class TaskLoop:
             if refused.kind not in ("phase-closed", "already-answered"):
                 await self._report(pending.task_id, "update-refused", f"{refused.kind}: {refused.detail}")
             return
+        point("update-sent")
         self.agreement.note_settled("train", pending.round, pending.phase)
         self.state.commit()
         self._settled.add(pending.task_id)
         self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=len(pending.update))
+
+    async def _paid(self, pending: Pending) -> bool:
+        """Write what an update costs into the ledger before it leaves; one that no longer fits is deleted."""
+        protection = self.work.protection
+        if protection is None:
+            return True
+        release = hashlib.sha256(pending.update).hexdigest()
+        try:
+            await self.compute.run(lambda: protection.pay(pending, release))
+        except Failure as failure:
+            self.state.discard()
+            facts = {"round": pending.round, "phase": pending.phase}
+            self.monitor.tell("failed", **facts, type=failure.kind, detail=str(failure))
+            await self._report(pending.task_id, failure.kind, str(failure))
+            return False
+        return True
 
     def _answered(self, task: Task) -> Pending | None:
         """The update that was accepted for this very task, unless it has been sent again often enough."""

@@ -15,6 +15,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.enrolment import explain
 from promptfed.client_service.joining.flow import Consent, FederationEnded, Joining, Parts
+from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.monitor import Hook, Monitor, Status
 from promptfed.client_service.private_state import PrivateState
 from promptfed.client_service.serving.api import create_app, running_api
@@ -26,6 +27,7 @@ from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.leaving import leave
 from promptfed.shared.outcomes import Record
+from promptfed.shared.privacy.noise import Noise
 
 log = logging.getLogger("promptfed.client")
 
@@ -39,7 +41,9 @@ class Worker:
     ``ephemeral`` one is not started again after a crash and serves no predictions. ``hook(event, facts)`` is told of
     every event: enrolled, trained, accepted, evaluated, discarded, refused, failed, cancelled, ended. A client that has
     not enrolled yet asks ``consent``, where there is one, before it sends anything. ``record`` is told, in this
-    process, what each test image was taken for. Nothing global is changed but torch's number of threads.
+    process, what each test image was taken for.
+    ``noise``, ``ledger`` and ``plain_evaluations`` are for simulations of protected federations. Nothing global is
+    changed but torch's number of threads.
     """
 
     def __init__(
@@ -58,6 +62,9 @@ class Worker:
         hook: Hook | None = None,
         consent: Consent | None = None,
         record: Record | None = None,
+        noise: Noise | None = None,
+        ledger: Ledger | None = None,
+        plain_evaluations: bool = False,
     ):
         self.settings = settings
         status = Status(settings.name, settings.role, settings.federation, settings.coordinator)
@@ -67,7 +74,9 @@ class Worker:
         self.api_url: str | None = None  # written into the state folder, for other programs to find
         self._http = http
         self._ephemeral = ephemeral
-        self._parts = Parts(backbone, source, features, enrolment_token, tests, consent, record)
+        self._parts = Parts(
+            backbone, source, features, enrolment_token, tests, consent, record, noise, ledger, plain_evaluations
+        )
         self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> Exit:

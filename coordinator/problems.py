@@ -382,6 +382,14 @@ class WrongPayload(Refusal, status=422, kind="wrong-payload", title="The update 
     """An update that was made from another payload than was served."""
 
 
+class PrivacyMissing(Refusal, status=422, kind="privacy-missing", title="The update was not trained under protection"):
+    """An update of a protected federation that does not say what it cost its client."""
+
+
+class PrivacyMismatch(Refusal, status=422, kind="privacy-mismatch", title="The update cost something else than agreed"):
+    """An update whose sampling, noise or steps are not those that the spec and the enrolled samples give."""
+
+
 _OF_TENSORS: tuple[type[Refusal], ...]
 _OF_TENSORS = (NotSafetensors, HeaderTooLarge, BadMetadata, UnknownTensor, MissingTensor, WrongShape, WrongDtype)
 TENSOR_REFUSALS = {refusal.kind: refusal for refusal in (*_OF_TENSORS, NotFinite)}

@@ -198,6 +198,15 @@ class CountedUpdate(BaseModel):
     weight: float
 
 
+class SpentPrivacy(BaseModel):
+    """What an update has made of its client's ledger, by its own word. ``seeded`` noise guarantees nothing."""
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    noise: Literal["secret", "seeded"]
+
+
 class UpdateReport(BaseModel):
     """An accepted update.
 
@@ -220,6 +229,7 @@ class UpdateReport(BaseModel):
     )
     distance: float | None = Field(description="L2, from the aggregate; null under the plain mean")
     metrics: dict[str, float]
+    privacy: SpentPrivacy | None = None
 
 
 class FailureReport(BaseModel):
@@ -278,6 +288,7 @@ class ClientEvaluation(BaseModel):
     splits: dict[str, SplitResult]
     zero_shot: dict[str, SplitResult]
     metrics: dict[str, float]
+    withheld: bool = False  # measured, and kept by the site: accuracies depend on records, and no noise covers them
     received_at: datetime
 
 

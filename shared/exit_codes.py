@@ -22,4 +22,6 @@ class Exit(IntEnum):
     STATE = 11  # the state folder is in use, another client's, or damaged
     PROTOCOL = 12  # the coordinator speaks another protocol version, has another method, or answers what makes no sense
     DECLINED = 13  # who was asked said no: nothing was sent or done
+    POLICY = 14  # the site's policy does not allow it, or cannot be read
+    LEDGER = 15  # the privacy budget is spent, or its ledger is damaged or an old copy
     INTERRUPTED = 130  # Ctrl-C

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
 
 PROTOCOL_VERSION = 1
@@ -28,6 +29,15 @@ MethodPackage = Annotated[
 Id = Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
 Template = Annotated[str, Field(max_length=500)]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+
+
+Protected = Annotated[
+    PrivacySpec | None,
+    Field(
+        exclude_if=lambda given: given is None,
+        description="how training is to be protected; left out where it is not, and unknown to older clients",
+    ),
+]
 
 
 class Message(BaseModel):
@@ -92,6 +102,7 @@ class EnrolmentInfo(Message):
     rounds: Annotated[int, Field(ge=0, le=100_000)] | None = None  # these three: none in an older client's folder
     training: dict[str, Any] | None = None
     evaluate_every: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    privacy: Protected = None
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -114,6 +125,7 @@ class TaskConfig(Message):
     rounds: Annotated[int, Field(ge=0, le=100_000)]
     seed: int
     peers: list[Peer]
+    privacy: Protected = None
 
 
 class PayloadRef(Message):
@@ -139,12 +151,31 @@ class Task(Message):
     common_payload: Digest | None = None  # of all payloads of this phase, where they are the same; none: not told
 
 
+class PrivacyEvent(Message):
+    """``count`` uses of a mechanism (`promptfed.shared.privacy.accounting.Event`)."""
+
+    mechanism: Literal["gaussian", "laplace"]
+    q: Annotated[float, Field(gt=0, le=1)]
+    z: Annotated[float, Field(gt=0, le=1000)]
+    count: Annotated[int, Field(ge=1, le=1 << 40)]
+
+
+class SpendReport(Message):
+    """What an update cost its client, by its own word: events, and ε of its ledger with them, at its δ."""
+
+    events: Annotated[list[PrivacyEvent], Field(min_length=1, max_length=10)]
+    epsilon: Annotated[float, Field(ge=0)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    noise: Literal["secret", "seeded"]
+
+
 class UpdateMetadata(Message):
     """Canonical JSON under the safetensors metadata key ``promptfed`` of an update."""
 
     task_id: Annotated[str, Field(max_length=100)]
     payload_sha256: Digest
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
+    privacy: Annotated[SpendReport | None, Field(exclude_if=lambda given: given is None)] = None
 
 
 Figure = Annotated[Fraction | None, Field(exclude_if=lambda value: value is None)]
@@ -168,6 +199,9 @@ class EvaluationRequest(Message):
     splits: SplitResults
     zero_shot: SplitResults = {}
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
+    withheld: Annotated[
+        bool, Field(exclude_if=lambda given: not given, description="measured, and kept by the site")
+    ] = False
 
 
 class FailureRequest(Message):

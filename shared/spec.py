@@ -21,10 +21,11 @@ from pydantic import (
     model_validator,
 )
 
+from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec_hints import meant
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-RESERVED = {"privacy": "'privacy' is reserved for a later release: leave it out"}
+RESERVED = {"secure_aggregation": "'secure_aggregation' is reserved for a later release: leave it out"}
 
 Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame"]
 TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
@@ -339,6 +340,7 @@ class FederationSpec(Section):
     aggregation: AggregationSpec = AggregationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     admission: AdmissionSpec = AdmissionSpec()
+    privacy: Annotated[PrivacySpec, Field(exclude_if=lambda given: given.level == "none")] = PrivacySpec()
     retention: Literal["all", "last_round"] = "all"
     start: Literal["manual", "when_ready"] = "manual"
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from promptfed.client_service.agreement import Terms
+from promptfed.client_service.protection import Plan
 from promptfed.client_service.training.payloads import ROUNDS, known_sizes
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods.core.base import Method
@@ -75,6 +76,7 @@ class Disclosure:
     exchanges: tuple[Exchange, ...]
     disclosed: tuple[Disclosed, ...]
     changes: tuple[str, ...] = ()
+    plan: Plan | None = None
 
     def facts(self) -> dict[str, Any]:
         """For programs."""
@@ -91,6 +93,7 @@ class Disclosure:
             "learned": [asdict(one) for one in self.disclosed],
             "test_sets": list(self._tests),
             "never": NEVER,
+            **({} if self.plan is None else {"privacy": vars(self.plan)}),
         }
 
     @property
@@ -109,15 +112,22 @@ class Disclosure:
             "Leaves this machine once, when it enrols:",
             *(f"  {name:<9} {value}" for name, value in self._once()),
             *(line for exchange in self.exchanges for line in self._exchange(exchange)),
-            "Leaves it after an evaluation:",
-            f"  accuracy  on {', '.join(self._tests)}, with the number of images, and the template's beside it",
-            *(f"            {FIGURES[name]}" for name in terms.figures),
-            "            seconds of computing; where the method mixes domains, their mean shares over the test images",
+            *self._measured(),
             "Who learns what of it:",
             *self._learned(),
             f"Never leaves it: {NEVER}.",
             f"Agreeing to just this without being asked: --agree {terms.digest}",
         )]  # fmt: skip
+
+    def _measured(self) -> list[str]:
+        if self.terms.privacy is not None and self.terms.privacy.evaluations == "withheld":
+            return ["Leaves it after an evaluation:", "  nothing   but that it was made: accuracies are withheld"]
+        return [
+            "Leaves it after an evaluation:",
+            f"  accuracy  on {', '.join(self._tests)}, with the number of images, and the template's beside it",
+            *(f"            {FIGURES[name]}" for name in self.terms.figures),
+            "            seconds of computing; where the method mixes domains, their mean shares over the test images",
+        ]
 
     def _changed(self) -> list[str]:
         if not self.changes:
@@ -135,6 +145,8 @@ class Disclosure:
                 ("method", _settings(terms.method) or "no settings"),
                 ("training", _settings(terms.training)),
             ]
+        if self.plan is not None:
+            work += self.plan.lines()
         template = f"{terms.template!r}" if terms.template else "the data's own"
         work += [("classes", f"told apart among {classes}; template {template}")]
         return [*work, ("evaluate", f"every {terms.evaluate_every} rounds, before the first and after the last")]

@@ -27,8 +27,10 @@ from promptfed.client_service.joining.enrolment import (
     open_backbone,
     take_own_options,
 )
+from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.private_state import Identity, PrivateState
+from promptfed.client_service.protection import SiteProtection, expect_room, keep, plan
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.training.data import (
@@ -48,6 +50,7 @@ from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.outcomes import Record
+from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.spec import BackboneShape, SpecError
 from promptfed.shared.tensors import TensorError
 
@@ -72,6 +75,9 @@ class Parts:
     tests: Mapping[str, Source] | None = None
     consent: Consent | None = None
     record: Record | None = None
+    noise: Noise | None = None  # default: secret
+    ledger: Ledger | None = None  # default: the data set's file
+    plain_evaluations: bool = False  # of a protected federation, where its spec allows them too
 
 
 @dataclass
@@ -113,11 +119,16 @@ class Joining:
         method = federation_method(info)
         take_own_options(method, settings)
         check_declaration(method, info, settings.role, source)
-        agreement, declared = await self._agreement(info, method, source, list(tests))
+        protection = await self._protection(info, method, source)
+        agreement, declared = await self._agreement(info, method, source, list(tests), protection)
+        if protection is not None:
+            await self.compute.run(partial(self._open_ledger, protection))
 
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
+        plain = info.privacy is not None and info.privacy.evaluations == "plain" and self.parts.plain_evaluations
         work = self._work(backbone, agreement, source, tests)
+        work.protection, work.plain_evaluations = protection, plain
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         request = enrol_request(replace(declared, device=describe_device(backbone.device)), identity.secret, backbone)
@@ -248,8 +259,34 @@ class Joining:
             raise ClientError(Exit.BAD_INPUT, f"{text}; {free}: {remedy}")
         log.info("%s; %s MB are free there", text, f"{cost.free / 1e6:,.1f}")
 
+    async def _protection(self, info: EnrolmentInfo, method: Method, source: Source) -> SiteProtection | None:
+        """What the federation's differential privacy costs here. Refused before anybody is asked where it cannot fit.
+
+        Raises:
+            ClientError: LEDGER.
+        """
+        settings, ledger = self.settings, self.parts.ledger
+        if info.privacy is None or settings.role != "trainer":
+            return None
+        ledger = ledger or Ledger(settings.ledger_file, settings.dataset)
+        units, most = len(source.train), settings.max_epsilon
+        planned = await self.compute.run(lambda: plan(info, method, units, ledger, self.state, most))
+        expect_room(planned, ledger.dataset)
+        noise = self.parts.noise or SecretNoise()
+        return SiteProtection(info.privacy, planned, ledger, noise, settings.coordinator, info.federation_id)
+
+    def _open_ledger(self, protection: SiteProtection) -> None:
+        """Begin the ledger, now that its owner has agreed, and keep what was planned."""
+        protection.ledger.open(protection.plan.delta)
+        keep(self.state, protection.plan)
+
     async def _agreement(
-        self, info: EnrolmentInfo, method: Method, source: Source, tests: list[str]
+        self,
+        info: EnrolmentInfo,
+        method: Method,
+        source: Source,
+        tests: list[str],
+        protection: SiteProtection | None = None,
     ) -> tuple[Agreement, Declared]:
         """What the owner agreed to, asked now where it was not before, and what is declared with it.
 
@@ -264,6 +301,8 @@ class Joining:
             return known, declared
         if consent is not None:
             disclosure = disclose(terms, info, method, declared, await self._shape(info), changes)
+            if protection is not None:
+                disclosure = replace(disclosure, plan=protection.plan)
             await self._ask(consent, disclosure, source)
         return Agreement.made(self.state, terms), declared
 

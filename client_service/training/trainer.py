@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from promptfed.client_service.agreement import Agreement
+from promptfed.client_service.exits import ClientError, Failure
+from promptfed.client_service.faults import point
 from promptfed.client_service.private_state import PrivateState, Provenance, Serving
+from promptfed.client_service.protection import SiteProtection
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TRAIN, Cancelled, ClientData, LocalSplit
@@ -24,7 +27,9 @@ from promptfed.client_service.training.payloads import check_payload, known_size
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError, Phase
+from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError, Phase, TrainResult
+from promptfed.shared.methods.core.protection import Protection
+from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.outcomes import Record
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import DTYPES, Tensors, canonical_json, decode, encode
@@ -50,6 +55,8 @@ class TaskWork:
     agreement: Agreement
     record: Record | None = None
     own_options: Mapping[str, str] = field(default_factory=dict)
+    protection: SiteProtection | None = None
+    plain_evaluations: bool = False  # of a protected federation: both its spec and this site allow them
 
     def __post_init__(self) -> None:
         self._evaluation = Evaluation(self.data, self.name, self.record, self.agreement.figures)
@@ -69,19 +76,58 @@ class TaskWork:
         phase = phase_of(method, task.round, task.config.rounds, task.phase)
         self._check(tensors, method, phase, task.config)
         trained: list[int] = []
+        protection = self._protection(task, context)
+        context = replace(context, count_trained=trained.append, protection=protection)
         with torch_settings(context.training, self.backbone):
             private, peers = self._prepared(method, context, task.config.peers)
-            result = method.train(replace(context, count_trained=trained.append), tensors, private)
+            result = self._result(method, context, tensors, private)
         dtypes = {spec.name: DTYPES[spec.dtype] for spec in phase.up}
         update = {name: _as_sent(name, tensor, dtypes.get(name)) for name, tensor in result.update.items()}
         seconds = round(time.monotonic() - started, 3)
-        measured = result.metrics | {"train_seconds": seconds, "trained_parameters": sum(trained)}
+        measured = {**result.metrics, "train_seconds": seconds, "trained_parameters": sum(trained)}
+        if protection is not None:
+            measured = {"steps": protection.event.count, "trained_parameters": sum(trained)}
         metrics = self._agreed_metrics(measured)
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         about = UpdateMetadata(task_id=task.task_id, payload_sha256=task.payload.sha256, metrics=finite)
-        provenance = Provenance(task.task_id, task.round, task.phase, peers)
+        if self.protection is not None and protection is not None:
+            about = about.model_copy(update={"privacy": self.protection.report(protection.event)})
+        provenance = Provenance(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
         self.state.write_pending(encode(update, about.model_dump()), result.private, provenance)
+        point("pending-written")
         return finite
+
+    def _protection(self, task: Task, context: ClientContext) -> Protection | None:
+        """The attempt's differential privacy, which the budget can afford; None where none was agreed to.
+
+        Raises:
+            Failure: the budget is exhausted, the data have changed, or private tensors were trained without noise.
+        """
+        site = self.protection
+        if (site is None) != (task.config.privacy is None):
+            raise Failure("terms-changed", "the task's privacy is not what this client enrolled for")
+        if site is None:
+            return None
+        private, provenance = self.state.committed()
+        if private and provenance.privacy != "sample":
+            text = "this client's private tensors were trained without noise, and the next update would tell of them"
+            raise Failure("private-state-unprotected", f"{text}: start them anew with --reset-private")
+        return site.begin(task, self.name, len(context.train))
+
+    def _result(self, method: Method, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """What training gives. Under protection nothing tells why it failed: that may depend on a record."""
+        if context.protection is None:
+            return method.train(context, payload, private)
+        try:
+            result = method.train(context, payload, private)
+        except (TaskCancelled, ClientError):
+            raise
+        except Exception:
+            log.exception("protected training failed")
+            raise Failure("training-failed", "protected training failed; this client's own log says why") from None
+        if not context.protection.used:
+            raise Failure("training-failed", f"{method.name} trained without the protection that it promises")
+        return result
 
     def _check(self, tensors: Tensors, method: Method, phase: Phase | None, config: TaskConfig) -> None:
         names = tuple(config.class_names) if config.class_names else None
@@ -102,11 +148,18 @@ class TaskWork:
         served, parts = self._serve(serving, cancelled)
         if self.predictor is not None:
             self.state.save_serving(serving)
+        if self.withholds:
+            return EvaluationRequest(splits={}, withheld=True)
         with torch_settings(served.context.training, self.backbone):
             splits, zero_shot = self._evaluation.run(*parts, served.classifier, task.config.template)
             metrics = self._evaluation.mixture(served.classifier, served.context)
         metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
+
+    @property
+    def withholds(self) -> bool:
+        """Whether accuracies stay here: they depend on records, and no noise covers them."""
+        return self.agreement.consent.terms.privacy is not None and not self.plain_evaluations
 
     def restore_serving(self, cancelled: Cancelled) -> None:
         """Serve predictions again from the last evaluation's payload, after a restart."""

@@ -119,6 +119,7 @@ def _config(registry: Registry, federation: Federation) -> str:
         seed=federation.spec.seed,
         # Where no method asks, sites need not know of each other; and a thousand of them would make every task long.
         peers=federation.peers() if federation.method.needs.domain_descriptions else [],
+        privacy=federation.privacy,
     ).model_dump_json()
     registry.configs[federation.id] = (federation.run.members, federation.clients, config)
     return config
@@ -163,6 +164,8 @@ def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
             problems.NormTooLarge,
             problems.WrongTask,
             problems.WrongPayload,
+            problems.PrivacyMissing,
+            problems.PrivacyMismatch,
         ),
     },
     openapi_extra=TENSOR_BODY,

@@ -12,6 +12,7 @@ from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 from promptfed.shared.messages import Domain, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
 from promptfed.shared.methods.core.base import ClientInfo, Hyperparameters, Method, MethodError, Phase, ServerContext
+from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
 
 
@@ -138,6 +139,11 @@ class Federation:
     def absent(self) -> str | None:
         """Why the federation's method cannot be had here; None where it can."""
         return self.method.why if isinstance(self.method, AbsentMethod) else None
+
+    @property
+    def privacy(self) -> PrivacySpec | None:
+        """How training is to be protected; None where it is not."""
+        return self.spec.privacy if self.spec.privacy.level != "none" else None
 
     @property
     def phase(self) -> str | None:

@@ -41,6 +41,7 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         rounds=federation.spec.rounds,
         training=federation.spec.training.model_dump(),
         evaluate_every=federation.spec.evaluation.every,
+        privacy=federation.privacy,
     )
 
 

@@ -25,6 +25,7 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
+from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.tensors import TensorError, Tensors, canonical_json, check
 
 # No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
@@ -262,7 +263,28 @@ def _examine(
         raise problems.WrongPayload(
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
-    return size, about.metrics
+    return size, {**about.metrics, **_spent(federation, client, about)}
+
+
+def _spent(federation: Federation, client: Client, about: UpdateMetadata) -> dict[str, float]:
+    """What the update cost its client, beside its metrics. The client's own word, held against the public terms."""
+    privacy, spent = federation.privacy, about.privacy
+    if privacy is None and spent is None:
+        return {}
+    if privacy is None:
+        raise problems.PrivacyMismatch(f"{federation.name} is not protected, and the update says what it cost")
+    if spent is None:
+        text = f"{federation.name} is protected at level {privacy.level}, and the update does not say what it cost"
+        raise problems.PrivacyMissing(f"{text}: install a version of promptfed that protects")
+    training, given = federation.spec.training, [event.model_dump() for event in spent.events]
+    z = privacy.noise_multiplier or given[0]["z"]
+    wanted = training_event(client.num_samples, training.batch_size, training.epochs, z).as_json()
+    if given != [wanted]:
+        raise problems.PrivacyMismatch(
+            f"the update was trained with {given}; {client.num_samples} samples give {wanted}"
+        )
+    seeded = float(spent.noise == "seeded")
+    return {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
 
 
 def _check_change(tensors: Tensors, payload: Tensors, limit: float) -> None:

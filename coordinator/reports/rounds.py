@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import to_json
 from sqlalchemy import select
@@ -182,7 +182,9 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
                 for task, update in answered
             ],
             "state_hash": session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == stage.id)),
-            "metrics": _mean_metrics([(task.weight or 0.0, update.metrics) for task, update in counted]),
+            "metrics": _mean_metrics(
+                [(task.weight or 0.0, _plain_metrics(update.metrics)) for task, update in counted]
+            ),
             "measured": stage.measured or {},
         }
     )
@@ -212,9 +214,27 @@ def _update_report(
             "weight": task.weight,
             "influence": judged.get("influence"),
             "distance": judged.get("distance"),
-            "metrics": update.metrics,
+            "metrics": _plain_metrics(update.metrics),
+            "privacy": spent_privacy(update.metrics),
         }
     )
+
+
+def spent_privacy(metrics: dict[str, float]) -> schemas.SpentPrivacy | None:
+    """What an update cost its client, as it is stored among its metrics; None where it was not protected."""
+    if "privacy_epsilon" not in metrics:
+        return None
+    noise: Literal["secret", "seeded"] = "seeded" if metrics["privacy_seeded"] else "secret"
+    return schemas.SpentPrivacy(
+        epsilon=metrics["privacy_epsilon"],
+        delta=metrics["privacy_delta"],
+        noise_multiplier=metrics["privacy_z"],
+        noise=noise,
+    )
+
+
+def _plain_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("privacy_")}
 
 
 def _mean_metrics(parts: list[tuple[float, dict[str, float]]]) -> dict[str, float]:
@@ -255,6 +275,7 @@ def _client_evaluation(federation: Federation, name: str, row: Any) -> schemas.C
             "splits": row.body["splits"],
             "zero_shot": row.body["zero_shot"],
             "metrics": row.body["metrics"],
+            "withheld": row.body.get("withheld", False),
             "received_at": row.received_at,
         }
     )

@@ -13,11 +13,14 @@ import httpx
 import torch
 
 from promptfed.client_service.exits import ClientError
+from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.client_service.worker import Worker
 from promptfed.experiments.preparation import SimulationSetup
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.privacy.noise import SeededNoise
+from promptfed.shared.seeds import derive_seed
 
 AHEAD = 2  # clients that fetch or send while as many as the pool has threads compute
 PATIENCE_SECONDS = 20.0  # of a client whose coordinator answers nothing but errors
@@ -60,8 +63,8 @@ class RunningWorkers:
 
 
 def _exit(error: ClientError) -> Exit:
-    """The command's code: from NAME_TAKEN to DECLINED are those of a client's process alone."""
-    return Exit.FAILED if Exit.NAME_TAKEN <= error.exit <= Exit.DECLINED else error.exit
+    """The command's code: from NAME_TAKEN to LEDGER are those of a client's process alone."""
+    return Exit.FAILED if Exit.NAME_TAKEN <= error.exit <= Exit.LEDGER else error.exit
 
 
 @asynccontextmanager
@@ -91,6 +94,9 @@ async def run_workers(
             ephemeral=True,
             hook=hook,
             record=setup.keep,
+            noise=SeededNoise(derive_seed(setup.spec.seed, "noise")),
+            ledger=Ledger(None),
+            plain_evaluations=True,
         )
         for client in setup.clients
     ]
@@ -115,6 +121,7 @@ def _settings(setup: SimulationSetup, site: Site, url: str, federation: str) -> 
             test=[],
             state_dir=setup.folder / f"client-{site.name}",
             threads=setup.threads,
+            max_epsilon=1000.0,  # nobody's budget: a simulation may ask for any
             give_up_after=PATIENCE_SECONDS,
         )
     except ClientError as error:

@@ -11,6 +11,8 @@ from promptfed.shared.spec import SpecError, merged
 
 GOOD: dict[str, Any] = {"name": "eyes-1", "method": {"name": "promptfl"}}
 
+SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+
 
 def test_what_is_omitted_takes_the_defaults() -> None:
     spec = resolve_spec(GOOD)
@@ -102,7 +104,17 @@ def test_methods_whose_phases_are_means_take_any_rule() -> None:
         ({"template": "a photo"}, "template", "exactly once"),
         ({"class_names": []}, "class_names", "at least one"),
         ({"class_names": ["a", "b", "a"]}, "class_names", "twice: a"),
-        ({"privacy": {"epsilon": 1}}, "privacy", "reserved"),
+        ({"secure_aggregation": {}}, "secure_aggregation", "reserved"),
+        ({"privacy": {"epsilon": 1.0}}, "privacy", "level: sample"),
+        ({"privacy": SAMPLE | {"clip": None}}, "privacy", "give clip"),
+        ({"privacy": SAMPLE | {"epsilon": 1.0}}, "privacy", "either noise_multiplier or epsilon"),
+        ({"privacy": SAMPLE | {"noise_multiplier": None}}, "privacy", "either noise_multiplier or epsilon"),
+        ({"privacy": SAMPLE | {"noise_multiplier": 0.1}}, "privacy.noise_multiplier", "greater than or equal to 0.3"),
+        ({"privacy": SAMPLE | {"level": "client"}}, "privacy", "reserved for a later release"),
+        ({"privacy": SAMPLE | {"unit": "group"}}, "privacy", "unit: group is reserved"),
+        ({"privacy": SAMPLE | {"evaluation": "noisy"}}, "privacy", "evaluation: noisy is reserved"),
+        ({"privacy": SAMPLE, "method": {"name": "plan"}}, "privacy", "aggregators have millions"),
+        ({"privacy": SAMPLE, "method": {"name": "zero_shot"}}, "privacy", "it trains nothing"),
         ({"aggregation": {"rule": "best"}}, "aggregation.rule", "'mean', 'median', 'trimmed_mean'"),
         ({"aggregation": {"tolerate": 0.1}}, "aggregation.tolerate", "the rule mean takes none"),
         ({"aggregation": {"rule": "median", "tolerate": 0.1}}, "aggregation.tolerate", "the rule median takes none"),
@@ -188,7 +200,7 @@ def test_a_key_that_is_like_no_other_suggests_nothing() -> None:
 def test_all_that_is_wrong_is_told_at_once() -> None:
     raw = {
         "name": "a b",
-        "privacy": {},
+        "secure_aggregation": {},
         "rounds": 0,
         "training": {"epoch": 1},
         "method": {"name": "promptfl", "m": 0, "mu": 1},
@@ -196,7 +208,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         resolve_spec(raw)
     paths = [error["path"] for error in caught.value.errors]
-    assert paths == ["privacy", "name", "rounds", "training.epoch", "method.m", "method.mu"]
+    assert paths == ["secure_aggregation", "name", "rounds", "training.epoch", "method.m", "method.mu"]
     with pytest.raises(UnknownMethod) as unknown:
         resolve_spec({"name": "r", "method": {"name": "promptfk"}, "rounds": 0})
     assert [error["path"] for error in unknown.value.errors] == ["method.name", "rounds"]

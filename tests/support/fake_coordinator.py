@@ -52,6 +52,7 @@ class FakeCoordinator:
     fingerprint: str | None = None
     protocol_version: int = 1
     state: str = "running"
+    privacy: dict[str, Any] | None = None
     peers: list[dict[str, Any]] = field(default_factory=list)
     epoch: str = "first"  # of the coordinator's process
     closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
@@ -96,6 +97,7 @@ class FakeCoordinator:
             "rounds": self.rounds,
             "seed": 7,
             "peers": self.peers,
+            "privacy": self.privacy,
         }
         task = Task.model_validate(
             {
@@ -152,6 +154,7 @@ class FakeCoordinator:
                     "rounds": self.rounds,
                     "training": self.training,
                     "evaluate_every": 1,
+                    "privacy": self.privacy,
                 }
             )
             return Response(info.model_dump_json(), media_type="application/json")

@@ -72,7 +72,7 @@ def test_a_method_without_phases_runs_to_its_end(coordinator: InThread) -> None:
     [
         ({"rounds": 0}, "rounds"),
         ({"round": 3}, "round"),
-        ({"privacy": {}}, "privacy"),
+        ({"privacy": {"level": "client"}}, "privacy"),
         ({"method": {"name": "promptfl", "n": 3}}, "method.n"),
         ({"method": {"name": "nonsense"}}, "method.name"),
         ({"training": {"epochs": "2"}}, "training.epochs"),

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.tensors import canonical_json, encode
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import bearer, content_digest, secret_of, trained, update_body
@@ -373,3 +374,38 @@ def test_a_secret_is_not_told_in_any_answer(coordinator: InThread) -> None:
         assert secret_of("a") not in text
     assert canonical_json(coordinator.http.get("/metrics").text).find('"a"') == -1
     assert coordinator.http.get(a.path, headers=bearer(secret_of("a"))).status_code == 403
+
+
+SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+
+
+def test_updates_of_a_protected_federation_say_what_they_cost_and_it_must_be_what_the_terms_give(
+    coordinator: InThread,
+) -> None:
+    federation, (a, _), (task, _) = open_first_phase(coordinator, privacy=SAMPLE)
+    assert task["config"]["privacy"]["noise_multiplier"] == 1.0
+    count = coordinator.get(f"{federation}/clients")["clients"][0]["num_samples"]
+    right = training_event(count, 32, 1, 1.0).as_json()
+    about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
+    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "secret"}
+    bad = {
+        "privacy-missing": about,
+        "privacy-mismatch": about | {"privacy": spent | {"events": [right | {"z": 0.5}]}},
+        "bad-metadata": about | {"privacy": spent | {"events": []}},
+    }
+    for expected, metadata in bad.items():
+        refused = a.send(task, encode(GOOD, metadata))
+        assert (refused.status_code, kind(refused)) == (422, expected), refused.text
+    for wrong in (right | {"count": right["count"] + 1}, right | {"q": right["q"] / 2}):
+        refused = a.send(task, encode(GOOD, about | {"privacy": spent | {"events": [wrong]}}))
+        assert kind(refused) == "privacy-mismatch"
+    assert a.send(task, encode(GOOD, about | {"privacy": spent | {"events": [right]}})).status_code == 201
+
+
+def test_an_unprotected_federation_takes_no_update_that_says_what_it_cost(coordinator: InThread) -> None:
+    _, (a, _), (task, _) = open_first_phase(coordinator)
+    assert "privacy" not in task["config"]
+    about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
+    event = {"mechanism": "gaussian", "q": 1.0, "z": 1.0, "count": 1}
+    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "secret", "events": [event]}
+    assert kind(a.send(task, encode(GOOD, about | {"privacy": spent}))) == "privacy-mismatch"

@@ -213,3 +213,21 @@ def test_what_goes_wrong_is_one_line(
     assert "\n" not in str(caught.value)
     assert caught.value.exit == exit
     assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("evaluation", ["plain", None])
+def test_a_protected_federation_says_what_each_update_cost_and_repeats(
+    evaluation: str | None, backbone: Backbone, features: FeatureCache
+) -> None:
+    """Simulated noise follows from the seed, and is marked so. Accuracies are withheld unless the spec says plain."""
+    privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0, "evaluation": evaluation}
+    found, again = (
+        simulate(spec(privacy=privacy, rounds=1), SITES, backbone=backbone, features=features) for _ in range(2)
+    )
+    assert state_hash(found.state) == state_hash(again.state)
+    assert bool(found.accuracies()) is (evaluation == "plain")
+    for one in found.reports[1]["phases"][0]["updates"]:
+        assert set(one["metrics"]) == {"steps", "trained_parameters"}
+        assert one["privacy"]["noise"] == "seeded"
+        assert one["privacy"]["epsilon"] > 1
+    assert all(one["withheld"] is (evaluation is None) for one in found.reports[1]["evaluation"]["clients"].values())

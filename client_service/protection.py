@@ -1,0 +1,202 @@
+"""One federation's differential privacy at this client: what a task costs, and that it is paid before it is sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from promptfed.client_service.exits import ClientError, Exit, Failure
+from promptfed.client_service.faults import point
+from promptfed.client_service.ledger import BudgetExhausted, Ledger
+from promptfed.client_service.private_state import Pending, PrivateState
+from promptfed.shared.messages import EnrolmentInfo, PrivacyEvent, SpendReport, Task
+from promptfed.shared.methods.core.base import Method
+from promptfed.shared.methods.core.privacy_checks import training_loops
+from promptfed.shared.methods.core.protection import Protection
+from promptfed.shared.privacy.accounting import (
+    Event,
+    PrivacyError,
+    calibrate,
+    check_delta,
+    default_delta,
+    epsilon_of,
+    training_event,
+)
+from promptfed.shared.privacy.noise import Noise
+from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.tensors import decode
+
+FILE = "protection.json"  # what was planned when this client enrolled
+MAX_EPSILON = 8.0  # of a data set, where its owner says nothing
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the whole federation may cost: ``epsilon`` alone, ``in_all`` with what the ledger holds of others."""
+
+    units: int
+    noise_multiplier: float
+    delta: float
+    steps: int
+    q: float
+    epsilon: float
+    in_all: float
+    most: float
+
+    def lines(self) -> list[tuple[str, str]]:
+        """As its owner is told."""
+        noise = f"z = {self.noise_multiplier:g} times the clip in each of {self.steps} steps at most"
+        spent = f"{self.in_all:.3g} of {self.most:g} with what this data set has spent before"
+        return [
+            ("privacy", f"differentially private training; one of the {self.units} records is protected, {noise}"),
+            ("budget", f"ε = {self.epsilon:.3g} at δ = {self.delta:g} for all rounds; {spent}"),
+        ]
+
+
+@dataclass
+class SiteProtection:
+    """What every training task of one federation passes. Made by `plan`."""
+
+    privacy: PrivacySpec
+    plan: Plan
+    ledger: Ledger
+    noise: Noise
+    coordinator: str
+    federation_id: str
+
+    def begin(self, task: Task, client: str, units: int) -> Protection:
+        """The protection of one attempt at ``task``, which the ledger can afford.
+
+        Raises:
+            Failure: data-changed, or privacy-budget-exhausted.
+        """
+        plan, training = self.plan, TrainingSpec.model_validate(task.config.training)
+        if units != plan.units:
+            text = f"{units} records instead of the {plan.units} that were enrolled"
+            raise Failure("data-changed", f"{text}: enrol anew with another --state-dir and --name")
+        stream = self.noise.stream(task.round, task.phase, client)
+        protection = Protection(
+            float(self.privacy.clip or 0), plan.noise_multiplier, units, training.batch_size, training.epochs, stream
+        )
+        try:
+            self.ledger.expect([protection.event], plan.most)
+        except BudgetExhausted as error:
+            raise Failure("privacy-budget-exhausted", str(error)) from None
+        point("task-affordable")
+        return protection
+
+    def report(self, event: Event) -> SpendReport:
+        """What goes with the update."""
+        epsilon = self.ledger.expect([event], self.plan.most)
+        return SpendReport(
+            events=[PrivacyEvent(**event.as_json())], epsilon=epsilon, delta=self.plan.delta, noise=self.noise.kind
+        )
+
+    def pay(self, pending: Pending, release: str) -> bool:
+        """Write the spend of an update that is about to leave; False where it was written before.
+
+        Raises:
+            Failure: privacy-budget-exhausted, or privacy-missing where the update does not say what it cost.
+            ClientError: LEDGER.
+        """
+        spent = reported(pending.update)
+        if spent is None:
+            raise Failure("privacy-missing", "the update that waits was not trained under protection")
+        events = [Event(**one.model_dump()) for one in spent.events]
+        about = {
+            "federation_id": self.federation_id,
+            "coordinator": self.coordinator,
+            "round": pending.round,
+            "phase": pending.phase,
+            "task_id": pending.task_id,
+            "noise": spent.noise,
+        }
+        try:
+            return self.ledger.spend(release, events, self.plan.most, about, "train")
+        except BudgetExhausted as error:
+            raise Failure("privacy-budget-exhausted", str(error)) from None
+
+
+def reported(update: bytes) -> SpendReport | None:
+    """What an update says of its cost."""
+    _, metadata = decode(update)
+    given: Any = metadata
+    privacy = given.get("privacy") if isinstance(given, dict) else None
+    return None if privacy is None else SpendReport.model_validate(privacy)
+
+
+def plan(
+    info: EnrolmentInfo,
+    method: Method,
+    units: int,
+    ledger: Ledger,
+    state: PrivateState | None,
+    most: float,
+    delta: float | None = None,
+) -> Plan:
+    """What the federation of ``info`` will cost a client with ``units`` records, as it was planned at enrolment.
+
+    Raises:
+        ClientError: LEDGER where it cannot fit, or the ledger's δ is not one that the federation allows.
+    """
+    privacy = info.privacy
+    assert privacy is not None
+    training = TrainingSpec.model_validate(info.training)
+    try:
+        wanted = ledger.delta() or delta or privacy.delta or default_delta(units)
+        check_delta(wanted, units)
+        _check_allowed(privacy, wanted)
+        if not type(method).can_protect():
+            raise PrivacyError(f"{method.name} cannot be trained under protection: {method.unprotected}")
+        loops = training_loops(method, info.rounds or 0)
+        shape = training_event(units, training.batch_size, training.epochs, 1.0, loops)
+        z = _planned_noise(state, units) or _noise(privacy, wanted, shape)
+        event = Event("gaussian", shape.q, z, shape.count)
+        others = [
+            one
+            for spend in ledger.spends()
+            if spend.split == "train" and spend.federation_id != info.federation_id
+            for one in spend.events
+        ]
+        alone = epsilon_of([event], wanted)
+        in_all = epsilon_of([*others, event], wanted) if others else alone
+    except PrivacyError as error:
+        raise ClientError(Exit.LEDGER, f"this federation cannot be protected here: {error}") from None
+    return Plan(units, z, wanted, shape.count, shape.q, alone, in_all, most)
+
+
+def expect_room(plan: Plan, dataset: str, partial: bool = False) -> None:
+    """Raise ClientError (LEDGER) where the whole schedule does not fit, unless ``partial`` takes part until it ends."""
+    if plan.in_all > plan.most and not partial:
+        text = f"all rounds would make ε = {plan.in_all:.4g} of the {plan.most:g} that the data set {dataset!r} has"
+        raise ClientError(Exit.LEDGER, f"{text}: raise --max-epsilon, or ask for fewer rounds or more noise")
+
+
+def keep(state: PrivateState, plan: Plan) -> None:
+    """Remember what was planned, for later starts of this client."""
+    state.write_note(FILE, json.dumps(vars(plan)))
+
+
+def _planned_noise(state: PrivateState | None, units: int) -> float | None:
+    raw = state.read_note(FILE) if state is not None else None
+    if state is None or raw is None:
+        return None
+    try:
+        kept = json.loads(raw)
+        return float(kept["noise_multiplier"]) if kept["units"] == units else None
+    except (ValueError, KeyError, TypeError):
+        raise state.damaged(FILE) from None
+
+
+def _noise(privacy: PrivacySpec, delta: float, shape: Event) -> float:
+    if privacy.noise_multiplier is not None:
+        return privacy.noise_multiplier
+    assert privacy.epsilon is not None
+    return calibrate(privacy.epsilon, delta, shape.q, shape.count)
+
+
+def _check_allowed(privacy: PrivacySpec, delta: float) -> None:
+    if privacy.delta is not None and delta > privacy.delta:
+        raise PrivacyError(f"the ledger's δ = {delta:g} is larger than the federation allows ({privacy.delta:g})")

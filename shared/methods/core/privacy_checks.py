@@ -1,0 +1,52 @@
+"""What a spec may ask for under ``privacy``: protected, or refused by name."""
+
+from __future__ import annotations
+
+from promptfed.shared.methods.core.base import Method, MethodError
+from promptfed.shared.privacy.accounting import PrivacyError
+from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec import FederationSpec
+
+
+def check_privacy(method: Method, spec: FederationSpec) -> None:
+    """Raise MethodError where ``spec.privacy`` asks for what ``method`` or this version cannot protect."""
+    given = spec.privacy
+    if given.level == "none":
+        if given != PrivacySpec():
+            raise MethodError("the level is none, and something else is asked for: give level: sample, or leave it out")
+        return
+    if given.level == "client":
+        raise MethodError("level client is reserved for a later release: take sample, where each client adds noise")
+    _check_built(given)
+    if given.clip is None:
+        raise MethodError("give clip, the longest contribution of one record: 0.3 is a sensible start")
+    if (given.noise_multiplier is None) == (given.epsilon is None):
+        raise MethodError("give either noise_multiplier or epsilon: one follows from the other")
+    if not type(method).can_protect():
+        raise MethodError(f"{method.name} cannot be trained at level sample: {method.unprotected}")
+    if type(method).prepare is not Method.prepare:
+        raise MethodError(f"{method.name} cannot be trained at level sample: what it prepares is made without noise")
+
+
+def _check_built(given: PrivacySpec) -> None:
+    later = {
+        "unit: group": given.unit == "group",
+        "noise: distributed": given.noise == "distributed",
+        "evaluation: noisy": given.evaluation == "noisy",
+        "adaptive_clip": given.adaptive_clip is not None,
+    }
+    for name, asked in later.items():
+        if asked:
+            raise MethodError(f"{name} is reserved for a later release: leave it out")
+
+
+def training_loops(method: Method, rounds: int) -> int:
+    """How many protected training loops a federation of ``rounds`` asks a client for at most.
+
+    Raises:
+        PrivacyError: none at all.
+    """
+    loops = sum(1 for round in range(1, rounds + 1) for phase in method.phases(round, rounds) if phase.up)
+    if not loops:
+        raise PrivacyError(f"{method.name} sends nothing up: there is nothing to protect")
+    return loops

@@ -1,0 +1,55 @@
+"""A spec's section ``privacy``: what is protected, and what that may cost."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from promptfed.shared.privacy.accounting import LEAST_DELTA, LEAST_NOISE, MOST_NOISE
+
+Evaluations = Literal["withheld", "noisy", "plain"]
+
+
+class PrivacySpec(BaseModel):
+    """Differential privacy of the training. ``level: sample``: each client adds noise for its records."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+    level: Annotated[
+        Literal["none", "sample", "client"],
+        Field(description="whose contribution the noise covers: one record of a client, or a whole client"),
+    ] = "none"
+    clip: Annotated[
+        float | None, Field(gt=0, le=16, description="C, the longest that one unit's contribution may be (L2)")
+    ] = None
+    noise_multiplier: Annotated[
+        float | None, Field(ge=LEAST_NOISE, le=MOST_NOISE, description="z: the noise's standard deviation is z·C")
+    ] = None
+    epsilon: Annotated[
+        float | None,
+        Field(
+            gt=0, le=100, description="ε that the whole federation may cost each client, instead of noise_multiplier"
+        ),
+    ] = None
+    delta: Annotated[
+        float | None, Field(ge=LEAST_DELTA, lt=1, description="level sample: the largest δ that a ledger may use")
+    ] = None
+    unit: Annotated[Literal["record", "group"], Field(description="what is protected at level sample")] = "record"
+    per_group: Annotated[int, Field(ge=1, le=1024, description="records of a group that count")] = 8
+    noise: Annotated[Literal["central", "distributed"], Field(description="level client: who adds the noise")] = (
+        "central"
+    )
+    colluding: Annotated[int, Field(ge=1, le=1023, description="distributed noise: clients on the operator's side")] = 1
+    evaluation: Annotated[
+        Evaluations | None,
+        Field(description="what accuracies leave a site; default: withheld at level sample, plain at level client"),
+    ] = None
+    evaluation_epsilon: Annotated[float, Field(gt=0, le=10, description="ε of one noisy count")] = 0.1
+    adaptive_clip: Annotated[dict[str, float | None] | None, Field(description="reserved")] = None
+    accept_noise: Annotated[bool, Field(description="run even where the noise drowns the mean")] = False
+
+    @property
+    def evaluations(self) -> Evaluations:
+        """What accuracies leave a site."""
+        return self.evaluation or ("withheld" if self.level == "sample" else "plain")

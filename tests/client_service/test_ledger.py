@@ -1,0 +1,186 @@
+"""The ledger: what is spent stays spent, once for each release, and a broken file ends the client."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from promptfed.client_service import ledger as module
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.ledger import BudgetExhausted, Ledger
+from promptfed.shared.privacy.accounting import Event, epsilon_of
+
+ONE = [Event("gaussian", 1.0, 8.0, 1)]
+DELTA = 1e-4
+
+
+def about(number: int) -> dict[str, Any]:
+    where = {"federation_id": "fed-1", "coordinator": "http://127.0.0.1:1", "phase": "train", "noise": "secret"}
+    return {**where, "round": number, "task_id": f"task-{number}"}
+
+
+def opened(path: Path | None) -> Ledger:
+    ledger = Ledger(path, "eyes")
+    ledger.open(DELTA)
+    return ledger
+
+
+def spend(ledger: Ledger, number: int, most: float = 8.0) -> bool:
+    return ledger.spend(hashlib.sha256(str(number).encode()).hexdigest(), ONE, most, about(number), "train")
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_releases_add_up_and_the_same_one_costs_nothing_again(tmp_path: Path, in_memory: bool) -> None:
+    path = None if in_memory else tmp_path / "deep" / "ledger.jsonl"
+    ledger = opened(path)
+    assert ledger.epsilon() == 0
+    assert spend(ledger, 1)
+    assert spend(ledger, 2)
+    assert not spend(ledger, 1)
+    assert ledger.epsilon() == epsilon_of([Event("gaussian", 1.0, 8.0, 2)], DELTA)
+    assert ledger.epsilon("test") == 0
+    assert [one.round for one in ledger.spends()] == [1, 2]
+    if path is not None:
+        again = Ledger(path, "eyes")
+        again.open(1e-9)
+        assert again.delta() == DELTA
+        assert again.spends() == ledger.spends()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert again.spends()[-1].epsilon == ledger.epsilon()
+
+
+def test_what_does_not_fit_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    ledger = opened(tmp_path / "ledger.jsonl")
+    most = epsilon_of([Event("gaussian", 1.0, 8.0, 2)], DELTA)
+    spend(ledger, 1, most)
+    spend(ledger, 2, most)
+    before = (tmp_path / "ledger.jsonl").read_bytes()
+    with pytest.raises(BudgetExhausted, match=r"'eyes' has spent ε = 0\.\d+ of 0\.\d+, and this would make it"):
+        spend(ledger, 3, most)
+    with pytest.raises(BudgetExhausted):
+        ledger.expect(ONE, most)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before
+    assert not spend(ledger, 2, most)  # a resent update costs nothing, also where nothing is left
+
+
+@pytest.mark.parametrize("cut", [1, 40, 200])
+def test_an_unfinished_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = opened(path)
+    spend(ledger, 1)
+    whole = path.read_bytes()
+    spend(ledger, 2)
+    path.write_bytes(path.read_bytes()[: len(whole) + cut])
+    assert [one.round for one in ledger.spends()] == [1]
+    assert spend(ledger, 3)
+    assert [one.round for one in ledger.spends()] == [1, 3]
+
+
+def flipped(content: bytes) -> bytes:
+    place = content.index(b'"round": 1') + 9
+    return content[:place] + b"2" + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        lambda content: b"\n".join(content.split(b"\n")[:1] + content.split(b"\n")[2:]),  # a line is missing
+        lambda content: content.replace(b"spend", b"spent", 1),
+        lambda content: content.split(b"\n", 1)[1],  # no opening line
+        lambda content: content[:30] + b"\x00" + content[31:],
+        lambda content: content.replace(b'"delta": 0.0001', b'"delta": 0.01', 1),
+    ],
+)
+def test_any_other_break_ends_the_client(tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = opened(path)
+    for number in (1, 2, 3):
+        spend(ledger, number)
+    path.write_bytes(damage(path.read_bytes()))
+    for use in (ledger.spends, lambda: spend(ledger, 4), ledger.epsilon):
+        with pytest.raises(ClientError, match="does not hold together") as end:
+            use()
+        assert end.value.exit is Exit.LEDGER
+
+
+def test_a_full_disk_ends_the_client_and_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = opened(path)
+    spend(ledger, 1)
+    before = path.read_bytes()
+
+    def full(handle: int, content: bytes) -> None:
+        os.write(handle, content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_write", full)
+    with pytest.raises(ClientError, match="No space left on device") as end:
+        spend(ledger, 2)
+    assert end.value.exit is Exit.LEDGER
+    assert path.read_bytes() == before
+
+
+def test_two_processes_share_one_budget(tmp_path: Path) -> None:
+    """Each tries ten releases; what both noted never goes over the limit and the chain holds."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = opened(path)
+    most = epsilon_of([Event("gaussian", 1.0, 8.0, 8)], DELTA)
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=_spend_many, args=(path, start, most)) for start in (0, 100)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(300)
+        assert child.exitcode == 0
+    assert len(ledger.spends()) == 8
+    assert ledger.epsilon() <= most
+    assert len({one.release for one in ledger.spends()}) == 8
+
+
+def _spend_many(path: Path, start: int, most: float) -> None:
+    ledger = Ledger(path, "eyes")
+    for number in range(start, start + 6):
+        try:
+            spend(ledger, number, most)
+        except BudgetExhausted:
+            return
+
+
+@pytest.mark.parametrize("place", ["spend-locked", "spend-half-written", "spend-written"])
+def test_a_kill_at_each_point_leaves_the_release_spent_or_unspent_and_never_twice(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = opened(path)
+    spend(ledger, 1)
+    child = multiprocessing.get_context("fork").Process(target=_die_at, args=(path, place))
+    child.start()
+    child.join(300)
+    assert child.exitcode == -signal.SIGKILL
+    known = [one.round for one in ledger.spends()]
+    assert known == ([1, 2] if place == "spend-written" else [1])
+    assert spend(ledger, 2) is (place != "spend-written")  # started again, the same bytes are to be sent
+    assert [one.round for one in ledger.spends()] == [1, 2]
+
+
+def _die_at(path: Path, place: str) -> None:
+    os.environ["PROMPTFED_CLIENT_FAULT"] = place
+    spend(Ledger(path, "eyes"), 2)
+
+
+def test_lines_are_what_the_texts_say(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = opened(path)
+    spend(ledger, 1)
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["kind"], first["dataset"], first["delta"], first["relation"]) == ("open", "eyes", DELTA, "zero-out")
+    assert second["prev"] == hashlib.sha256(path.read_bytes().splitlines()[0]).hexdigest()
+    assert second["events"] == [{"mechanism": "gaussian", "q": 1.0, "z": 8.0, "count": 1}]
+    assert second["split"] == "train"

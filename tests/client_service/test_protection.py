@@ -1,0 +1,249 @@
+"""A protected federation at the client: what leaves, what it costs, and what is refused before anything is computed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import Request, Response
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.ledger import Ledger
+from promptfed.client_service.private_state import PrivateState
+from promptfed.client_service.protection import reported
+from promptfed.client_service.settings import Settings
+from promptfed.shared.methods.core.base import ClientContext, TrainResult
+from promptfed.shared.methods.promptfl import PromptFL
+from promptfed.shared.privacy.accounting import Event, epsilon_of
+from promptfed.shared.privacy.noise import SeededNoise
+from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.tensors import decode
+from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.support.fake_coordinator import FakeCoordinator, problem
+
+TRAINING = TrainingSpec(learning_rate=0.1, batch_size=6).model_dump()
+PRIVACY = PrivacySpec(level="sample", clip=0.3, noise_multiplier=2.0, delta=1e-3).model_dump()
+PER_ROUND = Event("gaussian", 0.25, 2.0, 4)  # 24 records in batches of 6
+
+
+@pytest.fixture
+def own(settings: Settings, tmp_path: Path) -> Settings:
+    return settings.model_copy(update={"ledger": tmp_path / "ledger.jsonl", "max_epsilon": 50.0})
+
+
+def protected(make_coordinator: MakeCoordinator, **changes: Any) -> FakeCoordinator:
+    return make_coordinator(**({"privacy": PRIVACY, "training": TRAINING, "rounds": 2} | changes))
+
+
+def test_updates_say_what_they_cost_and_nothing_that_depends_on_records(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
+) -> None:
+    coordinator = protected(make_coordinator)
+    assert asyncio.run(make_worker(coordinator, settings=own).run()) is Exit.OK
+    updates = [body for body in coordinator.received if b"payload_sha256" in body]
+    assert len(updates) == 2
+    ledger = Ledger(own.ledger_file)
+    assert len(ledger.spends()) == 2
+    for number, (body, spent) in enumerate(zip(updates, ledger.spends(), strict=True), start=1):
+        told = reported(body)
+        assert told is not None
+        assert told.epsilon == spent.epsilon == epsilon_of([PER_ROUND] * number, 1e-3)
+        assert (told.delta, told.noise) == (1e-3, "secret")
+        assert spent.events == (PER_ROUND,)
+        _, metadata = decode(body)
+        assert isinstance(metadata, dict)
+        assert metadata["metrics"] == {"steps": 4.0, "trained_parameters": 448.0}
+    assert [(one["splits"], one["withheld"]) for one in coordinator.evaluations] == [({}, True)] * 2
+    assert all(one["zero_shot"] == {} and one["metrics"] == {} for one in coordinator.evaluations)
+
+
+def test_noise_is_new_in_every_attempt_unless_it_is_handed_in(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, tmp_path: Path
+) -> None:
+    found = []
+    for number, noise in enumerate([None, None, SeededNoise(1), SeededNoise(1)]):
+        coordinator = protected(make_coordinator, rounds=1)
+        settings = own.model_copy(update={"state_dir": tmp_path / f"state-{number}"})
+        asyncio.run(make_worker(coordinator, settings=settings, noise=noise).run())
+        found.append(coordinator.global_state["context"])
+    assert not found[0].equal(found[1])
+    assert found[2].equal(found[3])
+
+
+def test_a_task_beyond_the_budget_is_refused_before_training_and_costs_nothing(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another federation has spent most of it meanwhile."""
+    coordinator = protected(make_coordinator)
+    ledger, trained = Ledger(own.ledger_file), []
+
+    def spend_elsewhere(request: Request) -> Response | None:
+        if request.url.path.endswith("/payload") and not ledger.spends():
+            about = {"federation_id": "other", "coordinator": "http://x", "phase": "train", "noise": "secret"}
+            ledger.spend("0" * 64, [PER_ROUND] * 20, 1e3, {**about, "round": 1, "task_id": "t"}, "train")
+        return None
+
+    coordinator.alter = spend_elsewhere
+    train = PromptFL.train
+    monkeypatch.setattr(PromptFL, "train", lambda *given: trained.append(1) or train(*given))
+    limit = epsilon_of([PER_ROUND] * 3, 1e-3)
+    asyncio.run(make_worker(coordinator, settings=own.model_copy(update={"max_epsilon": limit})).run())
+    assert [one["type"] for one in coordinator.failures] == ["privacy-budget-exhausted"] * 2
+    assert "has spent ε" in coordinator.failures[0]["detail"]
+    assert trained == []
+    assert len(ledger.spends()) == 1
+
+
+def test_a_schedule_that_cannot_fit_ends_the_client_before_it_enrols(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
+) -> None:
+    coordinator = protected(make_coordinator, rounds=50)
+    with pytest.raises(
+        ClientError, match=r"all rounds would make ε = .* of the 2 that the data set 'default' has"
+    ) as end:
+        asyncio.run(make_worker(coordinator, settings=own.model_copy(update={"max_epsilon": 2.0})).run())
+    assert end.value.exit is Exit.LEDGER
+    assert coordinator.client is None
+    assert not own.ledger_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"method": {"name": "plan"}}, "cannot be trained under protection: its aggregators have millions"),
+        ({"privacy": PRIVACY | {"delta": 0.5}}, "δ = 0.5 is not between 1e-10 and 1/24"),
+    ],
+)
+def test_what_cannot_be_protected_is_refused_before_enrolment(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, changes: dict[str, Any], said: str
+) -> None:
+    coordinator = protected(make_coordinator)
+    for key, value in changes.items():
+        setattr(coordinator, key, value)
+    with pytest.raises(ClientError, match=said):
+        asyncio.run(make_worker(coordinator, settings=own).run())
+    assert coordinator.client is None
+
+
+@pytest.mark.parametrize(
+    "other", [None, PRIVACY | {"noise_multiplier": 0.3}, PRIVACY | {"clip": 16.0}, PRIVACY | {"evaluation": "plain"}]
+)
+def test_a_task_with_less_protection_than_was_agreed_is_refused(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, other: dict[str, Any] | None
+) -> None:
+    coordinator = protected(make_coordinator, rounds=1)
+
+    def garble(task: dict[str, Any]) -> dict[str, Any]:
+        config = {key: value for key, value in task["config"].items() if key != "privacy"}
+        return task | {"config": config if other is None else config | {"privacy": other}}
+
+    coordinator.garble = garble
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    assert {one["type"] for one in coordinator.failures} == {"NotAgreed"}
+    assert all("privacy" in one["detail"] for one in coordinator.failures)
+    assert coordinator.accepted == {}
+    assert Ledger(own.ledger_file).spends() == []
+
+
+def test_why_protected_training_failed_is_not_told(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: PromptFL, context: ClientContext, *rest: object) -> TrainResult:
+        raise ValueError(f"record 17 has a label {context.train.labels[17]}")
+
+    monkeypatch.setattr(PromptFL, "train", fail)
+    coordinator = protected(make_coordinator, rounds=1)
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    assert [one["type"] for one in coordinator.failures] == ["training-failed"]
+    assert "17" not in coordinator.failures[0]["detail"]
+    assert Ledger(own.ledger_file).spends() == []
+
+
+def test_a_method_that_trains_without_its_protection_sends_nothing(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptFL, "train", lambda self, context, payload, private: TrainResult(dict(payload)))
+    coordinator = protected(make_coordinator, rounds=1)
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    assert [one["type"] for one in coordinator.failures] == ["training-failed"]
+    assert coordinator.accepted == {}
+
+
+def test_private_tensors_of_unprotected_training_are_no_start(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
+) -> None:
+    method = {"name": "fedpgp", "m": 4, "b": 2}
+    plain = protected(make_coordinator, method=method, rounds=1, privacy=None)
+    asyncio.run(make_worker(plain, settings=own).run())
+    coordinator = protected(make_coordinator, method=method, rounds=2, epoch="second")
+    coordinator.client = plain.client
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    assert [one["type"] for one in coordinator.failures] == ["private-state-unprotected"] * 2
+    again = protected(make_coordinator, method=method, rounds=2, epoch="third")
+    again.client = plain.client
+    anew = own.model_copy(update={"reset_private": True})
+    asyncio.run(make_worker(again, settings=anew).run())
+    assert again.failures == []
+    assert len(again.accepted) == 2
+    state = PrivateState(own.state_dir)
+    assert state.committed()[1].privacy == "sample"
+    state.close()
+
+
+def test_an_update_is_paid_before_it_is_sent_and_once_however_often_it_is_sent(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
+) -> None:
+    coordinator = protected(make_coordinator, rounds=1)
+    ledger, seen = Ledger(own.ledger_file), []
+
+    def lose(request: Request) -> Response | None:
+        if request.url.path.endswith("/update"):
+            seen.append(len(ledger.spends()))
+            if len(seen) < 3:
+                return problem(503, "not-ready")
+        return None
+
+    coordinator.alter = lose
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    assert seen == [1, 1, 1]
+    assert len(ledger.spends()) == 1
+
+
+def test_an_update_that_waits_is_paid_after_a_restart_with_the_same_bytes(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the update's writing and its spend: it costs once, and is not trained again."""
+    from promptfed.client_service.training import trainer
+
+    class Killed(BaseException):
+        pass
+
+    def die(name: str) -> None:
+        if name == "pending-written":
+            raise Killed
+
+    coordinator = protected(make_coordinator, rounds=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "point", die)
+        with pytest.raises(Killed):
+            asyncio.run(make_worker(coordinator, settings=own).run())
+    assert Ledger(own.ledger_file).spends() == []
+    monkeypatch.setattr(PromptFL, "train", None)  # not called: the bytes are there
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    assert len(Ledger(own.ledger_file).spends()) == 1
+    assert len(coordinator.accepted) == 1
+
+
+@pytest.mark.slow
+def test_a_budget_of_the_spec_calibrates_the_noise_once_and_keeps_it(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
+) -> None:
+    privacy = PRIVACY | {"noise_multiplier": None, "epsilon": 4.0}
+    coordinator = protected(make_coordinator, privacy=privacy, rounds=2)
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    spends = Ledger(own.ledger_file).spends()
+    assert len({one.events for one in spends}) == 1
+    assert 3.9 < spends[-1].epsilon <= 4.0
