@@ -3,8 +3,8 @@
 JSON lines, appended under a lock and synced, each with its number ``n`` and ``prev``, the SHA-256 of the line before.
 The first opens the ledger with its δ; each further one is a spend: what was sent, by its ``release`` (SHA-256 of the
 update's bytes), and the events that it cost. A spend is written before the first byte leaves, and the same release
-costs nothing again. An unfinished last line, of a writer that was killed, is dropped; anything else that does not follow is
-tampering or a broken disk, and ends the client.
+costs nothing again. An unfinished last line, of a writer that was killed, is dropped; anything else that does not
+follow is tampering or a broken disk, and ends the client.
 """
 
 from __future__ import annotations
