@@ -16,6 +16,7 @@ from promptfed.shared.methods.core.base import Method, MethodError, ServerContex
 from promptfed.shared.methods.core.privacy_checks import check_privacy
 from promptfed.shared.methods.core.rule_checks import check_rule
 from promptfed.shared.methods.fast_pt.method import FastPT
+from promptfed.shared.methods.fedapt import FedAPT
 from promptfed.shared.methods.fedavg import FedAvg
 from promptfed.shared.methods.fedclip import FedCLIP
 from promptfed.shared.methods.fedcocoop import FedCoCoOp
@@ -81,6 +82,7 @@ _KINDS: tuple[type[Method], ...] = (
     TipAdapter,
     FedGDA,
     FedMGP,
+    FedAPT,
 )
 METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
 

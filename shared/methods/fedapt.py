@@ -1,0 +1,324 @@
+"""FedAPT: a prompt for every class, scaled by a frozen random key of each domain; a query tells an image's domains.
+
+Notation: ``n`` domains, P the meta prompt, K_j the key of domain j, Q the query, I an image's normalised feature, ⊙
+entry by entry. Domains are by the wording of their descriptions, as FaST-PT's; a client that describes none is one.
+
+Source: Su et al., "Federated Adaptive Prompt Tuning for Multi-Domain Collaborative Learning", AAAI 2024. Its abstract
+and the released code were read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientInfo,
+    ClientUpdate,
+    Combine,
+    Hyperparameters,
+    Method,
+    MethodError,
+    Needs,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
+from promptfed.shared.methods.core.context import INIT_STD, class_prompts, text_width
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.fast_pt.domains import domain_key
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+QUERY = TensorSpec("query_weight", ("n", "d_e"))
+KEY = TensorSpec("key", ("m", "d_t"))  # a client's own
+KEYS = TensorSpec("keys", ("n", "m", "d_t"))
+DOMAINS = TensorSpec("domains", ("n",), "int64")
+META = "meta_prompt"
+TEXTS = 256  # in one pass where each image has texts of its own
+ALONE = 1e-6  # what other domains may share in an image that is taken for one domain's
+
+
+class FedAPTHyper(Hyperparameters):
+    """The prompt, and how an image's domains are found and used."""
+
+    m: Annotated[int, Field(ge=1, le=64, description="context vectors of each class")] = 16
+    class_specific: Annotated[bool, Field(description="a context for every class, or one for all")] = True
+    adaptive: Annotated[
+        bool, Field(description="keys are mixed for each image by its domains; false: everybody's is their mean")
+    ] = True
+    mixture: Annotated[
+        Literal["soft", "hard"], Field(description="soft: keys mixed by how likely; hard: the likeliest domain's")
+    ] = "soft"
+    t: Annotated[float, Field(gt=0, le=1000, description="temperature of the softmax over standardised scores")] = 0.01
+    query_scale: Annotated[
+        float, Field(gt=0, le=1000, description="s, length of the features that the query is trained on")
+    ] = 10.0
+
+
+def scaled(prompt: Tensor, key: Tensor) -> Tensor:
+    """(A1) P ⊙ (1 + K) of ``(C, m, d_t)`` or ``(m, d_t)`` and keys ``(..., m, d_t)``; a class's dimension is made."""
+    return prompt * (1 + (key.unsqueeze(-3) if prompt.dim() == 3 else key))
+
+
+def mixture_of(scores: Tensor, t: float) -> Tensor:
+    """(A3) w ``(B, n)`` = softmax(û/t), û the scores ``(B, n)`` standardised over their n entries (sd with n − 1).
+
+    Scores that are all the same tell nothing: every domain has the same share.
+    """
+    centred = scores - scores.mean(-1, keepdim=True)
+    spread = scores.std(-1, keepdim=True)
+    return (centred / spread.where(spread > 0, torch.ones_like(spread)) / t).softmax(-1)
+
+
+class AdaptiveClassifier:
+    """Logits of images under the keys mixed by their domains."""
+
+    def __init__(self, context: ClientContext, method: FedAPT, prompt: Tensor, query: Tensor, keys: Tensor):
+        """prompt: with the rows of ``context.class_names``; keys ``(n, m, d_t)``; of one key nothing is mixed."""
+        device = context.backbone.device
+        self._backbone, self._method = context.backbone, method
+        self._prompts = class_prompts(context, method.hyper.m)
+        self._prompt, self._query, self._keys = prompt.to(device), query.to(device), keys.to(device)
+        with torch.no_grad():
+            self._texts = torch.stack([self._text(key) for key in self._keys])  # (n, C, d_e)
+
+    @torch.no_grad()
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        features = split.features()
+        features = features[indices.to(features.device)]
+        shares = self.shares_of(features)
+        likeliest = shares.argmax(-1)
+        alone = shares.amax(-1) > 1 - ALONE
+        if self._method.hyper.mixture == "hard":
+            alone = torch.ones_like(alone)
+        found = self._backbone.logit_scale * torch.einsum("bd,bcd->bc", features, self._texts[likeliest])
+        at_once = max(1, TEXTS // len(self._prompts))
+        for rows in torch.split((~alone).nonzero().squeeze(1), at_once):
+            if not len(rows):
+                continue
+            mixed = torch.einsum("bn,nmd->bmd", shares[rows], self._keys)
+            text = self._text(mixed)
+            found[rows] = self._backbone.logit_scale * torch.einsum("bd,bcd->bc", features[rows], text)
+        return found
+
+    def shares_of(self, features: Tensor) -> Tensor:
+        """w ``(B, n)`` of normalised features ``(B, d_e)``."""
+        if len(self._keys) == 1:
+            return features.new_ones(len(features), 1)
+        return mixture_of(features @ self._query.T, self._method.hyper.t)
+
+    def _text(self, keys: Tensor) -> Tensor:
+        """``(..., C, d_e)`` under keys ``(..., m, d_t)``."""
+        return self._method.encode(self._backbone, scaled(self._prompt, keys), self._prompts)
+
+
+class FedAPT(Method):
+    """One exchange a round: P and Q up, their plain mean down, with the client's own key."""
+
+    name = "fedapt"
+    summary = "A prompt for every class, scaled by random keys of the domains that an image looks like."
+    paper = "Su et al., Federated Adaptive Prompt Tuning for Multi-Domain Collaborative Learning (FedAPT), 2024"
+    unprotected = "a prompt for every class has too many numbers for a useful noise"
+    one_payload = False  # each client is handed its own key
+    Hyper = FedAPTHyper
+    hyper: FedAPTHyper
+    needs = Needs(join_when_extended=False)
+    metrics = ("loss",)
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 50,
+        "training": {"epochs": 1, "batch_size": 256, "learning_rate": 0.01, "weight_decay": 1e-5},
+        "participation": {"min_clients": 2},
+        "aggregation": {"weighting": "uniform"},
+    }
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """A prompt of its own shows how a class looks at a site."""
+        what = "a prompt for every class, as you trained it" if self.hyper.class_specific else "a prompt"
+        return (AGGREGATE, Disclosed("operator", what))
+
+    # Server half
+
+    @property
+    def meta(self) -> TensorSpec:
+        """P."""
+        return TensorSpec(META, ("classes", "m", "d_t") if self.hyper.class_specific else ("m", "d_t"))
+
+    def check(self, spec: FederationSpec) -> None:
+        """A prompt for every class needs to know the classes."""
+        if not self.hyper.class_specific:
+            return
+        if spec.class_names is None:
+            raise MethodError(
+                "fedapt learns a prompt for every class: list the federation's class_names in the spec, or take "
+                "class_specific: false"
+            )
+        if self.hyper.label_space != "federation":
+            raise MethodError("fedapt's prompts are for the federation's classes: leave label_space out")
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """P, Q, and the keys with whose they are."""
+        return (self.meta, QUERY, KEYS, DOMAINS)
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """P and Q both ways, the client's own key down."""
+        return (Phase("train", down=(self.meta, QUERY, KEY, DOMAINS), up=(self.meta, QUERY), mean=True),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``classes``, ``m``, the widths, and the number n of domains."""
+        sizes = {"m": self.hyper.m, "d_t": text_width(self.name, self.hyper.m, context), "d_e": context.shape.d_e}
+        return sizes | {"classes": len(context.class_names or ()), "n": len(domains_of(context.clients))}
+
+    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
+        """Who comes back is of the domain that it was of."""
+        if former is None:
+            return
+        if former.role != client.role:
+            raise MethodError(f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name")
+        if key_of(former) != key_of(client):
+            raise MethodError(
+                f"{client.name!r} took part with another domain: come back with it, or under another name"
+            )
+
+    def check_clients(self, context: ServerContext) -> None:
+        """Scores are standardised over the domains: of one there is no spread."""
+        if len(domains_of(context.clients)) < 2:
+            raise MethodError(f"all trainers are of one domain: {self.name} needs a trainer of another domain")
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """P from N(0, 0.02²), Q uniform in ±1/√d_e, each key from its domain and the seed."""
+        dims = self.dims(context)
+        domains = domains_of(context.clients)
+        prompt = torch.randn(self.meta.resolve(dims), generator=generator) * INIT_STD
+        query = (torch.rand(QUERY.resolve(dims), generator=generator) * 2 - 1) / math.sqrt(dims["d_e"])
+        keys = [self._key(context.seed, domain, dims) for domain in domains]
+        empty = torch.zeros(0, dims["m"], dims["d_t"])
+        return {
+            META: prompt,
+            QUERY.name: query,
+            KEYS.name: torch.stack(keys) if keys else empty,
+            DOMAINS.name: torch.tensor(domains, dtype=torch.int64),
+        }
+
+    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """A new domain's key, and a row of Q that is zero."""
+        known = state[DOMAINS.name].tolist()
+        if client.role != "trainer" or key_of(client) in known:
+            return state
+        domain = key_of(client)
+        key = self._key(context.seed, domain, self.dims(context))
+        query = state[QUERY.name]
+        return state | {
+            QUERY.name: torch.cat([query, query.new_zeros(1, query.shape[1])]),
+            KEYS.name: torch.cat([state[KEYS.name], key.unsqueeze(0)]),
+            DOMAINS.name: torch.tensor([*known, domain], dtype=torch.int64),
+        }
+
+    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+        """P, Q and the client's own key; for an evaluation all keys."""
+        if phase is None:
+            return super().payload(state, phase, client, context)
+        row = state[DOMAINS.name].tolist().index(key_of(client))
+        return {name: state[name] for name in (META, QUERY.name, DOMAINS.name)} | {KEY.name: state[KEYS.name][row]}
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The mean of P and Q; the keys stay."""
+        return state | combine(updates)
+
+    def _key(self, seed: int, domain: int, dims: dict[str, int]) -> Tensor:
+        """K ``(m, d_t)`` uniform in [0, 1), whoever else there is."""
+        return torch.rand(dims["m"], dims["d_t"], generator=generator(seed, self.name, str(domain)))
+
+    # Client half
+
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """Every class name must fit behind the context, and into the template."""
+        super().check_texts(backbone, class_names, template)
+        backbone.class_prompts(class_names, self.hyper.m)
+
+    def encode(self, backbone: Backbone, prompt: Tensor, prompts: Any) -> Tensor:
+        """``(..., C, d_e)`` text features under a context for each class, or one for all."""
+        return backbone.encode_prompts(prompt, prompts, per_class=self.hyper.class_specific)
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs of CE(A1) for P and (A2) for Q, which share no parameter."""
+        backbone, device = context.backbone, context.backbone.device
+        prompts, scale = class_prompts(context, self.hyper.m), backbone.logit_scale
+        prompt, query = (payload[name].to(device).clone().requires_grad_() for name in (META, QUERY.name))
+        key, row = payload[KEY.name].to(device), self._own_row(context, payload)
+        features, labels = context.train.features(), context.train.labels.to(device)
+
+        def loss(indices: Tensor) -> Tensor:
+            rows = indices.to(device)
+            text = self.encode(backbone, scaled(prompt, key), prompts)
+            scores = self.hyper.query_scale * features[rows] @ query.T
+            asked = F.cross_entropy(scores, torch.full_like(labels[rows], row))
+            return F.cross_entropy(scale * features[rows] @ text.T, labels[rows]) + asked
+
+        final = train(context, [prompt, query], loss)
+        return TrainResult({META: prompt.detach().cpu(), QUERY.name: query.detach().cpu()}, metrics={"loss": final})
+
+    def _own_row(self, context: ClientContext, payload: Tensors) -> int:
+        known = payload[DOMAINS.name].tolist()
+        description = context.domain.description if context.domain is not None else context.client
+        for words in (description, context.client):
+            if domain_key(words) in known:
+                return int(known.index(domain_key(words)))
+        raise MethodError(f"the federation does not know the domain of {context.client!r}: enrol under another name")
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """Everybody: the keys mixed by each image's domains, or their mean."""
+        keys = payload[KEYS.name]
+        if not self.hyper.adaptive:
+            keys = keys.mean(0, keepdim=True)
+        return AdaptiveClassifier(context, self, self._rows(context, payload[META]), payload[QUERY.name], keys)
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+        """``own``: a trainer's data under its own key."""
+        if not len(context.train):
+            return {}
+        key = payload[KEYS.name][self._own_row(context, payload)].unsqueeze(0)
+        prompt = self._rows(context, payload[META])
+        return {"own": AdaptiveClassifier(context, self, prompt, payload[QUERY.name], key)}
+
+    def _rows(self, context: ClientContext, prompt: Tensor) -> Tensor:
+        """P with the rows of the candidates. Raises MethodError for a class that it has no prompt for."""
+        if not self.hyper.class_specific:
+            return prompt
+        space = context.label_space or context.class_names
+        place = {name: row for row, name in enumerate(space)}
+        unknown = [name for name in context.class_names if name not in place]
+        if unknown:
+            raise MethodError(
+                f"fedapt has no prompt for {unknown[0]!r}, a class that it was not trained for: leave that test set "
+                "out, or take class_specific: false"
+            )
+        return prompt[[place[name] for name in context.class_names]]
+
+
+def key_of(client: ClientInfo) -> int:
+    """The client's domain: what its description says, or its own name."""
+    return domain_key(client.domain.description if client.domain is not None else client.name)
+
+
+def domains_of(clients: Iterable[ClientInfo]) -> list[int]:
+    """The trainers' domains, in order of the first client of each."""
+    return list(dict.fromkeys(key_of(client) for client in clients if client.role == "trainer"))
