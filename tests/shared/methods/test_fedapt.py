@@ -145,7 +145,7 @@ def test_keys_do_not_depend_on_who_joins_when(backbone: Backbone) -> None:
     newcomer = next(one for one in both.clients if one.name == "b")
     joined = tried.join(later, newcomer, both)
     assert joined["domains"].tolist()[:2] == later["domains"].tolist()
-    by_domain = {domain: key for domain, key in zip(at_once["domains"].tolist(), at_once["keys"], strict=True)}
+    by_domain = dict(zip(at_once["domains"].tolist(), at_once["keys"], strict=True))
     for domain, key in zip(joined["domains"].tolist(), joined["keys"], strict=True):
         assert key.equal(by_domain[domain])
     assert not joined["query_weight"][2].any()
