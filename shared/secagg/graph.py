@@ -1,0 +1,92 @@
+"""Who shares masks and secrets with whom: all with all, or each with ``k`` neighbours on a ring (Bell et al., 2020)."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from promptfed.shared.spec import SecureAggregationSpec, ceil_fraction
+
+COMPLETE_UP_TO = 128  # clients: a complete graph costs each of them no more than 9 ms
+OPENED = Fraction(1, 1 << 40)  # the chance at most that colluders can open anybody, or cut the graph in two
+LOST = Fraction(1, 1 << 20)  # the chance at most that drop-outs leave somebody whom nobody can open
+
+
+@dataclass(frozen=True)
+class Graph:
+    """``least``: clients in every step of an attempt. ``threshold``: shares that open a secret.
+
+    ``neighbours`` is None where the graph is complete, else even.
+    """
+
+    count: int
+    least: int
+    threshold: int
+    neighbours: int | None = None
+
+    def beside(self, ring: int) -> list[int]:
+        """The ring positions of whoever shares masks with the client at ``ring``, without itself."""
+        if self.neighbours is None:
+            return [other for other in range(self.count) if other != ring]
+        half = self.neighbours // 2
+        return [(ring + step) % self.count for step in range(-half, half + 1) if step]
+
+
+def graph_of(spec: SecureAggregationSpec, count: int, uniform: bool) -> Graph:
+    """The graph of ``count`` clients. A sparse one only where weights are ``uniform``: its clients know few of them."""
+    least = max(2, ceil_fraction(spec.threshold, count))
+    if not uniform or (count <= COMPLETE_UP_TO and spec.neighbours is None):
+        return Graph(count, least, least)
+    if spec.neighbours is not None:
+        threshold = _least_threshold(count, round(spec.colluding_share * count), spec.neighbours)
+        fits = spec.neighbours < count - 1 and threshold is not None
+        return Graph(count, least, threshold, spec.neighbours) if fits and threshold else Graph(count, least, least)
+    found = sparse(count, spec.colluding_share, spec.dropping_share)
+    return Graph(count, least, least) if found is None else Graph(count, least, found[1], found[0])
+
+
+@lru_cache(maxsize=64)
+def sparse(count: int, colluding: float, dropping: float) -> tuple[int, int] | None:
+    """The fewest neighbours k, and how many of their shares open a secret; None where the complete graph is needed.
+
+    With so many colluders (shares of ``count``) the chance is under 2⁻⁴⁰ that they hold the threshold for anybody, or
+    that k/2 in a row are gone; with so many drop-outs under 2⁻²⁰ that fewer than the threshold are left for somebody.
+    """
+    bad, gone = round(colluding * count), round(dropping * count)
+    for k in range(2, count - 1, 2):
+        if count * (Fraction(bad + gone, count) ** (k // 2)) >= OPENED:
+            continue
+        threshold = _least_threshold(count, bad, k)
+        if threshold is None:
+            continue
+        lost = sum(_ways(count - 1, count - gone, k, left) for left in range(threshold))
+        if count * Fraction(lost, math.comb(count - 1, k)) < LOST:
+            return k, threshold
+    return None
+
+
+def _least_threshold(count: int, bad: int, k: int) -> int | None:
+    """The least threshold that ``bad`` colluders reach among somebody's k neighbours with a chance under 2⁻⁴⁰."""
+    if not 2 <= k < count:
+        return None
+    total, tail, found = math.comb(count - 1, k), 0, None
+    for held in range(k, 0, -1):
+        tail += _ways(count - 1, bad, k, held)
+        if count * Fraction(tail, total) >= OPENED:
+            break
+        found = held
+    return None if found is None else max(2, found)
+
+
+def _ways(population: int, marked: int, drawn: int, hit: int) -> int:
+    """In how many draws of ``drawn`` out of ``population`` just ``hit`` are among the ``marked`` ones."""
+    return math.comb(marked, hit) * math.comb(population - marked, drawn - hit)
+
+
+def ring_order(roster_sha256: bytes, hashes: Sequence[bytes]) -> list[int]:
+    """The places in ``hashes`` in the order of the ring, which nobody chooses: SHA-256(roster | entry)."""
+    return sorted(range(len(hashes)), key=lambda place: hashlib.sha256(roster_sha256 + hashes[place]).digest())

@@ -1,0 +1,81 @@
+"""Keys: Ed25519 signatures of who somebody is, X25519 agreement of two, and what is derived from it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from promptfed.shared.secagg import SecureError
+from promptfed.shared.tensors import canonical_json
+
+Signing = Literal["identity", "keys", "confirm"]
+Derived = Literal["self", "mask", "share"]
+KEY_BYTES = 32
+
+
+def new_identity() -> bytes:
+    """The 32 private bytes of a new Ed25519 key."""
+    return Ed25519PrivateKey.generate().private_bytes_raw()
+
+
+def public_identity(private: bytes) -> bytes:
+    """The 32 public bytes of an Ed25519 key."""
+    return Ed25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def fingerprint(public: bytes) -> str:
+    """How an identity key is told over another channel: ``ed25519:`` and its bytes in hex."""
+    return "ed25519:" + public.hex()
+
+
+def sign(private: bytes, purpose: Signing, body: object) -> bytes:
+    """64 bytes: the signature of ``body`` as canonical JSON, for ``purpose`` and no other."""
+    return Ed25519PrivateKey.from_private_bytes(private).sign(_signed(purpose, body))
+
+
+def is_signed(public: bytes, signature: bytes, purpose: Signing, body: object) -> bool:
+    """Whether ``signature`` is that of ``body`` by the owner of ``public``, for just this purpose."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed(purpose, body))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _signed(purpose: str, body: object) -> bytes:
+    return b"promptfed/" + purpose.encode() + b"/1\0" + canonical_json(body).encode()
+
+
+def new_pair() -> bytes:
+    """The 32 private bytes of a new X25519 key."""
+    return X25519PrivateKey.generate().private_bytes_raw()
+
+
+def public_of(private: bytes) -> bytes:
+    """The 32 public bytes of an X25519 key."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def agree(private: bytes, peer: bytes) -> bytes:
+    """The 32 secret bytes that two X25519 keys have in common.
+
+    Raises:
+        SecureError: ``bad-roster`` where the peer's key is none: too short, or of small order (all-zero result).
+    """
+    try:
+        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(peer))
+    except ValueError:
+        raise SecureError(
+            "bad-roster", f"{peer.hex()[:64]!r} is no X25519 key that a secret can be agreed with"
+        ) from None
+
+
+def derive(secret: bytes, purpose: Derived, salt: bytes, first: bytes = b"", second: bytes = b"") -> bytes:
+    """32 bytes by HKDF-SHA256: another key for each purpose, roster (``salt``) and pair of public keys."""
+    info = b"promptfed/" + purpose.encode() + b"/1\0" + first + second
+    return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(secret)

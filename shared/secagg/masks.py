@@ -1,0 +1,44 @@
+"""Masks: words of ChaCha20 under a 256-bit key, added modulo 2⁶⁴ as ``(d,)`` uint64 arrays, which wrap silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from numpy.typing import NDArray
+
+from promptfed.shared.secagg.keys import agree, derive, public_of
+
+Words = NDArray[np.uint64]
+
+
+def words(key: bytes, count: int) -> Words:
+    """The first ``count`` words of the key's stream, little-endian. A key is used for one stream: a zero nonce."""
+    stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(8 * count))
+    return np.frombuffer(stream, dtype="<u8").astype(np.uint64)
+
+
+def self_mask(seed: bytes, roster_sha256: bytes, count: int) -> Words:
+    """The mask that a client adds on its own account, opened where the client's vector counts."""
+    return words(derive(seed, "self", roster_sha256), count)
+
+
+def pair_mask(mask_key: bytes, peer: bytes, roster_sha256: bytes, count: int) -> Words:
+    """The mask of two, which cancels: what the owner of the private ``mask_key`` adds (the peer adds its negative).
+
+    Raises:
+        SecureError: ``bad-roster`` where ``peer`` is no key.
+    """
+    own = public_of(mask_key)
+    first, second = sorted((own, peer))
+    stream = words(derive(agree(mask_key, peer), "mask", roster_sha256, first, second), count)
+    return stream if own == first else np.uint64(0) - stream
+
+
+def masked(vector: Words, seed: bytes, mask_key: bytes, peers: Iterable[bytes], roster_sha256: bytes) -> Words:
+    """``vector`` under its own mask and those with all ``peers`` (public mask keys). Raises as `pair_mask`."""
+    total = vector + self_mask(seed, roster_sha256, len(vector))
+    for peer in peers:
+        total += pair_mask(mask_key, peer, roster_sha256, len(vector))
+    return total

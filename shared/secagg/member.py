@@ -1,0 +1,202 @@
+"""What a client does in each step, as functions of what it keeps; what they return is stored before it is sent."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from promptfed.shared.secagg import SecureError, masks, shamir
+from promptfed.shared.secagg.keys import agree, derive, is_signed, new_pair, public_identity, public_of, sign
+from promptfed.shared.secagg.messages import (
+    ConfirmAnswer,
+    ConfirmJob,
+    Entry,
+    KeysAnswer,
+    MaskJob,
+    SharesAnswer,
+    UnmaskAnswer,
+    UnmaskJob,
+    alive_digest,
+)
+from promptfed.shared.secagg.roster import LEAST_CLIENTS, Roster
+
+NONCE = bytes(12)  # each key encrypts one box
+
+Pair = tuple[bytes, bytes]
+"""A share of somebody's own mask's seed, and one of its private mask key."""
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """One client's secrets of one attempt, 32 bytes each; ``share_key`` is never shared, ``identity`` outlives it."""
+
+    identity: bytes
+    mask_key: bytes
+    share_key: bytes
+    seed: bytes
+
+    @classmethod
+    def fresh(cls, identity: bytes) -> Secrets:
+        """New ones, from the operating system's randomness."""
+        return cls(identity, new_pair(), new_pair(), secrets.token_bytes(32))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client insists on. ``minimum``: clients in a sum. ``max_own_share``: of a sum's weight, its own part."""
+
+    minimum: int = LEAST_CLIENTS
+    max_own_share: float = 0.5
+
+
+def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:
+    """Step 0: the public keys with what they are for (`Entry`), signed."""
+    entry = Entry.model_validate(
+        {
+            **about,
+            "identity_key": public_identity(own.identity).hex(),
+            "mask_key": public_of(own.mask_key).hex(),
+            "share_key": public_of(own.share_key).hex(),
+        }
+    )
+    return KeysAnswer(entry=entry, signature=sign(own.identity, "keys", entry.model_dump(mode="json")).hex())
+
+
+def share_secrets(own: Secrets, roster: Roster, place: int) -> tuple[SharesAnswer, Pair]:
+    """Step 1: shares of the seed and of the mask key for each neighbour, encrypted to it; and the client's own two."""
+    holders = roster.holders(place)
+    at = [holder + 1 for holder in holders]
+    seeds = shamir.split(own.seed, roster.graph.threshold, at)
+    keys = shamir.split(own.mask_key, roster.graph.threshold, at)
+    boxes = [_box(own, roster, place, to, seeds[to + 1] + keys[to + 1]) for to in holders if to != place]
+    return SharesAnswer(roster_sha256=roster.sha256.hex(), boxes=boxes), (seeds[place + 1], keys[place + 1])
+
+
+def _box(own: Secrets, roster: Roster, sender: int, recipient: int, content: bytes) -> bytes:
+    peer = bytes.fromhex(roster.entries[recipient].share_key)
+    key = derive(agree(own.share_key, peer), "share", roster.sha256, public_of(own.share_key), peer)
+    return ChaCha20Poly1305(key).encrypt(NONCE, content, _about(roster, sender, recipient))
+
+
+def _about(roster: Roster, sender: int, recipient: int) -> bytes:
+    return roster.sha256 + roster.hashes[sender] + roster.hashes[recipient]
+
+
+def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: Limits) -> dict[int, Pair]:
+    """Step 2, what was received: a pair of shares from each neighbour that has shared.
+
+    Raises:
+        SecureError: ``bad-roster`` where too few have shared, or others than can have; ``bad-shares`` where a box does
+            not open.
+    """
+    sharing = expect_set(roster, job.sharing, place, limits)
+    wanted = [other for other in roster.neighbours(place) if other in sharing]
+    if [sender for sender, _ in job.boxes] != wanted:
+        raise SecureError("bad-shares", "the boxes are not just those of the neighbours that have shared")
+    return {sender: _open(own, roster, sender, place, box) for sender, box in job.boxes}
+
+
+def _open(own: Secrets, roster: Roster, sender: int, recipient: int, box: bytes) -> Pair:
+    peer = bytes.fromhex(roster.entries[sender].share_key)
+    key = derive(agree(own.share_key, peer), "share", roster.sha256, peer, public_of(own.share_key))
+    try:
+        content = ChaCha20Poly1305(key).decrypt(NONCE, box, _about(roster, sender, recipient))
+    except (InvalidTag, ValueError):
+        content = b""
+    if len(content) != 2 * shamir.SHARE_BYTES:
+        who = roster.entries[sender].identity_key
+        raise SecureError("bad-shares", f"the shares of ed25519:{who} are not what it encrypted to this client")
+    pair = content[: shamir.SHARE_BYTES], content[shamir.SHARE_BYTES :]
+    for share in pair:
+        shamir.share_value(share)
+    return pair
+
+
+def mask_vector(own: Secrets, roster: Roster, place: int, sharing: Sequence[int], vector: masks.Words) -> masks.Words:
+    """Step 2, what is sent: ``vector`` under the own mask and those with all neighbours that have shared."""
+    peers = [other for other in roster.neighbours(place) if other in set(sharing)]
+    keys = [bytes.fromhex(roster.entries[other].mask_key) for other in peers]
+    return masks.masked(vector, own.seed, own.mask_key, keys, roster.sha256)
+
+
+def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits) -> set[int]:
+    """The set that a sum may be over, this client among them.
+
+    Raises:
+        SecureError: ``bad-roster`` where it is not; ``policy-minimum`` or ``policy-share`` where it is too small, or
+            mostly this client.
+    """
+    chosen = set(places)
+    if list(places) != sorted(chosen) or not chosen <= set(range(len(roster.hashes))) or place not in chosen:
+        raise SecureError("bad-roster", "the list is not one of this roster's clients, with this one among them")
+    least = max(LEAST_CLIENTS, limits.minimum, roster.graph.least)
+    if len(chosen) < least:
+        raise SecureError("policy-minimum", f"the sum would be over {len(chosen)} clients; {least} are the least")
+    weights = {one: roster.entries[one].weight if one in roster.entries else 1 for one in chosen}
+    share = weights[place] / sum(weights.values())
+    if share > limits.max_own_share:
+        text = f"this client's own part of the sum would be {share:.3f}; {limits.max_own_share:g} is the most"
+        raise SecureError("policy-share", f"{text}: take aggregation.weighting uniform, or a max_weight_share")
+    return chosen
+
+
+def confirm_list(
+    own: Secrets, roster: Roster, place: int, sharing: Sequence[int], job: ConfirmJob, limits: Limits
+) -> ConfirmAnswer:
+    """Step 3: the signature of the list of those whose vectors count.
+
+    Raises:
+        SecureError: as `expect_set`, and ``bad-roster`` where the lists are not the set that was masked with.
+    """
+    if set(job.alive) & set(job.dropped) or {*job.alive, *job.dropped} != set(sharing):
+        raise SecureError(
+            "bad-roster", "who counts and who does not are together not those whom this client masked with"
+        )
+    expect_set(roster, job.alive, place, limits)
+    digest = alive_digest([roster.hashes[one] for one in job.alive])
+    signature = sign(own.identity, "confirm", confirmed(roster, place, digest))
+    return ConfirmAnswer(alive_sha256=digest, signature=signature.hex())
+
+
+def confirmed(roster: Roster, place: int, alive_sha256: str) -> dict[str, object]:
+    """What a confirmation signs."""
+    entry = roster.entries[place]
+    where = {"federation_id": entry.federation_id, "round": entry.round, "phase": entry.phase, "attempt": entry.attempt}
+    return {**where, "roster_sha256": roster.sha256.hex(), "alive_sha256": alive_sha256}
+
+
+def reveal_shares(
+    roster: Roster,
+    place: int,
+    confirm: ConfirmJob,
+    held: Mapping[int, Pair],
+    job: UnmaskJob,
+) -> UnmaskAnswer:
+    """Step 4: of ``held`` (own place included) the seeds' shares of those who count, the mask keys' of those who don't.
+
+    Raises:
+        SecureError: ``bad-roster`` where fewer than the threshold have signed this client's own list.
+    """
+    digest = alive_digest([roster.hashes[one] for one in confirm.alive])
+    known = [one for one, signature in job.signatures if _has_signed(roster, place, one, digest, signature)]
+    if len(known) < len(job.signatures) or len(set(known)) < len(known) or len(known) < roster.graph.threshold:
+        text = f"{len(set(known))} of {len(job.signatures)} signatures are of this client's own list"
+        raise SecureError("bad-roster", f"{text}; {roster.graph.threshold} are needed")
+    alive, dropped = set(confirm.alive), set(confirm.dropped)
+    assert not alive & dropped, "nobody's seed and mask key are both told"
+    return UnmaskAnswer(
+        seeds=[(one, held[one][0]) for one in sorted(held) if one in alive],
+        keys=[(one, held[one][1]) for one in sorted(held) if one in dropped],
+    )
+
+
+def _has_signed(roster: Roster, place: int, signer: int, digest: str, signature: str) -> bool:
+    entry = roster.entries.get(signer)
+    if entry is None or signer not in roster.holders(place):
+        return False
+    body = confirmed(roster, place, digest)
+    return is_signed(bytes.fromhex(entry.identity_key), bytes.fromhex(signature), "confirm", body)

@@ -1,0 +1,121 @@
+"""What the steps of a secure sum send: JSON with hex and base64; a client is its place in the roster, never a name."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+from promptfed.shared.tensors import canonical_json
+
+Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Place = Annotated[int, Field(ge=0, lt=1024)]
+Places = Annotated[list[Place], Field(max_length=1024)]
+
+
+def _from_text(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except ValueError:
+        raise ValueError("is not base64") from None
+
+
+Bytes = Annotated[
+    bytes,
+    BeforeValidator(_from_text),
+    PlainSerializer(lambda value: base64.b64encode(value).decode(), return_type=str),
+    Field(max_length=200),
+]
+Given = Annotated[list[tuple[Place, Bytes]], Field(max_length=1024)]
+"""Bytes by place."""
+
+
+class SecureMessage(BaseModel):
+    """Base of all: unknown keys are refused, nothing is coerced but base64."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Entry(SecureMessage):
+    """One client's keys for one attempt. ``terms``: SHA-256 of what it was asked to do; ``weight``: in the mean."""
+
+    federation_id: Annotated[str, Field(max_length=100)]
+    round: Annotated[int, Field(ge=0, le=100_000)]
+    phase: Annotated[str, Field(max_length=100)]
+    attempt: Annotated[int, Field(ge=1, le=10)]
+    identity_key: Hex32
+    mask_key: Hex32
+    share_key: Hex32
+    weight: Annotated[int, Field(ge=1, le=65_535)]
+    payload_sha256: Digest
+    terms: Hex32
+
+    def digest(self) -> bytes:
+        """SHA-256 of it as canonical JSON: how the roster names it."""
+        return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).digest()
+
+
+class KeysAnswer(SecureMessage):
+    """The answer of step 0: an entry, signed with its identity key."""
+
+    entry: Entry
+    signature: Hex64
+
+
+class Roster(SecureMessage):
+    """What step 1 reads: the entries that the client may use; ``hashes`` of all, in order, where these are not all."""
+
+    entries: Annotated[list[KeysAnswer], Field(max_length=1024)]
+    hashes: Annotated[list[Hex32], Field(max_length=1024)] | None = None
+
+
+class SharesAnswer(SecureMessage):
+    """The answer of step 1: one encrypted pair of shares for each neighbour, in order of place."""
+
+    roster_sha256: Hex32
+    boxes: Annotated[list[Bytes], Field(max_length=1024)]
+
+
+class MaskJob(SecureMessage):
+    """What step 2 reads: who has shared, and the boxes that these have for this client."""
+
+    sharing: Places
+    boxes: Given
+
+
+class ConfirmJob(SecureMessage):
+    """What step 3 reads: of those who shared, whose masked vectors count and whose do not."""
+
+    alive: Places
+    dropped: Places
+
+
+class ConfirmAnswer(SecureMessage):
+    """The answer of step 3: a signature of the one list that this client unmasks for."""
+
+    alive_sha256: Hex32
+    signature: Hex64
+
+
+class UnmaskJob(SecureMessage):
+    """What step 4 reads: the signatures of step 3."""
+
+    signatures: Annotated[list[tuple[Place, Hex64]], Field(max_length=1024)]
+
+
+class UnmaskAnswer(SecureMessage):
+    """The answer of step 4: shares of the own masks of those who count, and of the mask keys of those who do not."""
+
+    seeds: Given
+    keys: Given
+
+
+def alive_digest(hashes: list[bytes]) -> str:
+    """SHA-256 over the entries of those whose vectors count, in order, as hex."""
+    return hashlib.sha256(canonical_json([one.hex() for one in sorted(hashes)]).encode()).hexdigest()

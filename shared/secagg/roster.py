@@ -1,0 +1,125 @@
+"""The roster of an attempt: whose entries are in it, who neighbours whom, and what the entries must be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from promptfed.shared.secagg import SecureError
+from promptfed.shared.secagg.encoding import MOST_CLIENTS
+from promptfed.shared.secagg.graph import Graph, graph_of, ring_order
+from promptfed.shared.secagg.keys import is_signed
+from promptfed.shared.secagg.messages import Entry, KeysAnswer
+from promptfed.shared.secagg.messages import Roster as RosterMessage
+from promptfed.shared.spec import SecureAggregationSpec
+from promptfed.shared.tensors import canonical_json
+
+LEAST_CLIENTS = 3
+
+
+class Roster:
+    """Entries by place, which is the order of their hashes. ``entries`` may be only those of some places."""
+
+    def __init__(self, hashes: Sequence[bytes], entries: Mapping[int, Entry], graph: Graph):
+        self.hashes = tuple(hashes)
+        self.entries = dict(entries)
+        self.graph = graph
+        weights = [self.entries[place].weight if place in self.entries else 1 for place in range(len(self.hashes))]
+        named = [[one.hex(), weight] for one, weight in zip(self.hashes, weights, strict=True)]
+        self.sha256 = hashlib.sha256(canonical_json(named).encode()).digest()
+
+    @cached_property
+    def _ring(self) -> tuple[list[int], dict[int, int]]:
+        order = ring_order(self.sha256, self.hashes)
+        return order, {place: position for position, place in enumerate(order)}
+
+    def neighbours(self, place: int) -> list[int]:
+        """The places with which ``place`` shares masks and secrets, in order, without itself."""
+        if self.graph.neighbours is None:
+            return [other for other in range(len(self.hashes)) if other != place]
+        order, position = self._ring
+        return sorted(order[at] for at in self.graph.beside(position[place]))
+
+    def holders(self, place: int) -> list[int]:
+        """The places that hold shares of the secrets of ``place``: its neighbours, and itself."""
+        return sorted([*self.neighbours(place), place])
+
+    def place_of(self, entry: Entry) -> int:
+        """Where ``entry`` stands. Raises SecureError (``bad-roster``) where it does not."""
+        try:
+            return self.hashes.index(entry.digest())
+        except ValueError:
+            raise SecureError("bad-roster", "the own entry is not in the roster as it was signed") from None
+
+    def message(self, signed: Mapping[int, KeysAnswer], place: int) -> RosterMessage:
+        """What the client at ``place`` is told."""
+        if self.graph.neighbours is None:
+            return RosterMessage(entries=[signed[other] for other in range(len(self.hashes))])
+        return RosterMessage(
+            entries=[signed[other] for other in self.holders(place)], hashes=[one.hex() for one in self.hashes]
+        )
+
+
+def make_roster(
+    answers: Iterable[KeysAnswer], spec: SecureAggregationSpec, uniform: bool
+) -> tuple[Roster, dict[int, KeysAnswer]]:
+    """The roster of all who sent keys, and their answers by place; ``uniform``: whether all weigh the same."""
+    ordered = sorted(answers, key=lambda answer: answer.entry.digest())
+    entries = {place: answer.entry for place, answer in enumerate(ordered)}
+    graph = graph_of(spec, len(ordered), uniform)
+    return Roster([entry.digest() for entry in entries.values()], entries, graph), dict(enumerate(ordered))
+
+
+def read_roster(message: RosterMessage, own: KeysAnswer, spec: SecureAggregationSpec, minimum: int) -> Roster:
+    """The roster as a client takes it: every entry that it uses is signed, of this very attempt, payload and terms.
+
+    Raises:
+        SecureError: ``bad-roster`` where it is not.
+    """
+    signed = sorted((answer.entry.digest(), answer) for answer in message.entries)  # digests differ: see below
+    digests = [digest for digest, _ in signed]
+    hashes = digests if message.hashes is None else [bytes.fromhex(one) for one in message.hashes]
+    _expect(len(set(hashes)) == len(hashes) and hashes == sorted(hashes), "names somebody twice, or out of order")
+    _expect(len(set(digests)) == len(digests), "holds an entry twice")
+    _expect(max(LEAST_CLIENTS, minimum) <= len(hashes) <= MOST_CLIENTS, f"is of {len(hashes)} clients")
+    place_of = {one: place for place, one in enumerate(hashes)}
+    _expect(all(one in place_of for one in digests), "holds entries that it does not name")
+    graph = graph_of(spec, len(hashes), message.hashes is not None)
+    _expect((graph.neighbours is None) == (message.hashes is None), "has another graph than the federation's terms say")
+    entries = {place_of[digest]: answer.entry for digest, answer in signed}
+    roster = Roster(hashes, entries, graph)
+    place = roster.place_of(own.entry)
+    _expect(sorted(entries) == roster.holders(place), "does not hold just the entries that this client needs")
+    if graph.neighbours is not None:
+        _expect(all(entry.weight == 1 for entry in entries.values()), "has weights in a sparse graph")
+    _expect_keys(entries.values())
+    for _, answer in signed:
+        _expect_entry(answer, own.entry)
+    return roster
+
+
+def _expect_keys(entries: Iterable[Entry]) -> None:
+    keys = [key for entry in entries for key in (entry.identity_key, entry.mask_key, entry.share_key)]
+    _expect(len(set(keys)) == len(keys), "holds a key twice")
+
+
+def _expect_entry(answer: KeysAnswer, own: Entry) -> None:
+    entry = answer.entry
+    here = ("federation_id", "round", "phase", "attempt", "payload_sha256", "terms")
+    other = [name for name in here if getattr(entry, name) != getattr(own, name)]
+    _expect(not other, f"has an entry with another {', '.join(other)} than this client's")
+    if not is_entry_signed(answer):
+        raise SecureError("bad-roster", f"the entry of ed25519:{entry.identity_key} is not signed by it")
+
+
+def is_entry_signed(answer: KeysAnswer) -> bool:
+    """Whether an entry bears the signature of its identity key."""
+    entry = answer.entry
+    body = entry.model_dump(mode="json")
+    return is_signed(bytes.fromhex(entry.identity_key), bytes.fromhex(answer.signature), "keys", body)
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise SecureError("bad-roster", f"the roster {what}")

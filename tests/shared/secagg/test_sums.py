@@ -1,0 +1,233 @@
+"""Whole attempts among simulated clients: exact sums whoever is lost, and what clients refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from promptfed.shared.secagg import SecureError, keys, member, opening, roster, shamir
+from promptfed.shared.secagg.messages import ConfirmJob, Entry, KeysAnswer, MaskJob, Roster, UnmaskJob
+from promptfed.shared.spec import SecureAggregationSpec
+from tests.support.secure_sums import ABOUT, STEPS, Member, clear_sum, lost, members, play
+
+SPEC = SecureAggregationSpec()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_sum_is_exact_with_30_percent_lost_in_a_step(step: str) -> None:
+    clients = members(10, 17, SPEC)
+    played = play(clients, SPEC, lost(10, 0.3, step))
+    assert len(played.counted) == (10 if step in ("confirm", "unmask") else 7)
+    assert np.array_equal(played.total, clear_sum(clients, played.counted))
+
+
+@settings(max_examples=12, deadline=None)
+@given(some.integers(3, 20), some.data())
+def test_sums_with_weights_are_exact(count: int, data: some.DataObject) -> None:
+    heavy = data.draw(some.integers(1, 65_535))
+    weights = [data.draw(some.integers(max(1, heavy // 2), heavy)) for _ in range(count)]
+    clients = members(count, 3, SPEC, weights)
+    step = data.draw(some.sampled_from(STEPS))
+    share = 0.3 if count >= 10 else 0.0
+    played = play(clients, SPEC, lost(count, share, step, data.draw(some.integers(0, 99))), uniform=False)
+    assert np.array_equal(played.total, clear_sum(clients, played.counted))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_sparse_graph_gives_the_same_sum(step: str) -> None:
+    spec = SecureAggregationSpec(neighbours=12, colluding_share=0.05)
+    clients = members(40, 5, spec)
+    played = play(clients, spec, lost(40, 0.1, step))
+    assert played.roster.graph.neighbours == 12
+    assert np.array_equal(played.total, clear_sum(clients, played.counted))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_a_thousand_clients(step: str) -> None:
+    clients = members(1000, 64, SPEC)
+    played = play(clients, SPEC, lost(1000, 0.3, step))
+    assert played.roster.graph.neighbours == 88
+    assert np.array_equal(played.total, clear_sum(clients, played.counted))
+
+
+def windows(content: bytes) -> set[bytes]:
+    return {content[at : at + 16] for at in range(len(content) - 15)}
+
+
+def test_nothing_that_the_coordinator_is_sent_holds_a_vector_or_a_secret() -> None:
+    clients = members(5, 40, SPEC)
+    told = b"\0".join(play(clients, SPEC, {"mask": {4}}).told)
+    for client in clients:
+        secret = client.secrets
+        for content in (client.vector.tobytes(), secret.identity, secret.mask_key, secret.share_key, secret.seed):
+            assert not any(window in told for window in windows(content))
+    # The same look does find a vector whose masks were dropped.
+    told += b"\0" + clients[2].vector.tobytes()
+    assert any(window in told for window in windows(clients[2].vector.tobytes()))
+
+
+def sharing(count: int = 5) -> tuple[list[Member], roster.Roster, dict[int, object]]:
+    """Clients after step 1, by place, and their shares."""
+    clients = members(count, 70, SPEC)
+    made, signed = roster.make_roster([client.entry for client in clients], SPEC, True)
+    clients.sort(key=lambda client: made.place_of(client.entry.entry))
+    shares = {}
+    for place, client in enumerate(clients):
+        client.share(made.message(signed, place).model_dump_json())
+        shares[place], client.own = member.share_secrets(client.secrets, client.roster, place)
+    return clients, made, shares
+
+
+def refusal(kind: str, act: object, *arguments: object) -> str:
+    with pytest.raises(SecureError) as refused:
+        act(*arguments)  # type: ignore[operator]
+    assert refused.value.kind == kind
+    return str(refused.value)
+
+
+def test_a_box_that_was_changed_or_swapped_is_refused_by_its_sender_s_name() -> None:
+    clients, made, shares = sharing()
+    job = opening.mask_job(made, 0, shares)
+    bent = bytes([job.boxes[1][1][0] ^ 1]) + job.boxes[1][1][1:]
+    boxes = [job.boxes[0], (job.boxes[1][0], bent), *job.boxes[2:]]
+    text = refusal("bad-shares", clients[0].mask, MaskJob(sharing=job.sharing, boxes=boxes).model_dump_json())
+    assert clients[2].entry.entry.identity_key in text
+    swapped = [(job.boxes[0][0], job.boxes[1][1]), (job.boxes[1][0], job.boxes[0][1]), *job.boxes[2:]]
+    refusal("bad-shares", clients[0].mask, MaskJob(sharing=job.sharing, boxes=swapped).model_dump_json())
+    refusal("bad-shares", clients[0].mask, MaskJob(sharing=job.sharing, boxes=job.boxes[1:]).model_dump_json())
+
+
+@pytest.mark.parametrize("changed", ["round", "attempt", "payload_sha256", "terms", "weight", "mask_key", "signature"])
+def test_an_entry_that_is_not_as_it_was_signed_is_refused(changed: str) -> None:
+    clients = members(4, 3, SPEC)
+    other = {
+        "round": 2,
+        "attempt": 2,
+        "payload_sha256": "sha256:" + "3" * 64,
+        "terms": "4" * 64,
+        "weight": 65_535,
+        "mask_key": clients[1].entry.entry.mask_key[::-1],
+    }
+    forged = clients[2].entry.model_dump(mode="json")
+    if changed == "signature":
+        forged["signature"] = clients[1].entry.signature
+    else:
+        forged["entry"][changed] = other[changed]
+    entries = [clients[0].entry, clients[1].entry, KeysAnswer.model_validate(forged), clients[3].entry]
+    made, signed = roster.make_roster(entries, SPEC, True)
+    refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
+
+
+def test_a_signed_entry_for_another_round_is_refused() -> None:
+    clients = members(4, 3, SPEC)
+    old = member.signed_entry(clients[3].secrets, {**ABOUT, "round": 7, "weight": 1})
+    made, signed = roster.make_roster([*(client.entry for client in clients[:3]), old], SPEC, True)
+    assert "round" in refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
+
+
+def test_a_roster_without_the_own_entry_twice_a_key_or_too_few_is_refused() -> None:
+    clients = members(4, 3, SPEC)
+    made, signed = roster.make_roster([client.entry for client in clients[1:]], SPEC, True)
+    refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
+    twice = member.signed_entry(clients[1].secrets, {**ABOUT, "weight": 2})
+    made, signed = roster.make_roster([*(client.entry for client in clients), twice], SPEC, True)
+    assert "twice" in refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
+    few = Roster(entries=[client.entry for client in sorted(clients[:2], key=lambda c: c.entry.entry.digest())])
+    refusal("bad-roster", clients[0].share, few.model_dump_json())
+
+
+def test_a_heavy_weight_or_too_small_a_set_is_refused() -> None:
+    clients, made, shares = sharing()
+    few = MaskJob(sharing=[0, 1], boxes=[b for b in opening.mask_job(made, 0, shares).boxes if b[0] < 2])
+    refusal("policy-minimum", clients[0].mask, few.model_dump_json())
+    clients[0].limits = member.Limits(minimum=6)
+    refusal("policy-minimum", clients[0].mask, opening.mask_job(made, 0, shares).model_dump_json())
+    heavy = members(3, 3, SPEC, [65_535, 1, 1])
+    made, signed = roster.make_roster([client.entry for client in heavy], SPEC, False)
+    place = {made.place_of(client.entry.entry): client for client in heavy}
+    shares = {}
+    for at, client in place.items():
+        client.share(made.message(signed, at).model_dump_json())
+        shares[at], _ = member.share_secrets(client.secrets, client.roster, at)
+    at = made.place_of(heavy[0].entry.entry)
+    assert "uniform" in refusal("policy-share", heavy[0].mask, opening.mask_job(made, at, shares).model_dump_json())
+
+
+def masked(count: int = 5) -> tuple[list[Member], roster.Roster]:
+    clients, made, shares = sharing(count)
+    for place, client in enumerate(clients):
+        client.mask(opening.mask_job(made, place, shares).model_dump_json())
+    return clients, made
+
+
+def test_a_list_that_is_not_what_was_masked_with_is_not_signed() -> None:
+    clients, _ = masked()
+    for alive, dropped in (([0, 1, 2, 3], []), ([0, 1, 2, 3, 4], [4]), ([1, 2, 3, 4], [0]), ([0, 1], [2, 3, 4])):
+        job = ConfirmJob(alive=alive, dropped=dropped)
+        with pytest.raises(SecureError):
+            clients[0].confirm(job.model_dump_json())
+
+
+def test_nothing_is_revealed_without_enough_signatures_of_the_own_list() -> None:
+    clients, made = masked()
+    here, there = ConfirmJob(alive=[0, 1, 2, 3], dropped=[4]), ConfirmJob(alive=[0, 1, 3, 4], dropped=[2])
+    answers = {}
+    for place in (0, 1):
+        clients[place].confirm(here.model_dump_json())
+        answers[place] = member.confirm_list(
+            clients[place].secrets, made, place, clients[place].sharing, here, clients[place].limits
+        )
+    answers[3] = member.confirm_list(clients[3].secrets, made, 3, clients[3].sharing, there, clients[3].limits)
+    job = opening.unmask_job(made, 0, answers)
+    refusal("bad-roster", clients[0].unmask, job.model_dump_json())
+    two = UnmaskJob(signatures=job.signatures[:2])
+    refusal("bad-roster", clients[0].unmask, two.model_dump_json())
+    again = UnmaskJob(signatures=[*job.signatures[:2], job.signatures[0]])
+    refusal("bad-roster", clients[0].unmask, again.model_dump_json())
+    answers[3] = member.confirm_list(clients[3].secrets, made, 3, clients[3].sharing, here, clients[3].limits)
+    answer = opening.UnmaskAnswer.model_validate_json(
+        clients[0].unmask(opening.unmask_job(made, 0, answers).model_dump_json())
+    )
+    assert [one for one, _ in answer.seeds] == [0, 1, 2, 3]
+    assert [one for one, _ in answer.keys] == [4]
+
+
+def test_one_share_less_than_the_threshold_opens_nothing() -> None:
+    clients, made = masked(6)
+    assert made.graph.threshold == 4
+    job = ConfirmJob(alive=[0, 1, 2, 3, 4], dropped=[5])
+    reveals = {}
+    for place in range(3):
+        clients[place].list = job
+        seeds = [(one, clients[place].held[one][0]) for one in job.alive]
+        keys_ = [(5, clients[place].held[5][1])]
+        reveals[place] = opening.UnmaskAnswer(seeds=seeds, keys=keys_)
+        opening.check_reveal(made, place, job, reveals[place])
+    assert not opening.can_open(made, range(6), reveals)
+    vectors = [np.zeros(70, dtype=np.uint64)] * 5
+    refusal("bad-shares", opening.open_sum, made, job, vectors, reveals)
+
+
+def test_shares_of_another_mask_key_are_found_out() -> None:
+    clients, made = masked(6)
+    job = ConfirmJob(alive=[0, 1, 2, 3, 4], dropped=[5])
+    false = shamir.split(keys.new_pair(), 4, range(1, 7))
+    reveals = {
+        place: opening.UnmaskAnswer(
+            seeds=[(one, clients[place].held[one][0]) for one in job.alive], keys=[(5, false[place + 1])]
+        )
+        for place in range(4)
+    }
+    vectors = [np.zeros(70, dtype=np.uint64)] * 5
+    assert "announced" in refusal("bad-shares", opening.open_sum, made, job, vectors, reveals)
+
+
+def test_an_entry_s_digest_follows_every_field() -> None:
+    entry = members(1, 1, SPEC)[0].entry.entry
+    for name in Entry.model_fields:
+        value = getattr(entry, name)
+        changed = entry.model_copy(update={name: value + 1 if isinstance(value, int) else value[:-1] + "x"})
+        assert changed.digest() != entry.digest()

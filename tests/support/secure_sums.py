@@ -1,0 +1,152 @@
+"""Attempts of a secure sum played in one process, with clients that are lost in a step of one's choice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from promptfed.shared.secagg import keys, member, opening, roster
+from promptfed.shared.secagg.masks import Words
+from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, Roster, SharesAnswer, UnmaskAnswer
+from promptfed.shared.spec import SecureAggregationSpec
+
+STEPS = ("keys", "share", "mask", "confirm", "unmask")
+ABOUT = {
+    "federation_id": "fed-1",
+    "round": 1,
+    "phase": "prompts",
+    "attempt": 1,
+    "payload_sha256": "sha256:" + "1" * 64,
+    "terms": "2" * 64,
+}
+
+
+@dataclass
+class Member:
+    """One simulated client, which reads and answers messages as JSON."""
+
+    vector: Words
+    weight: int
+    spec: SecureAggregationSpec
+    about: Mapping[str, object] = field(default_factory=lambda: ABOUT)
+    limits: member.Limits = field(default_factory=member.Limits)
+    sent: int = 0
+    received: int = 0
+
+    def __post_init__(self) -> None:
+        self.secrets = member.Secrets.fresh(keys.new_identity())
+        self.entry = member.signed_entry(self.secrets, {**self.about, "weight": self.weight})
+
+    def _out(self, text: str) -> str:
+        self.sent += len(text)
+        return text
+
+    def _in(self, text: str) -> str:
+        self.received += len(text)
+        return text
+
+    def keys(self) -> str:
+        return self._out(self.entry.model_dump_json())
+
+    def share(self, message: str) -> str:
+        told = Roster.model_validate_json(self._in(message))
+        self.roster = roster.read_roster(told, self.entry, self.spec, self.limits.minimum)
+        self.place = self.roster.place_of(self.entry.entry)
+        answer, self.own = member.share_secrets(self.secrets, self.roster, self.place)
+        return self._out(answer.model_dump_json())
+
+    def mask(self, message: str) -> Words:
+        job = MaskJob.model_validate_json(self._in(message))
+        pairs = member.open_boxes(self.secrets, self.roster, self.place, job, self.limits)
+        self.held, self.sharing = {self.place: self.own, **pairs}, job.sharing
+        vector = member.mask_vector(self.secrets, self.roster, self.place, job.sharing, self.vector)
+        self.sent += vector.nbytes
+        return vector
+
+    def confirm(self, message: str) -> str:
+        self.list = opening.ConfirmJob.model_validate_json(self._in(message))
+        answer = member.confirm_list(self.secrets, self.roster, self.place, self.sharing, self.list, self.limits)
+        return self._out(answer.model_dump_json())
+
+    def unmask(self, message: str) -> str:
+        job = opening.UnmaskJob.model_validate_json(self._in(message))
+        return self._out(member.reveal_shares(self.roster, self.place, self.list, self.held, job).model_dump_json())
+
+
+@dataclass
+class Played:
+    """What came of an attempt: the sum, who counts (indices of the clients), and all that the coordinator was sent."""
+
+    total: Words
+    counted: list[int]
+    roster: roster.Roster
+    told: list[bytes]
+
+
+def lost(count: int, share: float, step: str, seed: int = 0) -> dict[str, set[int]]:
+    """``share`` of ``count`` clients, who answer up to ``step`` and not in it."""
+    return {step: set(random.Random(seed).sample(range(count), int(share * count)))}
+
+
+def play(
+    members: Sequence[Member], spec: SecureAggregationSpec, gone: Mapping[str, set[int]], uniform: bool = True
+) -> Played:
+    """One attempt; ``gone`` says who is lost in which step."""
+    told: list[bytes] = []
+    there = set(range(len(members)))
+
+    def left(step: str) -> list[int]:
+        there.difference_update(gone.get(step, ()))
+        return sorted(there)
+
+    answers = {i: KeysAnswer.model_validate_json(_kept(told, members[i].keys())) for i in left("keys")}
+    made, signed = roster.make_roster(answers.values(), spec, uniform)
+    place = {i: made.place_of(answers[i].entry) for i in answers}
+    shares = {}
+    for i in left("share"):
+        text = members[i].share(made.message(signed, place[i]).model_dump_json())
+        shares[place[i]] = SharesAnswer.model_validate_json(_kept(told, text))
+        opening.check_shares(made, place[i], shares[place[i]])
+    vectors = {}
+    for i in left("mask"):
+        vectors[place[i]] = members[i].mask(opening.mask_job(made, place[i], shares).model_dump_json())
+        told.append(vectors[place[i]].tobytes())
+    counted = sorted(there)
+    confirm = opening.confirm_job(shares, vectors)
+    signatures = {}
+    for i in left("confirm"):
+        text = _kept(told, members[i].confirm(confirm.model_dump_json()))
+        signatures[place[i]] = opening.ConfirmAnswer.model_validate_json(text)
+        opening.check_confirmation(made, place[i], confirm.alive, signatures[place[i]])
+    reveals = {}
+    for i in left("unmask"):
+        text = members[i].unmask(opening.unmask_job(made, place[i], signatures).model_dump_json())
+        reveals[place[i]] = UnmaskAnswer.model_validate_json(_kept(told, text))
+        opening.check_reveal(made, place[i], confirm, reveals[place[i]])
+        if opening.can_open(made, shares, reveals):
+            break
+    assert opening.can_open(made, shares, reveals)
+    ordered = (vectors[one] for one in confirm.alive)
+    return Played(opening.open_sum(made, confirm, ordered, reveals), counted, made, told)
+
+
+def _kept(told: list[bytes], text: str) -> str:
+    told.append(text.encode())
+    return text
+
+
+def members(count: int, size: int, spec: SecureAggregationSpec, weights: Sequence[int] | None = None) -> list[Member]:
+    """Clients with vectors of ``size`` numbers as large as they may be, the weight in them already."""
+    source = np.random.default_rng(7)
+    some = source.integers(-(1 << 36), (1 << 36) + 1, (count, size), dtype=np.int64)
+    weights = [1] * count if weights is None else list(weights)
+    return [Member(some[i].view(np.uint64) * np.uint64(weights[i]), weights[i], spec) for i in range(count)]
+
+
+def clear_sum(members: Sequence[Member], counted: Sequence[int]) -> Words:
+    """The sum of the vectors themselves, in Python's whole numbers."""
+    columns = zip(*(members[i].vector.view(np.int64).tolist() for i in counted), strict=True)
+    return np.array([sum(column) for column in columns], dtype=np.int64).view(np.uint64)
