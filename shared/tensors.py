@@ -66,7 +66,7 @@ def state_hash(tensors: Mapping[str, Tensor]) -> str:
         array = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
         if sys.byteorder == "big" and tensor.numel():
             array = array.reshape(-1, tensor.element_size()).flip(1).contiguous()
-        digest.update(array.numpy().tobytes())
+        digest.update(array.numpy().data)  # as they lie in memory: no copy
     return "sha256:" + digest.hexdigest()
 
 
@@ -79,6 +79,18 @@ def encode(tensors: Mapping[str, Tensor], metadata: object | None = None) -> byt
     """Safetensors bytes; ``metadata`` becomes canonical JSON under the one key ``promptfed``."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
     return safetensors.torch.save(ready, {METADATA_KEY: canonical_json(metadata)} if metadata is not None else None)
+
+
+def encode_file(tensors: Mapping[str, Tensor], path: Path, metadata: object | None = None) -> None:
+    """Writes the bytes of ``encode`` to a file; they never lie in memory as a whole."""
+    ready = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    about = {METADATA_KEY: canonical_json(metadata)} if metadata is not None else None
+    safetensors.torch.save_file(ready, path, about)
+
+
+def size_of(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of all entries."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def decode(body: bytes) -> tuple[Tensors, object | None]:

@@ -19,7 +19,7 @@ from promptfed.coordinator.aggregation.rows import Combined, Rows, squared_dista
 from promptfed.coordinator.aggregation.weights import capped, weighted_mean
 from promptfed.shared.methods.core.base import ClientUpdate
 from promptfed.shared.spec import AggregationSpec
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.tensors import Shape, Tensors
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -55,13 +55,14 @@ class Rule:
         self._spec = spec
         self._base = base
         self._seed = seed
+        self.room: Callable[[Shape], Tensor] = torch.empty  # where the mean of large updates is written
         self.judged: dict[str, Judged] = {}
         self.measured: dict[str, float] = {}
 
     def __call__(self, updates: Iterable[ClientUpdate]) -> Tensors:
         """The aggregate. Raises ValueError where there is no update."""
         if self._spec.is_plain_mean:
-            return weighted_mean(updates)
+            return weighted_mean(updates, self.room)
         given = list(updates)
         if not given:
             raise ValueError("there is no update to aggregate")

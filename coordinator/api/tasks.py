@@ -192,7 +192,10 @@ async def take_update(
     """Receive and admit an update of the ``announced`` digest; the receipt, and whether it is new."""
     federation, client = caller.federation, caller.client
     with registry.metrics.receiving.time(), registry.committer.coming():
-        async with uploads.receive(body, federation.spec.admission.max_bytes) as upload:
+        limit = federation.spec.admission.max_bytes
+        if body.length is None or body.length > limit:
+            limit = federation.update_limit
+        async with uploads.receive(body, limit) as upload:
             expect_digest(upload, announced)
             point("update-received")
             new = await submissions.accept_update(registry, federation, client, task_id, upload)

@@ -12,6 +12,7 @@ from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 from promptfed.shared.messages import Domain, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
 from promptfed.shared.methods.core.base import ClientInfo, Hyperparameters, Method, MethodError, Phase, ServerContext
+from promptfed.shared.methods.core.sizes import update_limit
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
 
@@ -161,6 +162,13 @@ class Federation:
             known = self._context([name for name, member in self.run.members.items() if member.joined])
             self._last_context.set(made_of, known)
         return known
+
+    @property
+    def update_limit(self) -> int:
+        """How many bytes an update may have: where the spec leaves it open, as many as the method's have."""
+        if self.shape is None:
+            return self.spec.admission.max_bytes
+        return update_limit(self.spec, self.method, self.context())
 
     def _context(self, names: list[str]) -> ServerContext:
         assert self.shape is not None, "nobody has enrolled, so nobody has said what the backbone looks like"

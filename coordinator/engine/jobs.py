@@ -7,6 +7,7 @@ the same bytes, because it depends on nothing but what is committed.
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -24,11 +25,12 @@ from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongM
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.batch import serve_tasks
-from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.tensor_blobs import Stored, put_tensors, room
 from promptfed.shared.methods.core.base import Method, MethodError, NeedsBackbone, Phase, ServerContext
 from promptfed.shared.methods.core.insights import Measured, MeasuresPhases
+from promptfed.shared.methods.core.sizes import check_sizes, needed_bytes
 from promptfed.shared.tensors import TensorError, Tensors, encode, method_part, state_hash
 
 FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
@@ -54,10 +56,10 @@ def _start_with_those_there_are(registry: Registry, id: str) -> None:
         _expect_startable(federation)
         roster = [name for name, member in federation.run.members.items() if member.active]
         context = federation.context(roster)
+        _expect_room(registry, federation, context)
         with registry.blobs.hold() as held:
             tensors = _initial_state(registry, federation, context)
-            content = encode(tensors)
-            held.put(content)
+            stored = put_tensors(registry.blobs, held, tensors)
             with registry.change(id) as change:
                 if (
                     change.federation.run != federation.run
@@ -65,7 +67,7 @@ def _start_with_those_there_are(registry: Registry, id: str) -> None:
                 ):
                     continue  # Somebody was withdrawn, or another state supplied: it is made anew.
                 change.keep(held)
-                _commit_state(change, tensors, content, "initial", None)
+                _commit_state(change, tensors, stored, "initial", None)
                 _send_start(change)
                 change.note("federation-start")
                 point("start-before-commit")
@@ -81,6 +83,22 @@ def _expect_startable(federation: Federation) -> None:
     if trainers < needed:
         text = f"{trainers} trainers are enrolled; {needed} are needed: enrol more, or lower participation.min_clients"
         raise problems.NotEnoughClients(text, enrolled=trainers, needed=needed)
+
+
+def _expect_room(registry: Registry, federation: Federation, context: ServerContext) -> None:
+    """Refuse to start where updates of these clients are too large for limits, times or the disk."""
+    trainers = len(federation.run.trainers())
+    try:
+        check_sizes(federation.spec, federation.method, context, trainers)
+        needed = needed_bytes(federation.spec, federation.method, context, trainers)
+    except MethodError as error:
+        raise problems.CannotStart(str(error)) from None
+    free = shutil.disk_usage(registry.blobs.incoming).free
+    if needed > free:
+        text = f"{trainers} trainers need about {needed:,} bytes of disk at once, and {free:,} are free"
+        raise problems.CannotStart(
+            f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
+        )
 
 
 def _send_start(change: Change) -> None:
@@ -113,13 +131,12 @@ def join(registry: Registry, id: str) -> None:
     with registry.metrics.job_seconds.labels("join").time():
         state = global_state.joined(federation, state, roster, federation.run.joining)
     with registry.blobs.hold() as held:
-        content = encode(state)
-        held.put(content)
+        stored = put_tensors(registry.blobs, held, state)
         with registry.change(id) as change:
             if (change.federation.run.due_job, change.federation.run.joining) != ("join", federation.run.joining):
                 return
             change.keep(held)
-            _commit_state(change, state, content, "join", None)
+            _commit_state(change, state, stored, "join", None)
             change.send(events.JobDone(clock.monotonic()))
 
 
@@ -136,11 +153,10 @@ def forget(registry: Registry, id: str, client: str) -> None:
     if after is state:
         return
     with registry.blobs.hold() as held:
-        content = encode(after)
-        held.put(content)
+        stored = put_tensors(registry.blobs, held, after)
         with registry.change(id) as change:
             change.keep(held)
-            _commit_state(change, after, content, FORGOTTEN, None)
+            _commit_state(change, after, stored, FORGOTTEN, None)
             change.emit("client-forgotten", client=client)
 
 
@@ -156,7 +172,7 @@ def aggregate(registry: Registry, id: str) -> None:
     global_state.use_threads(federation)
     phase = federation.method_phase(run.round, run.step)
     context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
-    with registry.metrics.job_seconds.labels("aggregate").time():
+    with registry.metrics.job_seconds.labels("aggregate").time(), room(registry.blobs) as rule.room:
         changed: dict[str, float] = {}
         stream = changes.measured(
             global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
@@ -168,14 +184,13 @@ def aggregate(registry: Registry, id: str) -> None:
         measured = {**_finite(measures), "changes": _finite_numbers(changed)}
     point("aggregate-computed")
     with registry.blobs.hold() as held:
-        content = encode(after)
-        held.put(content)
+        stored = put_tensors(registry.blobs, held, after)
         with registry.change(id) as change:
             now = change.federation.run
             if (now.due_job, now.round, now.step) != ("aggregate", run.round, run.step):
                 return
             change.keep(held)
-            _commit_state(change, after, content, phase_name, phase_id)
+            _commit_state(change, after, stored, phase_name, phase_id)
             change.session.get_one(PhaseRow, phase_id).measured = measured
             _note_judged(change.session, phase_id, rule.judged)
             change.send(events.JobDone(clock.monotonic()))
@@ -242,15 +257,14 @@ def fill_payloads(registry: Registry, id: str) -> None:
     context = federation.context()
     with registry.blobs.hold() as held:
         made: dict[str, OpenTask] = {}
-        last: tuple[Tensors, str, int] | None = None
+        last: tuple[Tensors, Stored] | None = None
         with registry.metrics.job_seconds.labels("payloads").time():
             for task in pending:
                 phase = federation.method_phase(task.round, task.step) if task.kind == "train" else None
                 tensors = federation.method.payload(state, phase, federation.clients[task.client].info(), context)
                 if last is None or not _are_the_same(last[0], tensors):
-                    content = encode(tensors)
-                    last = tensors, held.put(content), len(content)
-                made[task.id] = replace(task, payload_sha256=last[1], payload_bytes=last[2])
+                    last = tensors, put_tensors(registry.blobs, held, tensors)
+                made[task.id] = replace(task, payload_sha256=last[1].digest, payload_bytes=last[1].size)
         with registry.change(id) as change:
             change.keep(held)
             _serve(change, made)
@@ -316,15 +330,15 @@ def _closed_phase(session: Session, federation: Federation) -> tuple[int, str]:
     return row.id, row.name
 
 
-def _commit_state(change: Change, tensors: Tensors, content: bytes, origin: str, phase_id: int | None) -> None:
+def _commit_state(change: Change, tensors: Tensors, stored: Stored, origin: str, phase_id: int | None) -> None:
     row = StateRow(
         federation_id=change.federation.id,
         round=change.federation.run.round,
         phase_id=phase_id,
         origin=origin,
         state_hash=state_hash(tensors),
-        sha256=digest_of(content),
-        bytes=len(content),
+        sha256=stored.digest,
+        bytes=stored.size,
         committed_at=clock.now(),
         stored=True,
     )

@@ -24,6 +24,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.problems import DigestMismatch, DigestMissing, IncompleteBody, TooManyUploads, UploadTimeout
 from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.upload import Upload
+from promptfed.shared.methods.core.sizes import BYTES_PER_SECOND
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it
@@ -167,11 +168,13 @@ class Uploads:
         return TooManyUploads(text, headers={"Retry-After": RETRY_AFTER})
 
     async def _receive(self, body: Incoming, path: Path, limit: int) -> Upload:
+        # Of one that is small, or not announced, nobody waits longer.
+        seconds = max(self._timeout, min(body.length or 0, limit) / BYTES_PER_SECOND)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(seconds):
                 return await self._stream(body, path, limit)
         except TimeoutError:
-            raise UploadTimeout(f"the body did not arrive within {self._timeout:g} s") from None
+            raise UploadTimeout(f"the body did not arrive within {seconds:g} s") from None
         except ClientDisconnect:
             raise IncompleteBody("the connection ended before the body did") from None
 

@@ -17,6 +17,7 @@ from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.base import Method, MethodError
+from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.spec import BackboneShape
 
 # All different names of a federation together, in UTF-8; ImageNet-21k's have 0.4 MB. They are kept in memory, go to
@@ -187,6 +188,7 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
         if federation.shape is None:
             check_fits(federation.method, shape)
             federation.method.dims(seen.context())
+            check_sizes(federation.spec, federation.method, seen.context(), federation.rules.min_clients)
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
     known = federation.run.members.get(client.name)

@@ -25,6 +25,7 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow
 from promptfed.shared.methods import check_fits, resolve_spec
 from promptfed.shared.methods.core.base import MethodError
+from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.spec import FederationSpec, SpecError
 from promptfed.shared.tensors import TensorError, canonical_json, check, decode, state_hash
 
@@ -49,6 +50,10 @@ def _check_shape(spec: FederationSpec) -> None:
         federation.method.dims(federation.context())
     except MethodError as error:
         raise SpecError([{"path": "backbone.shape", "detail": str(error)}]) from None
+    try:
+        check_sizes(spec, federation.method, federation.context(), spec.participation.min_clients)
+    except MethodError as error:
+        raise SpecError([{"path": "method", "detail": str(error)}]) from None
 
 
 def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> Federation:

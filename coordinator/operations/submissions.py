@@ -120,7 +120,7 @@ def _admit(
     if _decided(federation, task, "train", None if upload.too_large else upload.sha256):
         return None
     if upload.too_large:
-        limit = federation.spec.admission.max_bytes
+        limit = federation.update_limit
         raise problems.BodyTooLarge(f"an update may have {limit} bytes (admission.max_bytes); this one has more")
     examined = _examine(registry.blobs, federation, client, task, upload)
     point("update-checked")

@@ -1,0 +1,63 @@
+"""Tensors as blobs, and room for tensors: many bytes of them go through files and never lie in memory as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from promptfed.coordinator.store.blobs import PREFIX, Blobs, Held
+from promptfed.shared.methods.core.sizes import LARGE
+from promptfed.shared.tensors import Shape, Tensors, encode, encode_file, size_of
+
+Room = Callable[[Shape], Tensor]
+"""A float32 tensor of a shape, to be filled."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A blob that was put: its digest and its size in bytes."""
+
+    digest: str
+    size: int
+
+
+def put_tensors(blobs: Blobs, held: Held, tensors: Tensors) -> Stored:
+    """Store the bytes that ``encode`` makes of tensors, durably; small ones wait for ``Change.keep``."""
+    if size_of(tensors) < LARGE:
+        content = encode(tensors)
+        return Stored(held.put(content), len(content))
+    temporary = blobs.temporary()
+    try:
+        encode_file(tensors, temporary)
+        with temporary.open("rb") as file:
+            digest = PREFIX + hashlib.file_digest(file, "sha256").hexdigest()
+        size = temporary.stat().st_size
+        held.adopt(temporary, digest)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return Stored(digest, size)
+
+
+@contextmanager
+def room(blobs: Blobs) -> Iterator[Room]:
+    """Within the block, tensors that lie in files which nobody else sees; the disk is free once they are gone."""
+    made: list[Path] = []
+
+    def allocate(shape: Shape) -> Tensor:
+        path = blobs.temporary()
+        made.append(path)
+        found = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=torch.float32)
+        return found.reshape(shape)
+
+    try:
+        yield allocate
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)  # what is mapped stays for whoever has it

@@ -1,0 +1,80 @@
+"""How many bytes a method's exchanges have, and what follows for limits, times and disks where they are many."""
+
+from __future__ import annotations
+
+import math
+
+from promptfed.shared.methods.core.base import Method, MethodError, ServerContext
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import DTYPES, TensorSpec
+
+DEFAULT_LIMIT = 64 << 20  # admission.max_bytes where nobody says otherwise
+LARGEST = 1 << 31  # bytes of an update
+HEADER = 1 << 20  # beside the tensors of an update: names, metadata
+BYTES_PER_SECOND = 1 << 20  # the slowest line that is reckoned with
+LARGE = 16 << 20  # bytes from which tensors are worked on in files
+MOST_SORTED = 1 << 28  # numbers of all updates together that are sorted, or gone through a thousand times
+SORTING = ("median", "trimmed_mean", "geometric_median")
+
+
+def exchanged(method: Method, context: ServerContext) -> tuple[int, int]:
+    """The most bytes of tensors that a client takes, and sends, in any phase. Raises MethodError as ``dims`` does."""
+    dims = method.dims(context)
+    phases = [phase for round in (1, 2, context.rounds) for phase in method.phases(round, max(2, context.rounds))]
+    down = max((_bytes(phase.down, dims) for phase in phases), default=0)
+    return down, max((_bytes(phase.up, dims) for phase in phases), default=0)
+
+
+def update_limit(spec: FederationSpec, method: Method, context: ServerContext) -> int:
+    """How many bytes an update may have: the spec's, or where that is the default as many as the method's needs."""
+    given = spec.admission.max_bytes
+    if given != DEFAULT_LIMIT:
+        return given
+    return max(given, min(LARGEST, int(1.1 * exchanged(method, context)[1]) + HEADER))
+
+
+def needed_bytes(spec: FederationSpec, method: Method, context: ServerContext, clients: int) -> int:
+    """Disk that a federation of ``clients`` takes while its method's exchanges are large; 0 where they are not.
+
+    Updates and states of the round and of the one before, its payload, and what is being written.
+    """
+    down, up = exchanged(method, context)
+    if max(down, up) < LARGE:
+        return 0
+    kept = 2 if spec.retention == "last_round" else spec.rounds
+    return kept * (clients * up + down) + 2 * down
+
+
+def check_sizes(spec: FederationSpec, method: Method, context: ServerContext, clients: int) -> None:
+    """Raise MethodError where updates of ``clients`` are too large for the spec's limits, times or rule."""
+    down, up = exchanged(method, context)
+    if up + HEADER > LARGEST:
+        raise MethodError(
+            f"an update would have {up:,} bytes, and {LARGEST:,} is the most: train less (trainable: last_k), send "
+            "transport: bfloat16, or take a smaller backbone"
+        )
+    if up > spec.admission.max_bytes != DEFAULT_LIMIT:
+        raise MethodError(
+            f"an update has {up:,} bytes, and admission.max_bytes allows {spec.admission.max_bytes:,}: leave it out"
+        )
+    seconds = math.ceil((down + up) / BYTES_PER_SECOND)
+    if max(down, up) >= LARGE and spec.participation.deadline_seconds < seconds:
+        raise MethodError(
+            f"{down:,} bytes down and {up:,} up take {seconds} s at 1 MB/s, and participation.deadline_seconds is "
+            f"{spec.participation.deadline_seconds:g}: raise it, for the training as well"
+        )
+    rule = spec.aggregation.rule
+    if rule in SORTING and clients * up // 4 > MOST_SORTED:
+        raise MethodError(
+            f"the rule {rule} goes through all numbers of all updates many times, and {clients} updates of {up // 4:,} "
+            "are too many for it: take krum, multi_krum, flame or clip_norm"
+        )
+
+
+def _bytes(specs: tuple[TensorSpec, ...], dims: dict[str, int]) -> int:
+    """Of tensors whose sizes are known; one that depends on who answers counts once."""
+    return sum(
+        math.prod(dims.get(size, 1) if isinstance(size, str) else size for size in spec.shape)
+        * DTYPES[spec.dtype].itemsize
+        for spec in specs
+    )

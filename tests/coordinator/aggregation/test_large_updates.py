@@ -1,0 +1,123 @@
+"""Updates of hundreds of megabytes: the same bits by entry as by update, in files, within limits that grow with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from promptfed.coordinator.aggregation import weights
+from promptfed.coordinator.aggregation.weights import weighted_mean
+from promptfed.coordinator.store.blobs import Blobs
+from promptfed.coordinator.store.tensor_blobs import put_tensors, room
+from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods.core.base import ClientUpdate, MethodError, ServerContext
+from promptfed.shared.methods.core.sizes import check_sizes, exchanged, needed_bytes, update_limit
+from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash
+
+VIT_B_32 = BackboneShape(
+    d_t=512,
+    d_v=768,
+    d_e=512,
+    text_layers=12,
+    vision_layers=12,
+    context_length=77,
+    patch_size=32,
+    mlp_width=3072,
+    positions=50,
+)
+
+
+def updates_in(folder: Path, count: int = 5) -> list[ClientUpdate]:
+    """Mapped from files, as the coordinator has them."""
+    found = []
+    for number in range(count):
+        draws = torch.Generator().manual_seed(number)
+        tensors = {
+            "b": torch.randn(3, 16_411, generator=draws),
+            "a": torch.randn(7, generator=draws),
+            "c": torch.tensor(float(number)),
+        }
+        path = folder / f"{number}.safetensors"
+        encode_file(tensors, path)
+        found.append(ClientUpdate(f"client-{number}", (number + 1) / 15, decode_file(path)[0]))
+    return found
+
+
+def test_by_entry_comes_to_the_bits_of_update_by_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = updates_in(tmp_path)
+    by_update = weighted_mean(updates)
+    monkeypatch.setattr(weights, "LARGE", 0)
+    blobs = Blobs(tmp_path)
+    blobs.open()
+    with room(blobs) as space:
+        by_entry = weighted_mean(iter(updates), space)
+        assert len(list(blobs.incoming.iterdir())) == 3
+    assert list(blobs.incoming.iterdir()) == [], "nothing is left on the disk"
+    assert state_hash(by_entry) == state_hash(by_update)
+    with pytest.raises(ValueError, match="no update"):
+        weighted_mean([])
+
+
+def test_a_file_of_tensors_has_the_bytes_that_memory_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"b": torch.randn(3, 5), "a": torch.arange(4), "c": torch.randn(2).bfloat16(), "d": torch.randn(4, 4).T}
+    encode_file(tensors, tmp_path / "file", {"task": "ü"})
+    assert (tmp_path / "file").read_bytes() == encode(tensors, {"task": "ü"})
+    monkeypatch.setattr("promptfed.coordinator.store.tensor_blobs.LARGE", 0)
+    blobs = Blobs(tmp_path)
+    blobs.open()
+    with blobs.hold() as held:
+        stored = put_tensors(blobs, held, tensors)
+        assert held.put(encode(tensors)) == stored.digest
+    assert blobs.read(stored.digest) == encode(tensors)
+    assert stored.size == len(encode(tensors))
+    assert list(blobs.incoming.iterdir()) == []
+
+
+def sized(shape: BackboneShape = VIT_B_32, rounds: int = 20, **options: object) -> tuple[object, ServerContext]:
+    context = ServerContext(TrainingSpec(), shape, None, (), seed=0, rounds=rounds)
+    return make_method({"name": "fedavg", **options}), context
+
+
+def spec_of(**given: object):
+    return resolve_spec({"name": "large", "method": {"name": "fedavg"}, **given})
+
+
+def test_limits_grow_with_what_a_method_sends() -> None:
+    method, context = sized()
+    _, up = exchanged(method, context)
+    assert up == 4 * 87_849_216
+    assert update_limit(spec_of(), method, context) == int(1.1 * up) + (1 << 20)
+    assert update_limit(spec_of(admission={"max_bytes": 1 << 20}), method, context) == 1 << 20
+    small, _ = sized(trainable="norms")
+    assert update_limit(spec_of(), small, context) == 64 << 20
+    half, _ = sized(transport="bfloat16")
+    assert exchanged(half, context) == (up // 2, up // 2)
+    assert needed_bytes(spec_of(), method, context, 10) == 2 * 11 * up + 2 * up
+    assert needed_bytes(spec_of(), small, context, 10) == 0
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    method, context = sized()
+    check_sizes(spec_of(), method, context, 10)
+    with pytest.raises(MethodError, match=r"take 671 s at 1 MB/s, and participation.deadline_seconds is 600"):
+        check_sizes(spec_of(participation={"deadline_seconds": 600.0}), method, context, 10)
+    with pytest.raises(MethodError, match=r"an update has 351,396,864 bytes, and admission.max_bytes allows 1,000,000"):
+        check_sizes(spec_of(admission={"max_bytes": 1_000_000}), method, context, 10)
+    with pytest.raises(MethodError, match="take krum"):
+        check_sizes(spec_of(aggregation={"rule": "median"}), method, context, 10)
+    check_sizes(
+        spec_of(aggregation={"rule": "krum"}, participation={"min_clients": 5, "deadline_seconds": 3600.0}),
+        method,
+        context,
+        10,
+    )
+    giant = VIT_B_32.model_copy(
+        update={"d_v": 1664, "mlp_width": 8192, "vision_layers": 48, "positions": 257, "patch_size": 14}
+    )
+    with pytest.raises(MethodError, match="2,147,483,648 is the most"):
+        check_sizes(spec_of(), method, ServerContext(TrainingSpec(), giant, None, (), seed=0, rounds=2), 1)
