@@ -33,6 +33,7 @@ from promptfed.shared.methods.fedprox import FedProx
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.methods.fedvpt import FedVPT
 from promptfed.shared.methods.fedvpt_deep import FedVPTDeep
+from promptfed.shared.methods.pfedmma import PFedMMA
 from promptfed.shared.methods.pfedmoap import PFedMoAP
 from promptfed.shared.methods.pfedpg import PFedPG
 from promptfed.shared.methods.pfedprompt import PFedPrompt
@@ -83,6 +84,7 @@ _KINDS: tuple[type[Method], ...] = (
     FedGDA,
     FedMGP,
     FedAPT,
+    PFedMMA,
 )
 METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
 

@@ -1,0 +1,314 @@
+"""pFedMMA: adapters beside the upper blocks of both towers; what is in their middle is shared by towers and clients.
+
+Notation: ``k`` pairs of blocks, counted from the top of both towers; ``r`` the adapters' width, ``d`` a tower's. The
+adapter of a block is A(z) = U·φ(S·φ(D·ln_1(z))), with biases; D and U are a client's and a tower's own, S ``(r, r)``
+is one for both towers, and averaged.
+
+Source: Ghiasvand et al., "pFedMMA: Personalized Federated Fine-Tuning with Multi-Modal Adapter for Vision-Language
+Models", ICLR 2026 (arXiv 2507.05394); adapters of MMA (Yang et al., CVPR 2024). A summary and the code were read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Method,
+    MethodError,
+    Needs,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.text_features import spoken, template_features
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.visual import CHUNK
+from promptfed.shared.methods.zero_shot import TemplateClassifier
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+    from promptfed.shared.clip.functional import Adapter
+
+VISUAL, TEXT = "visual", "text"
+WIDTHS = {VISUAL: "d_v", TEXT: "d_t"}
+MIDDLE = (TensorSpec("shared_weight", ("k", "r", "r")), TensorSpec("shared_bias", ("k", "r")))
+PAIRS = 8  # blocks 5 to 12 of 12
+
+
+class PFedMMAHyper(visual.VisualHyper):
+    """The adapters, and what of them is shared."""
+
+    r: Annotated[int, Field(ge=1, le=4096, description="width of the adapters")] = 32
+    k: Annotated[
+        int | None,
+        Field(
+            ge=1, le=256, description=f"pairs of blocks with adapters, from the top; default: {PAIRS}, or all there are"
+        ),
+    ] = None
+    alpha: Annotated[float, Field(ge=0, le=1000, description="α, weight of what an adapter adds")] = 0.001
+    scale_gradients: Annotated[
+        bool, Field(description="adapters learn by their gradient divided by α, as released; else α makes it tiny")
+    ] = True
+    activation: Annotated[Literal["relu", "gelu"], Field(description="φ: the code's, or a summary's")] = "relu"
+    towers: Annotated[Literal["both", "visual", "text"], Field(description="which towers have adapters")] = "both"
+    share: Annotated[
+        Literal["middle", "none", "all"], Field(description="what is averaged: S alone, nothing, or D and U too")
+    ] = "middle"
+
+
+class _Scaled(torch.autograd.Function):
+    """v as it is; its gradient times c."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def with_gradient_times(value: Tensor, factor: float) -> Tensor:
+    """``value``, whose gradient is multiplied by ``factor``."""
+    scaled: Tensor = _Scaled.apply(value, factor)
+    return scaled
+
+
+def adapted(own: Mapping[str, Tensor], pair: int, tower: str, hyper: PFedMMAHyper) -> Adapter:
+    """(M1) α·A of a block, of its input behind ln_1 ``(B, R, d)``; (M3) with gradients as ``scale_gradients`` says."""
+    act: Callable[[Tensor], Tensor] = F.relu if hyper.activation == "relu" else F.gelu
+    parts = [(f"{tower}_down_weight", f"{tower}_down_bias"), ("shared_weight", "shared_bias")]
+    parts.append((f"{tower}_up_weight", f"{tower}_up_bias"))
+
+    def add(normed: Tensor) -> Tensor:
+        rows = with_gradient_times(normed, hyper.alpha) if hyper.scale_gradients else normed
+        for number, (weight, bias) in enumerate(parts):
+            rows = act(rows) if number else rows
+            rows = F.linear(rows, own[weight][pair].to(rows.dtype), own[bias][pair].to(rows.dtype))
+        rows = hyper.alpha * rows
+        return with_gradient_times(rows, 1 / hyper.alpha) if hyper.scale_gradients else rows
+
+    return add
+
+
+class AdaptedTowers:
+    """Features of both towers under adapters; what lies below them is computed without gradients."""
+
+    def __init__(self, context: ClientContext, hyper: PFedMMAHyper):
+        self._context, self._hyper, self._backbone = context, hyper, context.backbone
+        self._kinds = kinds_of(hyper)
+        if TEXT in self._kinds:
+            self._text_below()
+
+    def _text_below(self) -> None:
+        """The texts' rows before the first adapter: constants of a task."""
+        tower, context = self._backbone.text_tower(), self._context
+        self._ids = self._backbone.tokens(
+            [context.template.replace("{}", spoken(name)) for name in context.class_names]
+        )
+        with torch.no_grad():
+            self._text_rows = tower.blocks(tower.weights, tower.rows(tower.weights, self._ids), 0, self._first(TEXT))
+
+    def _first(self, tower: str) -> int:
+        layers = self._backbone.text_layers if tower == TEXT else self._backbone.vision_layers
+        return layers - pairs_of(self._hyper, self._backbone.text_layers, self._backbone.vision_layers)
+
+    def _adapters(self, own: Mapping[str, Tensor], tower: str) -> dict[int, Adapter]:
+        first = self._first(tower)
+        return {first + pair: adapted(own, pair, tower, self._hyper) for pair in range(len(own["shared_weight"]))}
+
+    def texts(self, own: Mapping[str, Tensor]) -> Tensor:
+        """``(C, d_e)`` normalised; the template's where texts have no adapters."""
+        if TEXT not in self._kinds:
+            return template_features(self._backbone, self._context.template, self._context.class_names)
+        tower = self._backbone.text_tower()
+        rows = tower.blocks(tower.weights, self._text_rows, self._first(TEXT), adapters=self._adapters(own, TEXT))
+        return F.normalize(tower.pool(tower.weights, rows, tower.ends(self._ids)).float(), dim=-1)
+
+    def images(self, own: Mapping[str, Tensor], split: Split, indices: Tensor) -> Tensor:
+        """``(B, d_e)`` normalised; those that are kept where images have no adapters."""
+        if VISUAL not in self._kinds:
+            features = split.features()
+            return features[indices.to(features.device)]
+        tower, first = self._backbone.vision_tower(), self._first(VISUAL)
+        with torch.no_grad():
+            rows = tower.rows(tower.weights, self._backbone.image_input(split.images(indices)))
+            rows = tower.blocks(tower.weights, rows, 0, first)
+        rows = tower.blocks(tower.weights, rows, first, adapters=self._adapters(own, VISUAL))
+        features = tower.project(tower.weights, tower.pool(tower.weights, rows))
+        return F.normalize(features.float(), dim=-1)
+
+
+class AdapterClassifier:
+    """Cosine logits under fixed adapters; their texts are made for this very classifier and no other."""
+
+    def __init__(self, context: ClientContext, own: Tensors, hyper: PFedMMAHyper):
+        self._towers, self._scale = AdaptedTowers(context, hyper), context.backbone.logit_scale
+        self._own = {name: tensor.to(context.backbone.device) for name, tensor in own.items()}
+        with torch.no_grad():
+            self._text = self._towers.texts(self._own)
+
+    @torch.no_grad()
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        parts = torch.split(indices, CHUNK)
+        return torch.cat([self._scale * self._towers.images(self._own, split, part) @ self._text.T for part in parts])
+
+
+class PFedMMA(Method):
+    """S down and up; D and U stay. Who has trained none classifies zero-shot, unless all is shared."""
+
+    name = "pfedmma"
+    summary = "Adapters beside the upper blocks of both towers; only the map in their middle is shared."
+    paper = "Ghiasvand et al., pFedMMA: Personalized Federated Fine-Tuning with Multi-Modal Adapter, 2026"
+    personal = True
+    Hyper = PFedMMAHyper
+    hyper: PFedMMAHyper
+    needs = visual.NEEDS
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 50,
+        "training": {"epochs": 2, "batch_size": 32, "learning_rate": 0.001},
+    }
+
+    def __init__(self, hyper: PFedMMAHyper):
+        super().__init__(hyper)
+        if hyper.towers == TEXT:
+            self.needs = Needs()
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """How little leaves, or how much."""
+        if self.hyper.share == "none":
+            return ()
+        count = self.hyper.k or PAIRS
+        what = f"{count} maps of {self.hyper.r}×{self.hyper.r} numbers"
+        return (AGGREGATE, Disclosed("operator", what if self.hyper.share == "middle" else "your adapters"))
+
+    def check(self, spec: FederationSpec) -> None:
+        """An adapter that adds nothing learns nothing."""
+        if self.hyper.alpha == 0:
+            raise MethodError("alpha: 0 switches the adapters off, and nothing can be trained: take zero_shot")
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All of the adapters."""
+        return (*MIDDLE, *(spec for tower in kinds_of(self.hyper) for spec in outer(tower)))
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """What is shared."""
+        return {"middle": MIDDLE, "none": (), "all": self.tensors()}[self.hyper.share]
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """What is shared, both ways."""
+        state = self.state_tensors()
+        return (Phase("train", down=state, up=state, mean=bool(state)),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``k``, ``r`` and the towers' widths. Raises MethodError where a tower has not so many blocks."""
+        shape, kinds = context.shape, kinds_of(self.hyper)
+        sizes = {"r": self.hyper.r}
+        if VISUAL in kinds:
+            sizes["d_v"] = visual.vision_width(self.name, context)
+        if TEXT in kinds:
+            if shape.d_t is None or shape.text_layers is None:
+                raise MethodError(f"{self.name} needs a text tower that adapters can enter; this backbone has none")
+            sizes["d_t"] = shape.d_t
+        return sizes | {"k": pairs_of(self.hyper, shape.text_layers or 0, shape.vision_layers or 0)}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """The shared part of the one start that all clients draw."""
+        start = self.start(context.seed, self.dims(context))
+        return {spec.name: start[spec.name] for spec in self.state_tensors()}
+
+    def start(self, seed: int, dims: Mapping[str, int]) -> Tensors:
+        """Kaiming normal by fan-out, N(0, 2/out); biases zero."""
+        made = {}
+        for spec in self.tensors():
+            shape = spec.resolve(dims)
+            draws = generator(seed, self.name, spec.name)
+            made[spec.name] = (
+                torch.zeros(shape) if len(shape) == 2 else torch.randn(shape, generator=draws) * math.sqrt(2 / shape[1])
+            )
+        return made
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The weighted mean of what is shared, biases too."""
+        return combine(updates) if self.state_tensors() else state
+
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """Both towers must be such that adapters can stand beside their blocks."""
+        super().check_texts(backbone, class_names, template)
+        if TEXT in kinds_of(self.hyper):
+            backbone.text_tower()
+        if VISUAL in kinds_of(self.hyper):
+            backbone.vision_tower()
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs of D, S and U; texts go through the adapted tower in every step."""
+        backbone = context.backbone
+        sizes = {"r": self.hyper.r, "d_t": backbone.d_t, "d_v": backbone.d_v}
+        sizes["k"] = pairs_of(self.hyper, backbone.text_layers, backbone.vision_layers)
+        start = (private or self.start(context.seed, sizes)) | payload
+        own = {name: one.to(backbone.device).clone().requires_grad_() for name, one in sorted(start.items())}
+        towers, labels = AdaptedTowers(context, self.hyper), context.train.labels.to(backbone.device)
+
+        def loss(indices: Tensor) -> Tensor:
+            features = towers.images(own, context.train, indices)
+            logits = backbone.logit_scale * features @ towers.texts(own).T
+            return F.cross_entropy(logits, labels[indices.to(labels.device)])
+
+        final = train(context, list(own.values()), loss)
+        trained = {name: one.detach().cpu() for name, one in own.items()}
+        update = {spec.name: trained.pop(spec.name) for spec in self.state_tensors()}
+        return TrainResult(update, trained, {"loss": final})
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """The client's own D and U with the current S; zero-shot for who has none."""
+        own = private | payload
+        if len(own) < len(self.tensors()) or self.hyper.alpha == 0:
+            return TemplateClassifier(context)
+        return AdapterClassifier(context, own, self.hyper)
+
+
+def outer(tower: str) -> tuple[TensorSpec, ...]:
+    """D and U of a tower."""
+    d = WIDTHS[tower]
+    return (
+        TensorSpec(f"{tower}_down_weight", ("k", "r", d)),
+        TensorSpec(f"{tower}_down_bias", ("k", "r")),
+        TensorSpec(f"{tower}_up_weight", ("k", d, "r")),
+        TensorSpec(f"{tower}_up_bias", ("k", d)),
+    )
+
+
+def kinds_of(hyper: PFedMMAHyper) -> tuple[str, ...]:
+    """The towers with adapters."""
+    return (VISUAL, TEXT) if hyper.towers == "both" else (hyper.towers,)
+
+
+def pairs_of(hyper: PFedMMAHyper, text_layers: int, vision_layers: int) -> int:
+    """``k``. Raises MethodError where a tower has not so many blocks."""
+    layers = {TEXT: text_layers, VISUAL: vision_layers}
+    least = min(layers[tower] for tower in kinds_of(hyper))
+    if hyper.k is not None and hyper.k > least:
+        raise MethodError(f"k = {hyper.k}, but a tower has {least} blocks: lower it, or leave it out")
+    return min(hyper.k or PAIRS, least)
