@@ -94,6 +94,10 @@ class Settings(BaseSettings):
         int | None,
         Field(ge=0, description="preprocessed images kept in memory; default: 1024, for all clients of a process"),
     ] = None
+    policy: Annotated[
+        Path | None,
+        Field(description="this site's policy; default: ~/.config/promptfed/policy.yaml, where there is one"),
+    ] = None
     dataset: Annotated[
         Name,
         Field(description="name of this owner's data set, whose privacy budget all federations on it share"),
@@ -221,6 +225,12 @@ class Settings(BaseSettings):
         """Where the data set's privacy budget is kept: outside the state folder, so that a new one changes nothing."""
         base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return self.ledger or Path(base).expanduser() / "promptfed" / "ledger" / f"{self.dataset}.jsonl"
+
+    @property
+    def policy_file(self) -> Path | None:
+        """The policy that was named, or the account's own where there is one."""
+        own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "promptfed" / "policy.yaml"
+        return self.policy or (own if own.exists() else None)
 
     @property
     def features_dir(self) -> Path:

@@ -85,6 +85,7 @@ class TaskLoop:
     async def _carry_out(self, task: Task) -> None:
         self.monitor.task(task.round, task.phase, "training" if task.kind == "train" else "evaluating")
         try:
+            self.work.expect_policy()
             self.agreement.expect(task)
             payload = await self.coordinator.payload(task)
             self._compare(task)

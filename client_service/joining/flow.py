@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ from promptfed.client_service.joining.enrolment import (
 )
 from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.policy import Policy, enforce, facts_of, read_policy
 from promptfed.client_service.private_state import Identity, PrivateState
 from promptfed.client_service.protection import SiteProtection, expect_room, keep, plan
 from promptfed.client_service.serving.prediction import Predictor
@@ -117,18 +119,24 @@ class Joining:
                 )
             raise FederationEnded
         method = federation_method(info)
+        policy = self._policy()
+        images = len(source.train if settings.role == "trainer" else source.test)
+        asked = facts_of(info, settings.coordinator, settings.role, images)
+        enforce(policy, asked)
         take_own_options(method, settings)
         check_declaration(method, info, settings.role, source)
-        protection = await self._protection(info, method, source)
+        protection = await self._protection(info, method, source, policy)
         agreement, declared = await self._agreement(info, method, source, list(tests), protection)
         if protection is not None:
             await self.compute.run(partial(self._open_ledger, protection))
 
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
-        plain = info.privacy is not None and info.privacy.evaluations == "plain" and self.parts.plain_evaluations
+        allowed = self.parts.plain_evaluations or (policy is not None and policy.metrics.accuracy == "plain")
+        plain = allowed and info.privacy is not None and info.privacy.evaluations == "plain"
         work = self._work(backbone, agreement, source, tests)
         work.protection, work.plain_evaluations = protection, plain
+        work.policy, work.asked = policy, asked
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         request = enrol_request(replace(declared, device=describe_device(backbone.device)), identity.secret, backbone)
@@ -259,7 +267,18 @@ class Joining:
             raise ClientError(Exit.BAD_INPUT, f"{text}; {free}: {remedy}")
         log.info("%s; %s MB are free there", text, f"{cost.free / 1e6:,.1f}")
 
-    async def _protection(self, info: EnrolmentInfo, method: Method, source: Source) -> SiteProtection | None:
+    def _policy(self) -> Policy | None:
+        """The site's policy. Raises ClientError (POLICY) where one is there and cannot be used."""
+        path = self.settings.policy_file
+        if path is None:
+            return None
+        policy, digest = read_policy(path)
+        log.info("this site's policy %s (sha256 %s) is enforced", path, digest)
+        return policy
+
+    async def _protection(
+        self, info: EnrolmentInfo, method: Method, source: Source, policy: Policy | None
+    ) -> SiteProtection | None:
         """What the federation's differential privacy costs here. Refused before anybody is asked where it cannot fit.
 
         Raises:
@@ -268,10 +287,12 @@ class Joining:
         settings, ledger = self.settings, self.parts.ledger
         if info.privacy is None or settings.role != "trainer":
             return None
-        ledger = ledger or Ledger(settings.ledger_file, settings.dataset)
-        units, most = len(source.train), settings.max_epsilon
-        planned = await self.compute.run(lambda: plan(info, method, units, ledger, self.state, most))
-        expect_room(planned, ledger.dataset)
+        ledger = ledger or own_ledger(settings, policy)
+        rules = policy.privacy if policy is not None else None
+        units, most = len(source.train), rules.max_epsilon if rules is not None else settings.max_epsilon
+        delta = rules.delta if rules is not None else None
+        planned = await self.compute.run(lambda: plan(info, method, units, ledger, self.state, most, delta))
+        expect_room(planned, ledger.dataset, rules is not None and rules.partial)
         noise = self.parts.noise or SecretNoise()
         return SiteProtection(info.privacy, planned, ledger, noise, settings.coordinator, info.federation_id)
 
@@ -344,6 +365,14 @@ class Joining:
                 identity = self.state.bind(identity, response.federation_id, response.client_id)
         self.monitor.status.client_id = identity.client_id
         self.monitor.tell("enrolled", client_id=identity.client_id, train=len(source.train), test=len(source.test))
+
+
+def own_ledger(settings: Settings, policy: Policy | None) -> Ledger:
+    """The ledger of the data set that the policy names, else the settings."""
+    dataset = (policy and policy.dataset) or settings.dataset
+    if settings.ledger is None and policy is not None and policy.ledger is not None:
+        return Ledger(Path(policy.ledger).expanduser(), dataset)
+    return Ledger(settings.model_copy(update={"dataset": dataset}).ledger_file, dataset)
 
 
 def _restore(work: TaskWork, compute: Compute) -> None:

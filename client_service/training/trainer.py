@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from torch import Tensor
 from promptfed.client_service.agreement import Agreement
 from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.faults import point
+from promptfed.client_service.policy import Facts, Policy, refusals
 from promptfed.client_service.private_state import PrivateState, Provenance, Serving
 from promptfed.client_service.protection import SiteProtection
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.augmentation import kept_bytes
-from promptfed.client_service.training.data import TRAIN, Cancelled, ClientData, LocalSplit
+from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import check_payload, known_sizes, phase_of
 from promptfed.shared.clip import Backbone, shape_of
@@ -57,6 +59,8 @@ class TaskWork:
     own_options: Mapping[str, str] = field(default_factory=dict)
     protection: SiteProtection | None = None
     plain_evaluations: bool = False  # of a protected federation: both its spec and this site allow them
+    policy: Policy | None = None
+    asked: Facts | None = None  # what the federation asks of this site, by which the policy was held when it enrolled
 
     def __post_init__(self) -> None:
         self._evaluation = Evaluation(self.data, self.name, self.record, self.agreement.figures)
@@ -87,6 +91,8 @@ class TaskWork:
         measured = {**result.metrics, "train_seconds": seconds, "trained_parameters": sum(trained)}
         if protection is not None:
             measured = {"steps": protection.event.count, "trained_parameters": sum(trained)}
+        if self.policy is not None and not self.policy.metrics.training:
+            measured = {"trained_parameters": sum(trained)}
         metrics = self._agreed_metrics(measured)
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         about = UpdateMetadata(task_id=task.task_id, payload_sha256=task.payload.sha256, metrics=finite)
@@ -159,7 +165,21 @@ class TaskWork:
     @property
     def withholds(self) -> bool:
         """Whether accuracies stay here: they depend on records, and no noise covers them."""
+        if self.policy is not None and self.policy.metrics.accuracy == "withheld":
+            return True
         return self.agreement.consent.terms.privacy is not None and not self.plain_evaluations
+
+    def expect_policy(self) -> None:
+        """Raise Failure where the site's policy no longer allows a task. Terms are pinned: what changes is the day."""
+        if self.policy is None or self.asked is None:
+            return
+        now = replace(self.asked, today=datetime.now(UTC).date(), images=self._images)
+        for refusal in refusals(self.policy, now):
+            raise Failure(refusal.kind, refusal.text)
+
+    @property
+    def _images(self) -> int:
+        return self.data.count(TRAIN if self.role == "trainer" else TEST)
 
     def restore_serving(self, cancelled: Cancelled) -> None:
         """Serve predictions again from the last evaluation's payload, after a restart."""

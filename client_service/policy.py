@@ -1,0 +1,270 @@
+"""The policy of a site: one file at the client that no coordinator can talk it out of.
+
+It is read once, never leaves the machine, and is enforced before anything but the enrolment token was sent, and at each
+task. Every check is a function of plain values. A key that this version does not know is refused, not ignored: what it
+was to guarantee could not be kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from promptfed.client_service.exits import ClientError, Exit
+from promptfed.shared.messages import EnrolmentInfo, Role
+from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
+from promptfed.shared.spec import Name, TrainingSpec
+
+EXAMPLE = """\
+# What this site takes part in. A key that is left out allows everything; an unknown one is refused.
+version: 1
+dataset: eyes-2026              # the data set's name: all federations on it share one privacy budget
+# ledger: /var/lib/promptfed/eyes-2026.jsonl
+allow:
+  coordinators: ["https://coordinator.example.org"]
+  federations: [eyes]
+  methods: [promptfl, fedpgp]
+  backbones: ["ViT-B-16/openai"]
+  class_names: own              # federation: declare the federation's names instead of this site's own
+limits:
+  rounds: 50
+  epochs: 5                     # of one task
+  min_steps: 5                  # of one task: the update of one step is a gradient, which images were rebuilt from
+  min_images: 200
+  until: 2027-06-30
+privacy:
+  require: sample               # differentially private training, or nothing
+  max_epsilon: 8.0              # of the training images, over all federations together
+  delta: 1.0e-6
+  partial: false                # true: begin what does not fit as a whole, and end where the budget does
+metrics:
+  accuracy: withheld            # or plain
+  training: false               # losses and seconds stay here
+"""
+
+
+class Part(BaseModel):
+    """Base of the policy's sections."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class Allow(Part):
+    """Lists of what is allowed; None: everything."""
+
+    coordinators: list[str] | None = None
+    federations: list[str] | None = None
+    methods: list[str] | None = None
+    backbones: list[str] | None = None
+    class_names: Literal["own", "federation"] = "own"
+
+
+class Limits(Part):
+    """Bounds of the work and of the data."""
+
+    rounds: Annotated[int | None, Field(ge=1)] = None
+    epochs: Annotated[int | None, Field(ge=1)] = None
+    min_steps: Annotated[int | None, Field(ge=1)] = None
+    min_images: Annotated[int | None, Field(ge=1)] = None
+    until: date | None = None
+
+
+class Privacy(Part):
+    """What training has to be protected by, and the budget."""
+
+    require: Literal["none", "sample"] = "none"
+    unit: Literal["record"] = "record"
+    max_epsilon: Annotated[float, Field(gt=0, le=1000)] = 8.0
+    delta: Annotated[float | None, Field(ge=LEAST_DELTA, lt=1)] = None
+    partial: bool = False
+
+
+class Metrics(Part):
+    """What numbers may leave; accuracy None: as the federation says, withheld where it is protected."""
+
+    accuracy: Literal["withheld", "plain"] | None = None
+    training: bool = True
+
+
+class SecureAggregation(Part):
+    """Whether updates may leave only inside a sum."""
+
+    require: bool = False
+
+
+class Policy(Part):
+    """One site's policy."""
+
+    version: Literal[1]
+    dataset: Name | None = None
+    ledger: str | None = None
+    allow: Allow = Allow()
+    limits: Limits = Limits()
+    privacy: Privacy = Privacy()
+    metrics: Metrics = Metrics()
+    secure_aggregation: SecureAggregation = SecureAggregation()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a federation asks of this site, as plain values."""
+
+    coordinator: str
+    federation: str
+    method: str
+    backbone: str
+    rounds: int
+    epochs: int
+    steps: int
+    images: int
+    role: Role
+    level: str
+    class_names: bool  # whether the federation names them
+    today: date = field(default_factory=lambda: datetime.now(UTC).date())
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A rule that a federation offends; ``kind`` is the failure's type."""
+
+    kind: str
+    text: str
+
+
+def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int) -> Facts:
+    """What the enrolment information says."""
+    training = TrainingSpec.model_validate(info.training or {})
+    backbone = info.backbone
+    return Facts(
+        coordinator=coordinator,
+        federation=info.name,
+        method=str(info.method.get("name")),
+        backbone=f"{backbone.model}/{backbone.pretrained or 'random'}",
+        rounds=info.rounds or 0,
+        epochs=training.epochs,
+        steps=steps_of(images, training.batch_size, training.epochs) if images else 0,
+        images=images,
+        role=role,
+        level=info.privacy.level if info.privacy is not None else "none",
+        class_names=info.class_names is not None,
+    )
+
+
+def _listed(key: str, allowed: list[str] | None, value: str) -> str | None:
+    if allowed is None or value in allowed:
+        return None
+    return f"allow.{key} lists {', '.join(allowed) or 'none'}, not {value}"
+
+
+def _at_most(key: str, limit: int | None, value: int) -> str | None:
+    return None if limit is None or value <= limit else f"limits.{key} is {limit}, and {value} are asked for"
+
+
+def _at_least(key: str, limit: int | None, value: int, what: str) -> str | None:
+    return None if limit is None or value >= limit else f"limits.{key} is {limit}, and {what} {value}"
+
+
+def _coordinator(policy: Policy, facts: Facts) -> str | None:
+    allowed = policy.allow.coordinators
+    same = allowed is None or any(_address(one) == _address(facts.coordinator) for one in allowed)
+    return None if same else _listed("coordinators", allowed, facts.coordinator)
+
+
+def _address(url: str) -> tuple[str, str, int | None, str]:
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, parts.hostname or "", port, parts.path.rstrip("/")
+
+
+def _expired(policy: Policy, facts: Facts) -> str | None:
+    until = policy.limits.until
+    return None if until is None or facts.today <= until else f"limits.until is {until}, and it is {facts.today}"
+
+
+def _privacy(policy: Policy, facts: Facts) -> str | None:
+    if policy.privacy.require == "none" or facts.role != "trainer" or facts.level == policy.privacy.require:
+        return None
+    return f"privacy.require is {policy.privacy.require}, and the federation's level is {facts.level}"
+
+
+def _classes(policy: Policy, facts: Facts) -> str | None:
+    if policy.allow.class_names == "own" or facts.class_names:
+        return None
+    return "allow.class_names is federation, and the federation names no classes"
+
+
+def _sums(policy: Policy, facts: Facts) -> str | None:
+    if not policy.secure_aggregation.require:
+        return None
+    return "secure_aggregation.require is true, and the federation has none"
+
+
+Rule = Callable[[Policy, Facts], str | None]
+RULES: dict[str, Rule] = {
+    "coordinator": _coordinator,
+    "federation": lambda policy, facts: _listed("federations", policy.allow.federations, facts.federation),
+    "method": lambda policy, facts: _listed("methods", policy.allow.methods, facts.method),
+    "backbone": lambda policy, facts: _listed("backbones", policy.allow.backbones, facts.backbone),
+    "classes": _classes,
+    "rounds": lambda policy, facts: _at_most("rounds", policy.limits.rounds, facts.rounds),
+    "epochs": lambda policy, facts: _at_most("epochs", policy.limits.epochs, facts.epochs),
+    "steps": lambda policy, facts: (
+        _at_least("min_steps", policy.limits.min_steps, facts.steps, "a task has") if facts.role == "trainer" else None
+    ),
+    "images": lambda policy, facts: _at_least("min_images", policy.limits.min_images, facts.images, "the data have"),
+    "expired": _expired,
+    "privacy": _privacy,
+    "secure-aggregation": _sums,
+}
+"""Every rule by the last part of its refusal's name; each says what is offended, or None."""
+
+
+def refusals(policy: Policy, facts: Facts) -> list[Refusal]:
+    """All rules that ``facts`` offend."""
+    found = ((name, rule(policy, facts)) for name, rule in RULES.items())
+    return [Refusal(f"policy-{name}", text) for name, text in found if text is not None]
+
+
+def enforce(policy: Policy | None, facts: Facts) -> None:
+    """Raise ClientError (POLICY) with every rule that ``facts`` offend."""
+    found = refusals(policy, facts) if policy is not None else []
+    if found:
+        told = "; ".join(f"{one.kind}: {one.text}" for one in found)
+        raise ClientError(Exit.POLICY, f"this site's policy does not allow to join {facts.federation}: {told}")
+
+
+def read_policy(path: Path) -> tuple[Policy, str]:
+    """The policy in a file, and the SHA-256 of its bytes.
+
+    Raises:
+        ClientError: POLICY where it cannot be read or says what is not understood.
+    """
+    try:
+        content = path.read_bytes()
+        given: Any = yaml.safe_load(content)
+    except OSError as error:
+        raise ClientError(Exit.POLICY, f"cannot read the policy {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = " ".join(str(error).split())
+        raise ClientError(Exit.POLICY, f"the policy {path} is no YAML: {text}") from None
+    try:
+        return Policy.model_validate(given), hashlib.sha256(content).hexdigest()
+    except ValidationError as error:
+        told = "; ".join(
+            f"{'.'.join(map(str, one['loc'])) or 'the file'}: "
+            + (
+                "this version does not know it, and could not keep it"
+                if one["type"] == "extra_forbidden"
+                else one["msg"]
+            )
+            for one in error.errors(include_url=False, include_context=False)
+        )
+        raise ClientError(Exit.POLICY, f"the policy {path} is not understood: {told}") from None
