@@ -28,6 +28,7 @@ from promptfed.shared.methods.fedotp import FedOTP
 from promptfed.shared.methods.fedpgp import FedPGP
 from promptfed.shared.methods.fedpha import FedPHA
 from promptfed.shared.methods.fedplot import FedPLOT
+from promptfed.shared.methods.fedpr import FedPR
 from promptfed.shared.methods.fedprograd import FedProGrad
 from promptfed.shared.methods.fedprox import FedProx
 from promptfed.shared.methods.fedtpg import FedTPG
@@ -85,6 +86,7 @@ _KINDS: tuple[type[Method], ...] = (
     FedMGP,
     FedAPT,
     PFedMMA,
+    FedPR,
 )
 METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
 
