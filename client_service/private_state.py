@@ -83,15 +83,16 @@ class PrivateState:
     """The state folder of one client, locked against a second process.
 
     An ``ephemeral`` one is for a client that nobody starts again after a crash: it is neither locked nor synced, so
-    that a process can hold a thousand of them.
+    that a process can hold a thousand of them. With ``synced`` it stands the machine's end all the same, for those whom
+    another process goes on with.
 
     Raises:
         ClientError: STATE where the folder is in use, unusable or damaged.
     """
 
-    def __init__(self, folder: Path, ephemeral: bool = False):
+    def __init__(self, folder: Path, ephemeral: bool = False, synced: bool = False):
         self.folder = folder
-        self._disk = _Disk(synced=not ephemeral)
+        self._disk = _Disk(synced=synced or not ephemeral)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # also where it was there before: nobody else reads a client's private state
@@ -117,15 +118,15 @@ class PrivateState:
 
     # Identity
 
-    def identity(self, name: str, role: Role) -> Identity:
-        """The identity that the folder holds, or a new one, on disk before it is returned.
+    def identity(self, name: str, role: Role, secret: str | None = None) -> Identity:
+        """The identity that the folder holds, or a new one (with ``secret``), on disk before it is returned.
 
         Raises:
             ClientError: STATE where the folder belongs to another name or role.
         """
         raw = self._read_json("identity.json")
         if raw is None:
-            return self._write_identity(Identity(name, role, secrets.token_hex(32)))
+            return self._write_identity(Identity(name, role, secret or secrets.token_hex(32)))
         try:
             identity = Identity(**raw)
         except TypeError:

@@ -38,7 +38,8 @@ class Worker:
     ``http``, ``backbone``, ``source``, ``tests``, ``features``, ``enrolment_token`` and ``executor`` (where tensor work
     runs, one job of this worker at a time) can be handed in, which is how many workers share one process; what is left
     out is made from the settings. Of workers with common ``turns`` only so many carry out a task at once. An
-    ``ephemeral`` one is not started again after a crash and serves no predictions. ``hook(event, facts)`` is told of
+    ``ephemeral`` one is not started again after a crash and serves no predictions; one that is ``synced`` too can be,
+    and is the same client to the coordinator by the ``secret`` handed in. ``hook(event, facts)`` is told of
     every event: enrolled, trained, accepted, evaluated, discarded, refused, failed, cancelled, ended. A client that has
     not enrolled yet asks ``consent``, where there is one, before it sends anything. ``record`` is told, in this
     process, what each test image was taken for.
@@ -59,6 +60,8 @@ class Worker:
         executor: Executor | None = None,
         turns: asyncio.Semaphore | None = None,
         ephemeral: bool = False,
+        synced: bool = False,
+        secret: str | None = None,
         hook: Hook | None = None,
         consent: Consent | None = None,
         record: Record | None = None,
@@ -73,9 +76,9 @@ class Worker:
         self.compute = Compute(executor, turns)
         self.api_url: str | None = None  # written into the state folder, for other programs to find
         self._http = http
-        self._ephemeral = ephemeral
+        self._ephemeral, self._synced = ephemeral, synced
         self._parts = Parts(
-            backbone, source, features, enrolment_token, tests, consent, record, noise, ledger, plain_evaluations
+            backbone, source, features, enrolment_token, tests, consent, record, noise, ledger, plain_evaluations, secret
         )
         self._running: asyncio.Task[None] | None = None
 
@@ -110,7 +113,7 @@ class Worker:
 
     async def _take_part(self) -> None:
         settings = self.settings
-        state = PrivateState(settings.state_dir, self._ephemeral)
+        state = PrivateState(settings.state_dir, self._ephemeral, self._synced)
         predictor = None if self._ephemeral else self.predictor
         if self.api_url is not None:
             state.write_note("api.url", self.api_url)

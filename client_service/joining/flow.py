@@ -80,6 +80,7 @@ class Parts:
     noise: Noise | None = None  # default: secret
     ledger: Ledger | None = None  # default: the data set's file
     plain_evaluations: bool = False  # of a protected federation, where its spec allows them too
+    secret: str | None = None
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Joining:
             FederationEnded: it is over, and nothing is to be served.
         """
         settings = self.settings
-        identity = self.state.identity(settings.name, settings.role)
+        identity = self.state.identity(settings.name, settings.role, self.parts.secret)
         source, tests = await self._data()
 
         self.monitor.stage("enrolling")

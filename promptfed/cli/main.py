@@ -36,6 +36,10 @@ add_commands(app)
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]
 Pool = Annotated[int, typer.Option(min=1, help="clients that compute at once")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
+Engine = Annotated[Literal["ray"] | None, typer.Option(help="ray: on a Ray cluster (promptfed[ray])")]
+Address = Annotated[
+    str | None, typer.Option(help="--engine ray: auto or HOST:PORT of a cluster; default: start Ray here")
+]
 Protocol = Annotated[
     str,
     typer.Argument(
@@ -116,21 +120,35 @@ def launch(
 
 @app.command()
 def simulate(
+    context: typer.Context,
     spec: Annotated[Path, typer.Argument(help="run file: a federation's spec and its clients, in YAML")],
     clients: Annotated[int | None, typer.Option(min=1, help="trainers; default: as many as the run file has")] = None,
     pool: Pool = 1,
     out: Annotated[Path | None, typer.Option(help="keep result.json and prompts.safetensors here")] = None,
     track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
     device: Device = "cpu",
+    engine: Engine = None,
+    crews: Annotated[int, typer.Option(min=1, help="--engine ray: processes that share the clients")] = 1,
+    address: Address = None,
+    gpus_per_crew: Annotated[float, typer.Option(min=0, help="--engine ray: as 0.25, for four crews on one GPU")] = 0,
+    storage: Annotated[
+        Path | None, typer.Option(help="--engine ray: folder that all nodes see; a run that broke off goes on from it")
+    ] = None,
     allow_backbone: AllowBackbone = False,
     backbone_file: BackboneFile = None,
     as_json: Json = False,
 ) -> None:
-    """Run a federation in this one process: the same services without sockets, for hundreds of clients."""
-    with reporting_errors():
-        from promptfed.cli.simulate import Simulation, run_simulate
+    """Run a federation in this one process: the same services without sockets, for hundreds of clients.
 
-        run_simulate(spec, clients, Simulation(pool, device, out, allow_backbone, tuple(track or ())), as_json)
+    With --engine ray its clients are shared out over crews, processes on a cluster: same spec and seed, same state.
+    """
+    with reporting_errors():
+        from promptfed.cli.simulate import Simulation, on_ray, run_simulate
+        from promptfed.experiments.cluster.run import OnRay
+
+        given = {name for name in context.params if _written(context, name)}
+        ray = on_ray(given, engine, OnRay(crews, address, gpus_per_crew, storage))
+        run_simulate(spec, clients, Simulation(pool, device, out, allow_backbone, tuple(track or ()), ray), as_json)
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any
 
 from rich.table import Table
 
+from promptfed.experiments.cluster.run import OnRay, simulate_on_ray
 from promptfed.experiments.provenance import provenance
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.processes import interrupt_on_sigterm
 from promptfed.runtime.run_file import read_run
+from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import resolve
-from promptfed.sdk.errors import Exit
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
 from promptfed.sdk.output import console, messages, print_json, table
 from promptfed.sdk.progress import Watcher, result_table
@@ -27,6 +29,7 @@ from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import percent, size
 from promptfed.sdk.trackers import open_tracker, record
 from promptfed.shared.leaving import leave
+from promptfed.shared.spec import FederationSpec
 
 MOST_ROWS = 12  # clients that a table shows one by one
 RESULT_FILE, PROMPTS_FILE = "result.json", "prompts.safetensors"
@@ -48,13 +51,29 @@ class Summary:
 @dataclass(frozen=True)
 class Simulation:
     """How a run file is simulated: ``pool`` clients compute at once, ``out`` keeps the results, ``track`` names
-    experiment trackers."""
+    experiment trackers; ``ray`` says by which crews, None: in this process."""
 
     pool: int = 1
     device: str = "cpu"
     out: Path | None = None
     allow_backbone: bool = False
     track: tuple[str, ...] = ()
+    ray: OnRay | None = None
+
+
+def on_ray(given: Set[str], engine: str | None, options: OnRay) -> OnRay | None:
+    """What ``--engine ray`` and its options (``given``, by their parameters' names) say; None without it.
+
+    Raises:
+        CommandError: options of an engine that is not asked for.
+    """
+    if engine is None:
+        unused = sorted(given & {"crews", "address", "gpus_per_crew", "storage"})
+        if unused:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+            raise CommandError(f"{names}: for --engine ray; add it, or leave them out", Exit.BAD_INPUT)
+        return None
+    return options
 
 
 def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool) -> None:
@@ -76,14 +95,7 @@ def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool
         ):
             trackers = [open_trackers.enter_context(open_tracker(where)) for where in how.track]
             watcher.say(f"{len(run.sites)} clients: their images and features")
-            result = simulate(
-                spec,
-                run.sites,
-                pool=how.pool,
-                device=how.device,
-                allow_backbone=how.allow_backbone,
-                progress=watcher.show,
-            )
+            result = _result(spec, run.sites, how, watcher)
             if how.out is not None:
                 _keep(result, out)
             for tracker in trackers:
@@ -97,6 +109,13 @@ def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool
         print_json(_summary_json(result, seconds))
     else:
         _show(result, seconds, how.out)
+
+
+def _result(spec: FederationSpec, sites: Sequence[Site], how: Simulation, watcher: Watcher) -> FederationResult:
+    same: dict[str, Any] = {"pool": how.pool, "device": how.device, "allow_backbone": how.allow_backbone}
+    if how.ray is not None:
+        return simulate_on_ray(spec, sites, how.ray, progress=watcher.show, **same)
+    return simulate(spec, sites, progress=watcher.show, **same)
 
 
 def summaries(accuracies: Sequence[Accuracy]) -> list[Summary]:

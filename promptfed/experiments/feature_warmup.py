@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from promptfed.experiments.preparation import SimulationSetup
+from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.patch_cache import PatchCost
-from promptfed.shared.data import Split
+from promptfed.shared.data import DataError, Split
+from promptfed.shared.methods import method_for
 
 log = logging.getLogger("promptfed.simulation")
 
@@ -76,3 +81,26 @@ def _tell_cost(cost: PatchCost) -> None:
     if not cost.fits:
         raise OSError(errno.ENOSPC, f"{text}; {cost.free / 1e6:,.1f} MB are free there: give a folder with room")
     log.info("%s", text)
+
+
+async def warm_all(setup: SimulationSetup) -> None:
+    """Compute the features of all images that clients will ask for, where the method lets them be kept.
+
+    Raises:
+        CommandError: an image cannot be read.
+    """
+    needs = method_for(setup.spec).needs
+    if not needs.cached_features:
+        return
+    splits = [split for client in setup.clients for split in client.splits()]
+    stop = threading.Event()
+    job = asyncio.create_task(
+        asyncio.to_thread(warm, setup.features, setup.backbone, splits, setup.threads, stop.is_set, needs.patch_tokens)
+    )
+    try:
+        await asyncio.shield(job)
+    except DataError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    finally:
+        stop.set()
+        await asyncio.wait({job})

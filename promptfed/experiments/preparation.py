@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from promptfed.client_service.training.data import in_domain
 from promptfed.runtime.run_file import check_trainers
@@ -16,7 +19,7 @@ from promptfed.shared.clip.hub import known_as
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.outcomes import Outcomes
-from promptfed.shared.spec import BackboneSpec, FederationSpec
+from promptfed.shared.spec import BackboneSpec, FederationSpec, TrainingSpec
 
 NO_DEADLINE = 30 * 86400.0  # seconds: the longest that a spec may give
 
@@ -59,6 +62,13 @@ class SimulationSetup:
     def threads(self) -> int:
         """Torch threads of each client that computes."""
         return self.spec.training.threads
+
+
+def choose_kernels(training: TrainingSpec, backbone: Backbone) -> None:
+    """Deterministic ones where a GPU needs them, for the whole run: clients switch them for each task, at once."""
+    if training.deterministic and backbone.device.type != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def expect_usable(sites: Sequence[Site], pool: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +25,11 @@ from promptfed.coordinator.app import create_app, lifespan
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.tokens import OPERATOR_FILE
 from promptfed.experiments.asgi_transport import InProcess
-from promptfed.experiments.feature_warmup import warm
+from promptfed.experiments.feature_warmup import warm_all
 from promptfed.experiments.preparation import (
     ProgressCallback,
     SimulationSetup,
+    choose_kernels,
     expect_backbone,
     expect_usable,
     open_site,
@@ -46,10 +46,8 @@ from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api_schemas import RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods import method_for
-from promptfed.shared.spec import FederationSpec, TrainingSpec
+from promptfed.shared.spec import FederationSpec
 
 URL = "http://127.0.0.1"  # of a coordinator that no socket leads to
 POLL_SECONDS = 0.2
@@ -90,7 +88,7 @@ def simulate(
             expect_backbone(wanted.backbone, backbone)
         else:
             backbone = open_backbone(wanted.backbone, allow_backbone=allow_backbone, device=device)
-        _choose_kernels(wanted.training, backbone)
+        choose_kernels(wanted.training, backbone)
         wanted, initial = described(wanted, backbone)
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
@@ -113,13 +111,6 @@ def _torch_put_back() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-
-
-def _choose_kernels(training: TrainingSpec, backbone: Backbone) -> None:
-    """Deterministic ones where a GPU needs them, for the whole run: clients switch them for each task, at once."""
-    if training.deterministic and backbone.device.type != "cpu":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def _in_a_thread(setup: SimulationSetup, started: float) -> FederationResult:
@@ -179,7 +170,7 @@ async def _run(setup: SimulationSetup, started: float) -> FederationResult:
         api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
         federation = str((await api.run(operations.create(reproducible(setup.spec), setup.initial_state))).json["id"])
         token = (await api.send(operations.mint_token(federation, len(setup.clients)))).view.token
-        await _warm(setup)
+        await warm_all(setup)
         async with run_workers(setup, http, federation, token) as clients:
             await clients.enrolled()
             begun = time.monotonic()
@@ -187,7 +178,7 @@ async def _run(setup: SimulationSetup, started: float) -> FederationResult:
             await _follow(setup, api, federation, clients)
             ended = time.monotonic()
             result = await api.run(operations.take(federation, setup.spec.rounds))
-            _expect_all_evaluated(result.reports)
+            expect_all_evaluated(result.reports)
             outcomes = tuple(one for _, one in sorted(setup.outcomes.items()))
             # The key is gone with the simulation's folder: nobody could ever compare with it.
             return replace(
@@ -207,25 +198,6 @@ def _coordinator_settings(setup: SimulationSetup) -> Settings:
     )
 
 
-async def _warm(setup: SimulationSetup) -> None:
-    """Compute the features of all images that clients will ask for, where the method lets them be kept."""
-    needs = method_for(setup.spec).needs
-    if not needs.cached_features:
-        return
-    splits = [split for client in setup.clients for split in client.splits()]
-    stop = threading.Event()
-    job = asyncio.create_task(
-        asyncio.to_thread(warm, setup.features, setup.backbone, splits, setup.threads, stop.is_set, needs.patch_tokens)
-    )
-    try:
-        await asyncio.shield(job)
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
-    finally:
-        stop.set()
-        await asyncio.wait({job})
-
-
 async def _follow(setup: SimulationSetup, api: AsyncCoordinator, federation: str, clients: RunningWorkers) -> None:
     """Tell the progress until the federation has finished.
 
@@ -241,12 +213,12 @@ async def _follow(setup: SimulationSetup, api: AsyncCoordinator, federation: str
         if snapshot.state == "finished":
             return
         if snapshot.over:
-            why = _failures((await api.send(operations.get_round(federation, snapshot.round))).view)
+            why = failures_in((await api.send(operations.get_round(federation, snapshot.round))).view)
             raise CommandError(f"the federation is {snapshot.describe()}{why}", Exit.FEDERATION_ENDED_BADLY)
         await clients.wait(POLL_SECONDS)
 
 
-def _failures(report: RoundReport) -> str:
+def failures_in(report: RoundReport) -> str:
     """What clients said of the tasks that they could not carry out."""
     failed = [failure for phase in report.phases for failure in phase.failed]
     text = "; ".join(f"client {failure.client}: {failure.type}: {failure.detail}" for failure in failed[:3])
@@ -254,7 +226,7 @@ def _failures(report: RoundReport) -> str:
     return f": {text}{more}" if text else ""
 
 
-def _expect_all_evaluated(reports: Sequence[Mapping[str, Any]]) -> None:
+def expect_all_evaluated(reports: Sequence[Mapping[str, Any]]) -> None:
     """Accuracies without those of clients that could not measure theirs would say something else."""
     for report in reports:
         for failure in report["evaluation"]["failed"] if report["evaluation"] else []:

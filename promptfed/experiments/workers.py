@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,11 +19,26 @@ from promptfed.client_service.worker import Worker
 from promptfed.experiments.preparation import SimulationSetup
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.outcomes import Outcomes, Record
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 
 AHEAD = 2  # clients that fetch or send while as many as the pool has threads compute
 PATIENCE_SECONDS = 20.0  # of a client whose coordinator answers nothing but errors
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How clients are kept that another process may go on with: ``secret`` makes each the same one to the coordinator.
+
+    ``synced``: what they keep stands the end of their machine. ``patience`` is what `Settings.give_up_after` says.
+    ``record`` is told what test images were taken for, beside the setup.
+    """
+
+    secret: Callable[[str], str] | None = None
+    synced: bool = False
+    patience: float = PATIENCE_SECONDS
+    record: Record | None = None
 
 
 @dataclass
@@ -47,6 +62,11 @@ class RunningWorkers:
         for _ in self.tasks:
             await self.enrolments.acquire()
 
+    async def ended(self) -> None:
+        """Return once all have ended. Raises CommandError once one has failed."""
+        await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
+        self.check()
+
     async def wait(self, seconds: float) -> None:
         """Return after ``seconds``, or once all have ended, or one has failed. Raises CommandError for the latter."""
         await asyncio.wait(self.tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -69,7 +89,7 @@ def _exit(error: ClientError) -> Exit:
 
 @asynccontextmanager
 async def run_workers(
-    setup: SimulationSetup, http: httpx.AsyncClient, federation: str, token: str
+    setup: SimulationSetup, http: httpx.AsyncClient, federation: str, token: str, kept: Kept = Kept()
 ) -> AsyncIterator[RunningWorkers]:
     """All clients at work; they end with the block."""
     executor = ThreadPoolExecutor(setup.pool, "clients", initializer=torch.set_num_threads, initargs=(setup.threads,))
@@ -80,9 +100,14 @@ async def run_workers(
         if event == "enrolled":
             enrolments.release()
 
+    def record(outcomes: Outcomes) -> None:
+        setup.keep(outcomes)
+        if kept.record is not None:
+            kept.record(outcomes)
+
     workers = [
         Worker(
-            _settings(setup, client.site, str(http.base_url), federation),
+            _settings(setup, client.site, str(http.base_url), federation, kept.patience),
             http=http,
             backbone=setup.backbone,
             source=client.source,
@@ -92,8 +117,10 @@ async def run_workers(
             executor=executor,
             turns=turns,
             ephemeral=True,
+            synced=kept.synced,
+            secret=None if kept.secret is None else kept.secret(client.site.name),
             hook=hook,
-            record=setup.keep,
+            record=record,
             noise=SeededNoise(derive_seed(setup.spec.seed, "noise")),
             ledger=Ledger(None),
             plain_evaluations=True,
@@ -110,7 +137,7 @@ async def run_workers(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _settings(setup: SimulationSetup, site: Site, url: str, federation: str) -> Settings:
+def _settings(setup: SimulationSetup, site: Site, url: str, federation: str, patience: float) -> Settings:
     try:
         return make_settings(
             coordinator=url,

@@ -103,12 +103,15 @@ class Services(ABC):
 
 
 class LocalFederation(Services):
-    """Processes under ``folder``, started through ``processes``; ``port`` is the coordinator's, 0 any free one."""
+    """Processes under ``folder``, started through ``processes``; ``port`` is the coordinator's, 0 any free one.
 
-    def __init__(self, processes: Processes, folder: Path, port: int = 0):
+    ``options`` are further ones of the coordinator, such as another ``--host`` than loopback with its certificate.
+    """
+
+    def __init__(self, processes: Processes, folder: Path, port: int = 0, options: Sequence[str] = ()):
         self.processes = processes
         self.folder = folder
-        self.api = self._start_coordinator(port)
+        self.api = self._start_coordinator(port, options)
         self.operator_token = folder / "coordinator" / OPERATOR_FILE
 
     def hand_out(self, token: str) -> None:
@@ -136,11 +139,13 @@ class LocalFederation(Services):
     def _token_file(self) -> Path:
         return self.folder / "enrolment.token"
 
-    def _start_coordinator(self, port: int) -> Coordinator:
+    def _start_coordinator(self, port: int, options: Sequence[str]) -> Coordinator:
         data_dir, port_file = self.folder / "coordinator", self.folder / "coordinator.url"
         # A database of its own, whatever the environment says of another coordinator's.
         arguments = ["-m", "promptfed.coordinator", f"--data-dir={data_dir}", "--database-url=", "--host=127.0.0.1"]
-        managed = self.processes.start("coordinator", [*arguments, f"--port={port}", f"--port-file={port_file}"])
+        port_file.unlink(missing_ok=True)  # of an earlier process on the same folder
+        arguments += [f"--port={port}", f"--port-file={port_file}", *options]
+        managed = self.processes.start("coordinator", arguments)
         deadline = time.monotonic() + START_SECONDS
         while not port_file.exists():
             if time.monotonic() > deadline:

@@ -1,0 +1,55 @@
+"""A certificate for one run's coordinator, where other machines reach it: made here, believed by its crews."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from promptfed.shared.files import write_whole
+
+DAYS = 365
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """PEM files: the certificate, which is its own authority, and its key."""
+
+    certificate: Path
+    key: Path
+
+    @property
+    def authority(self) -> str:
+        """What crews believe, as PEM."""
+        return self.certificate.read_text()
+
+
+def make_certificate(address: str, folder: Path) -> Certificate:
+    """A new certificate for the IP ``address``, in ``folder``; its key can be read by its owner alone."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator of a promptfed run")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))  # clocks of a cluster may differ
+        .not_valid_after(now + timedelta(days=DAYS))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    written = Certificate(folder / "coordinator.pem", folder / "coordinator.key")
+    write_whole(written.certificate, made.public_bytes(Encoding.PEM), synced=False)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_whole(written.key, private, mode=0o600, synced=False)
+    return written

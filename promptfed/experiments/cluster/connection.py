@@ -1,0 +1,177 @@
+"""The connection to Ray: one that is started here for a while, or a cluster that is there; and whether it has room."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from promptfed.sdk.errors import CommandError, Exit
+
+OBJECT_STORE_BYTES = 200 << 20  # of a Ray that is started here: assignments and results are small
+CONNECT_SECONDS = 5.0
+LONGEST_TEMP_DIR = 40  # characters: Ray puts sockets far below, whose paths have 107 at most
+LOOPBACK = "127.0.0.1"
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster and what it has for tasks and actors."""
+
+    address: str
+    cpus: float
+    gpus: float
+
+    def holds(self, cpus: float, gpus: float) -> int:
+        """How many there is room for that take ``cpus`` and ``gpus`` each."""
+        by_cpu = self.cpus / cpus if cpus else math.inf
+        by_gpu = self.gpus / gpus if gpus else math.inf
+        return math.floor(min(by_cpu, by_gpu) + 1e-9)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connection. ``ray`` is the package, ``here`` this machine's address in the cluster."""
+
+    ray: Any
+    here: str
+
+    def nodes(self) -> list[Node]:
+        """The machines that are there now."""
+        found = []
+        for raw in self.ray.nodes():
+            if raw["Alive"]:
+                resources = raw["Resources"]
+                found.append(Node(raw["NodeManagerAddress"], resources.get("CPU", 0.0), resources.get("GPU", 0.0)))
+        return found
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all nodes see this machine's files."""
+        return len(self.nodes()) <= 1
+
+    def free(self) -> str:
+        """What nobody uses now, in words."""
+        resources = self.ray.available_resources()
+        return _words(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+
+
+def expect_room(nodes: Sequence[Node], what: str, count: int, cpus: float, gpus: float) -> None:
+    """Refuse ``count`` of ``what`` (crews, cells) for which there is no room, with what there is.
+
+    Raises:
+        CommandError: the nodes together hold fewer.
+    """
+    room = sum(node.holds(cpus, gpus) for node in nodes)
+    if room >= count:
+        return
+    there = "; ".join(f"{node.address}: {_words(node.cpus, node.gpus)}" for node in nodes) or "no node"
+    wanted = f"{count} {what}{'s' if count > 1 else ''} of {_words(cpus, gpus)}" + (" each" if count > 1 else "")
+    text = f"the Ray cluster has no room for {wanted}: it holds {room} ({there})"
+    fewer = (
+        f"--{what}s {room}" if what == "crew" and room else "fewer torch threads, a smaller --pool or share of a GPU"
+    )
+    raise CommandError(f"{text}; give {fewer}, or a larger cluster with --address", Exit.BAD_INPUT)
+
+
+def import_ray() -> Any:
+    """The package; it tells its makers nothing of how it is used here.
+
+    Raises:
+        CommandError: it is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise CommandError("ray is not installed: pip install 'promptfed[ray]'", Exit.BAD_INPUT) from None
+    return ray
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Cluster]:
+    """A block with Ray: started here and taken away (None), or a cluster's (``auto``, or HOST:PORT).
+
+    Raises:
+        CommandError: Ray is not installed, does not start, or nobody answers there.
+    """
+    if address is not None:
+        _expect_answer(address)
+    ray = import_ray()
+    if ray.is_initialized():
+        raise CommandError("this process is connected to Ray already: call ray.shutdown() first", Exit.BAD_INPUT)
+    temporary = _temporary_folder() if address is None else None
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if temporary is not None:
+        # On loopback alone, without a dashboard, for this command.
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        options |= {"_temp_dir": str(temporary), "_node_ip_address": LOOPBACK}
+    else:
+        options |= {"address": address}
+    try:
+        _initialise(ray, options, address)
+        yield Cluster(ray, LOOPBACK if temporary is not None else ray.util.get_node_ip_address())
+    finally:
+        ray.shutdown()
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _initialise(ray: Any, options: dict[str, Any], address: str | None) -> None:
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM) if in_main else None
+    try:
+        ray.init(**options)
+    except (OSError, RuntimeError, ValueError) as error:  # a ConnectionError among them
+        reason = " ".join(str(error).split())[:300]
+        if address is None:
+            raise CommandError(f"Ray does not start here: {reason}", Exit.FAILED) from None
+        raise CommandError(_unreachable(address, reason), Exit.UNREACHABLE) from None
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)  # Ray puts its own in the place of ours, which ends all in order
+
+
+def _expect_answer(address: str) -> None:
+    """Look before Ray does, which tries for a minute and may end the process."""
+    if "://" in address:
+        text = f"--address {address} is a remote client's: run the command on a machine of the cluster"
+        raise CommandError(f"{text} (or submit it there as a job) with --address auto", Exit.BAD_INPUT)
+    asked = os.environ.get(ADDRESS_VARIABLE, address) if address == "auto" else address
+    if asked == "auto":
+        return  # Ray finds its own by a file
+    host, _, port = asked.rpartition(":")
+    if not host or not port.isdecimal():
+        text = f"--address {asked!r} is not known: write auto on a machine of the cluster, or its HOST:PORT"
+        raise CommandError(f"{text}, as `ray start --head` prints it", Exit.BAD_INPUT)
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise CommandError(_unreachable(asked, error.strerror or str(error)), Exit.UNREACHABLE) from None
+
+
+def _unreachable(address: str, reason: str) -> str:
+    remedy = "start one with `ray start --head`, or leave --address out to start Ray here"
+    return f"no Ray cluster answers at {address} ({reason}): {remedy}"
+
+
+def _temporary_folder() -> Path:
+    usual = tempfile.gettempdir()
+    folder = usual if len(usual) <= LONGEST_TEMP_DIR else "/tmp"  # noqa: S108 (mkdtemp makes it ours alone)
+    return Path(tempfile.mkdtemp(prefix="pf-ray-", dir=folder))
+
+
+def _words(cpus: float, gpus: float) -> str:
+    parts = [f"{value:g} {name}{'' if value == 1 else 's'}" for value, name in ((cpus, "CPU"), (gpus, "GPU")) if value]
+    return " and ".join(parts) or "nothing"

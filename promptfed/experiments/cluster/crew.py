@@ -1,0 +1,159 @@
+"""A crew: one process with one backbone that plays a share of a federation's clients, over HTTP.
+
+Nothing here knows Ray: a crew is told all that it needs by its `Assignment`, and can be started again from it anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import httpx
+from pydantic import TypeAdapter
+
+from promptfed.experiments.cluster.shared_poll import SOCKETS, Asked, SharedPoll, following
+from promptfed.experiments.feature_warmup import warm_all
+from promptfed.experiments.preparation import SimulationSetup, choose_kernels, open_site
+from promptfed.experiments.workers import Kept, run_workers
+from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import BACKBONE_FILE, open_backbone
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.clip import FeatureCache
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.files import write_whole
+from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.spec import FederationSpec
+
+PATIENCE_SECONDS = 1800.0  # without any answer of the coordinator, which may be starting again
+OUTCOMES = "outcomes"
+_READER = TypeAdapter(Outcomes)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one crew is to do. ``storage`` is a folder that whoever goes on with it sees too.
+
+    ``synced``: what is kept there is to stand the end of a machine.
+    ``federation``, ``url``, ``authority`` (PEM, None for plain HTTP on loopback), ``enrolment_token`` and
+    ``viewer_token`` say where the coordinator is and how it is entered; from ``key`` every client's secret derives.
+    """
+
+    number: int
+    spec: FederationSpec
+    sites: tuple[Site, ...]
+    federation: str
+    url: str
+    authority: str | None
+    enrolment_token: str = field(repr=False)
+    viewer_token: str = field(repr=False)
+    key: str = field(repr=False)
+    storage: Path
+    synced: bool = False
+    pool: int = 1
+    device: str = "cpu"
+    allow_backbone: bool = False
+    backbone_file: str | None = None
+
+
+def secret_of(key: str, name: str) -> str:
+    """The secret of a run's client (256 bits, hex): the same wherever its crew is started, unknown without ``key``."""
+    return hmac.new(bytes.fromhex(key), name.encode(), hashlib.sha256).hexdigest()
+
+
+def shares(sites: tuple[Site, ...], crews: int) -> list[tuple[Site, ...]]:
+    """The sites dealt out in turn, so that each crew has as many as any other, give or take one."""
+    return [sites[number::crews] for number in range(crews)]
+
+
+def work(assignment: Assignment) -> list[Outcomes]:
+    """Play the clients of ``assignment`` until their federation has ended; their last answers on their test sets.
+
+    Raises:
+        CommandError: their data or backbone cannot be used, or one of them failed.
+    """
+    if assignment.backbone_file is not None:
+        os.environ[BACKBONE_FILE] = assignment.backbone_file
+    return asyncio.run(_work(assignment))
+
+
+async def _work(assignment: Assignment) -> list[Outcomes]:
+    folder, shared = assignment.storage, SharedSources()
+    clients = tuple(open_site(site, shared) for site in assignment.sites)
+    spec = assignment.spec
+    backbone = open_backbone(spec.backbone, allow_backbone=assignment.allow_backbone, device=assignment.device)
+    setup = SimulationSetup(
+        spec, None, clients, folder / "clients", assignment.pool, backbone, FeatureCache(folder / "features"), _untold
+    )
+    choose_kernels(spec.training, backbone)
+    await warm_all(setup)
+    kept = _Outcomes(folder / OUTCOMES, {site.name for site in assignment.sites})
+    setup.outcomes.update(kept.read())
+    how = Kept(lambda name: secret_of(assignment.key, name), assignment.synced, PATIENCE_SECONDS, kept.write)
+    async with (
+        _http(assignment) as http,
+        run_workers(setup, http, assignment.federation, assignment.enrolment_token, how) as workers,
+    ):
+        await workers.ended()
+    return [one for _, one in sorted(setup.outcomes.items())]
+
+
+def _untold(snapshot: object) -> None:
+    """Progress is told where the federation is followed."""
+
+
+@asynccontextmanager
+async def _http(assignment: Assignment) -> AsyncIterator[httpx.AsyncClient]:
+    """The clients' common HTTP client, with one poll for all of them."""
+    asked = Asked(site.name for site in assignment.sites)
+    verify: ssl.SSLContext | bool = True
+    if assignment.authority is not None:
+        verify = ssl.create_default_context(cadata=assignment.authority)
+    limits = httpx.Limits(max_connections=SOCKETS + 1, max_keepalive_connections=SOCKETS + 1)
+    names = {secret_of(assignment.key, site.name): site.name for site in assignment.sites}
+    stream = f"{assignment.url}/v1/federations/{assignment.federation}/events"
+    async with (
+        httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False) as inner,
+        httpx.AsyncClient(transport=inner, trust_env=False) as plain,
+        httpx.AsyncClient(
+            transport=SharedPoll(inner, asked, names), base_url=assignment.url, trust_env=False
+        ) as shared,
+        following(plain, stream, assignment.viewer_token, asked),
+    ):
+        yield shared
+
+
+@dataclass(frozen=True)
+class _Outcomes:
+    """Clients' last answers on their test sets as files, since a crew may be started again after its last evaluation.
+
+    A file's name is a digest: names of splits hold what names of files may not.
+    """
+
+    folder: Path
+    names: set[str]
+
+    def write(self, outcomes: Outcomes) -> None:
+        """Keep one, in the place of an earlier one of the same client and split."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = hashlib.sha256(f"{outcomes.client}\n{outcomes.split}".encode()).hexdigest()
+        write_whole(self.folder / f"{name}.json", json.dumps(asdict(outcomes)).encode(), synced=False)
+
+    def read(self) -> dict[tuple[str, str], Outcomes]:
+        """All that are kept of these clients."""
+        found = {}
+        for path in self.folder.glob("*.json"):
+            try:
+                one = _READER.validate_json(path.read_bytes())
+            except (OSError, ValueError) as error:
+                raise CommandError(f"{path} cannot be read: remove it ({error})", Exit.BAD_INPUT) from None
+            if one.client in self.names:
+                found[one.client, one.split] = one
+        return found

@@ -1,0 +1,365 @@
+"""A federation whose clients are played by crews on a Ray cluster, against a coordinator process beside the command.
+
+Spec, clients and seed are those of `promptfed.experiments.simulation.simulate`, and so is the result: on one kind of
+CPU the state is the same, bit for bit, whatever the number of crews.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from promptfed.experiments.cluster.certificate import make_certificate
+from promptfed.experiments.cluster.connection import LOOPBACK, Cluster, connected, expect_room
+from promptfed.experiments.cluster.crew import Assignment, shares, work
+from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
+from promptfed.experiments.preparation import ProgressCallback, expect_usable, simulated_spec
+from promptfed.experiments.simulation import expect_all_evaluated, failures_in, reproducible
+from promptfed.runtime.processes import Processes, ProcessFailed
+from promptfed.runtime.services import LocalFederation, Site
+from promptfed.sdk import operations
+from promptfed.sdk.backbone import BACKBONE_FILE, described, open_backbone, resolve
+from promptfed.sdk.client import CA_VARIABLE
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.follow import ENDED, follow
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.spec import FederationSpec
+
+MAX_RESTARTS = 100  # of one crew, by Ray
+START_SECONDS = 300.0  # that crews may take to begin
+END_SECONDS = 120.0  # that they may take to see that their federation has ended
+POLL_SECONDS = 0.2
+VIEWER = "crews"  # the operator's name under which crews follow the events
+PACKAGES = ("promptfed", "torch")  # that must be the same everywhere: bits depend on them
+
+
+@dataclass(frozen=True)
+class OnRay:
+    """``crews`` on the cluster at ``address`` (None: a Ray that is started here), each with so much of a GPU.
+
+    ``storage`` is a folder that all machines see; it stays.
+    """
+
+    crews: int = 1
+    address: str | None = None
+    gpus_per_crew: float = 0.0
+    storage: Path | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What ended a crew, where it says so itself: an error would lose its exit code on the way."""
+
+    text: str
+    exit: Exit
+
+
+class Crews(Protocol):
+    """Crews at work somewhere."""
+
+    def begin(self, assignments: Sequence[Assignment]) -> None:
+        """Let each crew have its assignment."""
+
+    def check(self) -> None:
+        """Raise CommandError for a crew that has failed."""
+
+    def outcomes(self, seconds: float) -> list[Outcomes]:
+        """What all have kept, once they have ended. Raises CommandError where that takes longer."""
+
+
+class CrewActor:
+    """A crew as an actor of Ray's, which starts it again with the same assignment where it dies."""
+
+    def about(self) -> dict[str, str]:
+        """The versions that it computes with."""
+        return versions()
+
+    def work(self, assignment: Assignment) -> list[Outcomes] | Failed:
+        """As `promptfed.experiments.cluster.crew.work`."""
+        try:
+            return work(assignment)
+        except CommandError as error:
+            return Failed(str(error), error.exit)
+
+
+def versions() -> dict[str, str]:
+    """Of what computes here."""
+    return {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}
+
+
+def simulate_on_ray(
+    spec: FederationSpec | dict[str, Any],
+    sites: Sequence[Site],
+    on: OnRay,
+    *,
+    pool: int = 1,
+    device: str = "cpu",
+    allow_backbone: bool = False,
+    progress: ProgressCallback | None = None,
+) -> FederationResult:
+    """Run a federation to its end; ``pool`` clients of each crew compute at once, on ``device``.
+
+    Raises:
+        CommandError: one line: what `simulate` refuses; Ray that is not installed, not reachable or too small; a crew
+            that failed; a folder that not all crews see.
+    """
+    started = time.monotonic()
+    wanted, initial = _checked(spec, sites, on, pool, device, allow_backbone)
+    threads = wanted.training.threads
+    with connected(on.address) as cluster:
+        expect_room(cluster.nodes(), "crew", on.crews, threads * pool, on.gpus_per_crew)
+        _expect_storage(cluster, on)
+        with (
+            run_folder(on.storage, identity(wanted, sites)) as folder,
+            _crews(cluster, on, threads * pool) as crews,
+            _coordinator(folder, cluster.here) as (local, authority),
+        ):
+            conductor = Conductor(local, crews, folder, authority, progress or (lambda snapshot: None))
+            share = Share(on.crews, pool, "cuda" if on.gpus_per_crew else device, allow_backbone)
+            result = conductor.conduct(wanted, initial, tuple(sites), share)
+    return replace(result, setup_seconds=time.monotonic() - started - result.wall_seconds)
+
+
+def _checked(
+    spec: FederationSpec | dict[str, Any], sites: Sequence[Site], on: OnRay, pool: int, device: str, allowed: bool
+) -> tuple[FederationSpec, bytes | None]:
+    """The spec as it runs, and the initial state where a backbone must make it; nothing is started before."""
+    expect_usable(sites, pool)
+    if not 1 <= on.crews <= len(sites):
+        text = f"{on.crews} crews cannot share {len(sites)} clients: give --crews from 1 to {len(sites)}"
+        raise CommandError(text, Exit.BAD_INPUT)
+    if on.gpus_per_crew > 1 and on.gpus_per_crew != int(on.gpus_per_crew):
+        text = f"--gpus-per-crew {on.gpus_per_crew:g}: Ray gives shares of one GPU, or whole ones"
+        raise CommandError(text, Exit.BAD_INPUT)
+    if device.startswith("cuda") and not on.gpus_per_crew:
+        text = "Ray shows a crew no GPU that it has not asked for: give --gpus-per-crew, 0.25 for four crews on one"
+        raise CommandError(f"--device {device}: {text}", Exit.BAD_INPUT)
+    wanted = simulated_spec(resolve(spec), sites)
+    backbone = open_backbone(wanted.backbone, allow_backbone=allowed)
+    wanted, initial = described(wanted, backbone)
+    return reproducible(wanted), initial
+
+
+def _expect_storage(cluster: Cluster, on: OnRay) -> None:
+    if on.storage is None and not cluster.is_one_machine:
+        text = f"the Ray cluster has {len(cluster.nodes())} nodes, and what clients keep must be there for all of them"
+        raise CommandError(f"{text}: give --storage FOLDER, one that all nodes see", Exit.BAD_INPUT)
+
+
+@contextmanager
+def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederation, str | None]]:
+    """A coordinator process on this machine, and the authority of its certificate where others have to reach it."""
+    options, authority = [], None
+    before = os.environ.get(CA_VARIABLE)
+    if address != LOOPBACK:
+        made = make_certificate(address, folder.path)
+        authority = made.authority
+        options = [f"--host={address}", f"--tls-cert={made.certificate}", f"--tls-key={made.key}"]
+        os.environ[CA_VARIABLE] = str(made.certificate)
+    try:
+        with Processes(folder.path) as processes, LocalFederation(processes, folder.path, options=options) as local:
+            yield local, authority
+    except ProcessFailed as error:
+        raise CommandError(str(error), Exit.FAILED) from None
+    finally:
+        if before is None:
+            os.environ.pop(CA_VARIABLE, None)
+        else:
+            os.environ[CA_VARIABLE] = before
+
+
+@contextmanager
+def _crews(cluster: Cluster, on: OnRay, cpus: float) -> Iterator[RayCrews]:
+    """Actors that begin to start, and end with the block."""
+    ray = cluster.ray
+    actor = ray.remote(CrewActor).options(
+        num_cpus=cpus,
+        num_gpus=on.gpus_per_crew,
+        max_restarts=MAX_RESTARTS,
+        max_task_retries=-1,
+        scheduling_strategy="SPREAD",
+    )
+    handles = [actor.remote() for _ in range(on.crews)]
+    try:
+        yield RayCrews(cluster, handles, [handle.about.remote() for handle in handles])
+    finally:
+        for handle in handles:
+            ray.kill(handle)
+
+
+@dataclass
+class RayCrews:
+    """Crews as actors."""
+
+    cluster: Cluster
+    handles: list[Any]
+    abouts: list[Any]
+    _working: list[Any] | None = None
+
+    def begin(self, assignments: Sequence[Assignment]) -> None:
+        """Wait for all to be there, and give them their work.
+
+        Raises:
+            CommandError: others have what they need, or they are not of this version.
+        """
+        ray = self.cluster.ray
+        ready, missing = ray.wait(self.abouts, num_returns=len(self.abouts), timeout=START_SECONDS)
+        for about in ready:
+            _expect_same(self._of(about), versions())
+        if missing:
+            text = f"{len(missing)} of {len(self.abouts)} crews have not started in {START_SECONDS:.0f} s"
+            raise CommandError(f"{text}: the cluster has {self.cluster.free()} free", Exit.FAILED)
+        pairs = zip(self.handles, assignments, strict=True)
+        self._working = [handle.work.remote(assignment) for handle, assignment in pairs]
+
+    def check(self) -> None:
+        """Raise CommandError for one that has failed."""
+        working = self._working or []
+        done, _ = self.cluster.ray.wait(working, num_returns=len(working), timeout=0)
+        for one in done:
+            self._result(one)
+
+    def outcomes(self, seconds: float) -> list[Outcomes]:
+        """All that they have kept, once they have ended."""
+        working = self._working or []
+        done, missing = self.cluster.ray.wait(working, num_returns=len(working), timeout=seconds)
+        if missing:
+            text = f"{len(missing)} crews go on {seconds:.0f} s after their federation has ended"
+            raise CommandError(text, Exit.FAILED)
+        return [outcomes for one in done for outcomes in self._result(one)]
+
+    def _result(self, reference: Any) -> list[Outcomes]:
+        found: list[Outcomes] | Failed = self._of(reference)
+        if isinstance(found, Failed):
+            raise CommandError(found.text, found.exit)
+        return found
+
+    def _of(self, reference: Any) -> Any:
+        try:
+            return self.cluster.ray.get(reference)
+        except self.cluster.ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[-1]
+            text = f"a crew ended for good ({type(error).__name__}: {reason})"
+            raise CommandError(f"{text}: Ray's own logs say more", Exit.FAILED) from None
+
+
+def _expect_same(theirs: dict[str, str], ours: dict[str, str]) -> None:
+    differing = [
+        f"{name} {theirs.get(name)} instead of {ours[name]}" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if differing:
+        text = f"a node of the Ray cluster has {', '.join(differing)}: install the same on all of them"
+        raise CommandError(text, Exit.BAD_INPUT)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the clients are shared out, and on what each crew computes."""
+
+    crews: int
+    pool: int
+    device: str
+    allow_backbone: bool
+
+
+@dataclass
+class Conductor:
+    """Leads a federation from its creation, or from where it stood when an earlier command died, to its result."""
+
+    local: LocalFederation
+    crews: Crews
+    folder: RunFolder
+    authority: str | None
+    progress: ProgressCallback
+
+    def conduct(
+        self, spec: FederationSpec, initial: bytes | None, sites: tuple[Site, ...], share: Share
+    ) -> FederationResult:
+        """The result.
+
+        Raises:
+            CommandError: a crew failed, or the federation did not finish.
+            ProcessFailed: the coordinator ended for good.
+        """
+        api = self.local.api
+        federation = self._federation(spec, initial)
+        state = api.send(operations.get_summary(federation)).view.state
+        if state not in ENDED:
+            self.crews.begin(self._assignments(federation, spec, sites, share))
+        if state == "enrolling":
+            self._until_enrolled(federation, len(sites))
+            api.send(operations.steer(federation, "start"))
+        begun = time.monotonic()
+        self._follow(federation)
+        ended = time.monotonic()
+        result = api.run(operations.take(federation, spec.rounds))
+        expect_all_evaluated(result.reports)
+        outcomes = sorted(self.crews.outcomes(END_SECONDS), key=lambda one: (one.client, one.split))
+        return replace(result, signature="", wall_seconds=ended - begun, outcomes=tuple(outcomes))
+
+    def _federation(self, spec: FederationSpec, initial: bytes | None) -> str:
+        """A new one, or the one that is there already. One that never began is made anew."""
+        api = self.local.api
+        there = [one for page in api.run(operations.list_federations()) for one in page.view.federations]
+        for one in there:
+            if one.state != "enrolling":
+                return one.id
+            api.send(operations.delete_federation(one.id))
+            self.folder.forget_clients()
+        return self.local.create(spec, initial)
+
+    def _assignments(
+        self, federation: str, spec: FederationSpec, sites: tuple[Site, ...], share: Share
+    ) -> list[Assignment]:
+        api = self.local.api
+        # Twice as many uses as clients: a crew that dies between two steps of an enrolment takes both again.
+        token = api.send(operations.mint_token(federation, 2 * len(sites))).view.token
+        viewer = api.send(operations.mint_operator(VIEWER, "viewer")).view.token
+        return [
+            Assignment(
+                number,
+                spec,
+                own,
+                federation,
+                api.url,
+                self.authority,
+                token,
+                viewer,
+                self.folder.key,
+                self.folder.path,
+                self.folder.lasting,
+                share.pool,
+                share.device,
+                share.allow_backbone,
+                os.environ.get(BACKBONE_FILE),
+            )
+            for number, own in enumerate(shares(sites, share.crews))
+        ]
+
+    def _until_enrolled(self, federation: str, count: int) -> None:
+        while True:
+            clients = self.local.api.send(operations.get_summary(federation)).view.clients
+            if clients.trainers + clients.evaluators == count:
+                return
+            self._look()
+            time.sleep(POLL_SECONDS)
+
+    def _follow(self, federation: str) -> None:
+        for snapshot in follow(self.local.api, federation, between=self._look, poll=POLL_SECONDS):
+            self.progress(snapshot)
+        if snapshot.state == "finished":
+            return
+        why = failures_in(self.local.api.send(operations.get_round(federation, snapshot.round)).view)
+        raise CommandError(f"the federation is {snapshot.describe()}{why}", Exit.FEDERATION_ENDED_BADLY)
+
+    def _look(self) -> None:
+        self.local.watch()
+        self.crews.check()

@@ -1,0 +1,87 @@
+"""The folder of a run on a cluster: what its coordinator and clients keep, and whose run it is.
+
+A run that lost the machine on which the command ran goes on from it: the coordinator has all that it had accepted, and
+clients are the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from promptfed.runtime.services import Site
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.files import write_whole
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import canonical_json
+
+FORMAT = 1
+RUN_FILE, KEY_FILE, CLIENTS = "run.json", "run.key", "clients"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``key`` (256 bits, hex): the seed of all clients' secrets. ``lasting``: the folder stays after the command."""
+
+    path: Path
+    key: str = field(repr=False)
+    lasting: bool
+
+    def forget_clients(self) -> None:
+        """Remove what clients keep, where their federation never began."""
+        shutil.rmtree(self.path / CLIENTS, ignore_errors=True)
+
+
+def identity(spec: FederationSpec, sites: Sequence[Site]) -> str:
+    """What makes a run another one."""
+    text = canonical_json([FORMAT, spec.model_dump(mode="json"), [asdict(site) for site in sites]])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def run_folder(storage: Path | None, run: str) -> Iterator[RunFolder]:
+    """``storage``, new or of this very ``run``; None: a temporary folder, gone with the block.
+
+    Raises:
+        CommandError: it cannot be used, or holds something else.
+    """
+    if storage is None:
+        with tempfile.TemporaryDirectory(prefix="promptfed-", ignore_cleanup_errors=True) as temporary:
+            yield RunFolder(Path(temporary), secrets.token_hex(32), lasting=False)
+        return
+    path = storage.expanduser().absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _claim(path, run)
+        key = (path / KEY_FILE).read_text().strip()
+    except OSError as error:
+        raise CommandError(f"cannot use --storage {storage}: {error.strerror or error}", Exit.BAD_INPUT) from None
+    yield RunFolder(path, key, lasting=True)
+
+
+def _claim(path: Path, run: str) -> None:
+    about = path / RUN_FILE
+    if about.exists():
+        if _run_in(about) != run:
+            text = f"--storage {path} holds another run (another spec, or other clients)"
+            raise CommandError(f"{text}: give a new folder, or that run's file", Exit.BAD_INPUT)
+        return
+    if any(entry.name != KEY_FILE for entry in path.iterdir()):
+        raise CommandError(f"--storage {path} is not empty, and holds no run: give a new folder", Exit.BAD_INPUT)
+    write_whole(path / KEY_FILE, (secrets.token_hex(32) + "\n").encode(), mode=0o600)
+    write_whole(about, (json.dumps({"format": FORMAT, "run": run}) + "\n").encode())
+
+
+def _run_in(about: Path) -> str | None:
+    try:
+        said = json.loads(about.read_text())
+        return str(said["run"])
+    except (ValueError, KeyError, TypeError):
+        raise CommandError(f"{about} cannot be read: give --storage a new folder", Exit.BAD_INPUT) from None

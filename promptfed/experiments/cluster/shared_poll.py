@@ -1,0 +1,205 @@
+"""One long request for all clients of a process, in the place of one long poll each.
+
+The federation's stream of events names whom each phase asks. A client's poll waits here, without a connection, until
+the stream has named it; only then does it go to the coordinator, which alone says what there is to do. Clients know
+nothing of it: to them this is the transport of their HTTP client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+log = logging.getLogger("promptfed.crew")
+
+SOCKETS = 16  # that all clients' requests share, beside the stream's
+SHORT_POLL = 2  # seconds that a poll waits at the coordinator for a task that it has announced
+LOOK_AGAIN_SECONDS = 300.0  # without being named, after which a client asks all the same
+RECONNECT_SECONDS = 0.5, 10.0  # first and longest pause before the stream is opened again
+SILENCE_SECONDS = 60.0  # without a sign of life on the stream; the coordinator gives one every quarter of a minute
+ENDED = ("finished", "failed", "cancelled")
+_POLL = re.compile(r"/v1/federations/[^/]+/task")
+
+
+@dataclass(frozen=True)
+class ServerEvent:
+    """One event of the stream: its number, its kind, and what it says."""
+
+    id: str
+    kind: str
+    data: Mapping[str, Any]
+
+
+class Asked:
+    """Who of ``names`` has something to ask the coordinator for, as far as the events tell."""
+
+    def __init__(self, names: Iterable[str]):
+        self._names = frozenset(names)
+        self._asked: set[str] = set()
+        self._unsure = set(self._names)  # who is to look, whatever the events say
+        self._waiting: dict[str, asyncio.Event] = {}
+        self.ended = False
+
+    def tell(self, event: ServerEvent) -> None:
+        """Take an event in."""
+        data = event.data
+        if event.kind in ("phase-opened", "clients-asked"):
+            self._call(data["asked"])
+        elif event.kind == "task-settled":
+            self._asked.discard(data["client"])
+        elif event.kind == "phase-completed":
+            self._asked.clear()
+        elif event.kind in ("client-withdrawn", "client-reset"):
+            self.look({data["client"]})
+        elif event.kind == "federation-state":
+            self.ended = data["state"] in ENDED
+            if self.ended:
+                self.look(self._names)
+
+    def look(self, names: Iterable[str] | None = None) -> None:
+        """Let these clients (None: all) ask once, whatever the events say."""
+        chosen = self._names if names is None else self._names & set(names)
+        self._unsure |= chosen
+        self._wake(chosen)
+
+    async def wait(self, name: str, seconds: float) -> int | None:
+        """How long the client's poll is to wait at the coordinator; None where within ``seconds`` nobody names it."""
+        if not self._due(name):
+            named = self._waiting[name] = asyncio.Event()  # a client asks one thing at a time
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await named.wait()
+        if not self._due(name):
+            return None
+        self._unsure.discard(name)
+        return SHORT_POLL if name in self._asked and not self.ended else 0
+
+    def served(self, name: str) -> None:
+        """The client has the task for which it was named."""
+        self._asked.discard(name)
+
+    def _call(self, names: Iterable[str]) -> None:
+        chosen = self._names & set(names)
+        self._asked |= chosen
+        self._wake(chosen)
+
+    def _due(self, name: str) -> bool:
+        return self.ended or name in self._asked or name in self._unsure
+
+    def _wake(self, names: Iterable[str]) -> None:
+        for name in names:
+            event = self._waiting.pop(name, None)
+            if event is not None:
+                event.set()
+
+
+class SharedPoll(httpx.AsyncBaseTransport):
+    """Sends clients' requests through ``inner``, ``SOCKETS`` at once, and polls only of those who are asked.
+
+    ``names`` are the clients by the tokens that they send.
+    """
+
+    def __init__(self, inner: httpx.AsyncBaseTransport, asked: Asked, names: Mapping[str, str]):
+        self._inner, self._asked = inner, asked
+        self._names = {f"Bearer {token}": name for token, name in names.items()}
+        self._turns = asyncio.Semaphore(SOCKETS)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """The coordinator's answer; to a poll that nobody has anything for, 204 as it would be."""
+        name = self._names.get(request.headers.get("authorization", ""))
+        seconds = _seconds(request)
+        if name is not None and seconds > 0:
+            there = await self._asked.wait(name, seconds)
+            if there is None:
+                return httpx.Response(204, request=request)
+            request = _again(request, there)
+        async with self._turns:
+            answer = await self._inner.handle_async_request(request)
+            assert isinstance(answer.stream, httpx.AsyncByteStream)
+            try:
+                body = b"".join([part async for part in answer.stream])  # the next turn has the connection
+            finally:
+                await answer.aclose()
+        if name is not None and seconds > 0 and answer.status_code == 200:
+            self._asked.served(name)
+        return httpx.Response(answer.status_code, headers=answer.headers, content=body, request=request)
+
+    async def aclose(self) -> None:
+        """Let the connections go."""
+        await self._inner.aclose()
+
+
+def _seconds(request: httpx.Request) -> float:
+    """How long a poll is to wait; 0 for any other request."""
+    if request.method != "GET" or not _POLL.fullmatch(request.url.path):
+        return 0.0
+    return float(request.url.params.get("wait", "0"))
+
+
+def _again(request: httpx.Request, seconds: int) -> httpx.Request:
+    url = request.url.copy_set_param("wait", str(seconds))
+    headers = [(key, value) for key, value in request.headers.raw if key.lower() != b"host"]
+    return httpx.Request(request.method, url, headers=headers, extensions=request.extensions)
+
+
+@asynccontextmanager
+async def following(http: httpx.AsyncClient, url: str, token: str, asked: Asked) -> AsyncIterator[None]:
+    """A block during which ``asked`` hears the events of the stream at ``url``; ``token`` is an operator's."""
+    tasks = {asyncio.create_task(_follow(http, url, token, asked)), asyncio.create_task(_look_again(asked))}
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _look_again(asked: Asked) -> None:
+    while True:
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        asked.look()
+
+
+async def _follow(http: httpx.AsyncClient, url: str, token: str, asked: Asked) -> None:
+    last, pause = "", RECONNECT_SECONDS[0]
+    while not asked.ended:
+        headers = {"Authorization": f"Bearer {token}", **({"Last-Event-ID": last} if last else {})}
+        timeout = httpx.Timeout(10.0, read=SILENCE_SECONDS)
+        try:
+            async with http.stream("GET", url, headers=headers, timeout=timeout) as answer:
+                if answer.is_success:
+                    async for event in events_of(answer.aiter_lines()):
+                        last, pause = event.id, RECONNECT_SECONDS[0]
+                        asked.tell(event)
+        except httpx.TransportError as error:
+            log.warning("the events of the federation have broken off (%s)", error or type(error).__name__)
+        if not asked.ended:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RECONNECT_SECONDS[1])
+            asked.look()  # a coordinator that was started again may ask again for what its disk has lost
+
+
+async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[ServerEvent]:
+    """The events of a stream of server-sent events; comments, and what has no number, are passed over."""
+    id, kind, data = "", "", ""
+    async for line in lines:
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if name == "id":
+            id = value
+        elif name == "event":
+            kind = value
+        elif name == "data":
+            data += value
+        elif not line:
+            if id and kind and data:
+                yield ServerEvent(id, kind, json.loads(data))
+            kind, data = "", ""

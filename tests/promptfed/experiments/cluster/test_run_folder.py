@@ -1,0 +1,83 @@
+"""The folder of a run: whose it is, and that its clients have secrets of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from promptfed.experiments.cluster.crew import secret_of, shares
+from promptfed.experiments.cluster.run_folder import identity, run_folder
+from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import resolve
+from promptfed.sdk.errors import CommandError, Exit
+
+SITES = tuple(Site(f"site-{number}", f"symbols:neon?seed={number}") for number in range(5))
+
+
+def run(rounds: int = 2) -> str:
+    return identity(resolve({"name": "small", "method": {"name": "promptfl"}, "rounds": rounds}), SITES)
+
+
+def test_a_folder_belongs_to_one_run_and_keeps_its_key(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "storage"
+    with run_folder(place, run()) as first:
+        assert first.path == place
+        assert len(bytes.fromhex(first.key)) == 32
+    assert (place / "run.key").stat().st_mode & 0o777 == 0o600
+    with run_folder(place, run()) as second:
+        assert second.key == first.key
+    with pytest.raises(CommandError, match="another run .*give a new folder") as refused, run_folder(place, run(3)):
+        pass
+    assert refused.value.exit == Exit.BAD_INPUT
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").touch()
+    with pytest.raises(CommandError, match="is not empty, and holds no run"), run_folder(tmp_path, run()):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["holiday.jpg"]
+    (tmp_path / "holiday.jpg").unlink()
+    (tmp_path / "run.json").write_text("[")
+    with pytest.raises(CommandError, match=r"run\.json cannot be read"), run_folder(tmp_path, run()):
+        pass
+    with pytest.raises(CommandError, match="cannot use --storage"), run_folder(tmp_path / "run.json", run()):
+        pass
+
+
+def test_an_interrupted_beginning_is_gone_on_with(tmp_path: Path) -> None:
+    """Killed between the two files of a new folder."""
+    with run_folder(tmp_path, run()) as first:
+        (tmp_path / "run.json").unlink()
+    with run_folder(tmp_path, run()) as second:
+        assert len(bytes.fromhex(second.key)) == 32
+    assert first.path == second.path
+
+
+def test_without_storage_nothing_stays() -> None:
+    with run_folder(None, run()) as made:
+        assert made.path.is_dir()
+        assert not made.lasting
+    assert not made.path.exists()
+
+
+def test_another_spec_or_other_clients_make_another_run() -> None:
+    assert run() == run()
+    assert run() != run(3)
+    spec = resolve({"name": "small", "method": {"name": "promptfl"}, "rounds": 2})
+    assert identity(spec, SITES) != identity(spec, SITES[:4])
+
+
+def test_secrets_are_the_same_again_and_differ_by_client_and_run() -> None:
+    keys = ["00" * 32, "01" * 32]
+    secrets = {secret_of(key, site.name) for key in keys for site in SITES}
+    assert len(secrets) == len(keys) * len(SITES)
+    assert secret_of(keys[0], "site-0") == secret_of(keys[0], "site-0")
+    assert all(len(bytes.fromhex(secret)) == 32 for secret in secrets)
+
+
+@pytest.mark.parametrize("crews", [1, 2, 3, 5])
+def test_every_client_is_in_one_crew(crews: int) -> None:
+    dealt = shares(SITES, crews)
+    assert sorted(site.name for share in dealt for site in share) == [site.name for site in SITES]
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
