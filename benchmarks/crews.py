@@ -33,11 +33,11 @@ import psutil
 import yaml
 
 from benchmarks.harness import write
-from promptfed.experiments.cluster.connection import import_ray
+from promptfed.experiments.cluster.connection import import_ray, started
 from promptfed.experiments.provenance import provenance
 
 CREWS = 2
-NODE = {"num_cpus": 2, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1"}
+NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 CREW_PROCESS, COORDINATOR_MODULE = "ray::CrewActor", "promptfed.coordinator"
 SPEED = {
     "name": "crews",
@@ -81,7 +81,7 @@ def simulated(run: Mapping[str, Any], *options: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="promptfed-") as folder:
         out = Path(folder) / "out"
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 (our own interpreter)
             [*command(run, Path(folder), *options), "--out", str(out)], capture_output=True, text=True, env=one_thread
         )
         if done.returncode:
@@ -129,7 +129,7 @@ class Nodes:
 
     def add(self) -> None:
         """One more."""
-        self.nodes.append(self.cluster.add_node(**NODE))
+        self.nodes.append(started(lambda: self.cluster.add_node(**NODE), lambda: None))
 
     def kill(self, chosen: int) -> None:
         """SIGKILL to one of them with all that runs there; another comes in its place."""
@@ -168,11 +168,11 @@ def _kill_tree(pid: int) -> None:
 @contextmanager
 def ray_nodes(count: int) -> Iterator[Nodes]:
     """``count`` nodes beside the head, taken away at the end."""
-    import_ray()
+    ray = import_ray()
     from ray.cluster_utils import Cluster
 
     head = {**NODE, "num_cpus": 0, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = started(lambda: Cluster(initialize_head=True, head_node_args=head), ray.shutdown)
     nodes = Nodes(cluster)
     try:
         for _ in range(count):
@@ -202,7 +202,7 @@ def killed(kills: Kills, seed: int, pause: tuple[float, float], run: Mapping[str
     with ray_nodes(CREWS) as nodes, tempfile.TemporaryDirectory(prefix="promptfed-") as folder:
         place = Path(folder)
         options = ["--engine", "ray", "--crews", str(CREWS), "--address", nodes.cluster.address]
-        running = subprocess.Popen(
+        running = subprocess.Popen(  # noqa: S603 (our own interpreter)
             command(run, place, *options, "--storage", str(place / "storage")),
             stdout=(place / "told").open("wb"),
             stderr=(place / "log").open("wb"),
@@ -220,6 +220,7 @@ def killed(kills: Kills, seed: int, pause: tuple[float, float], run: Mapping[str
             return told
         finally:
             if running.poll() is None:
+                print((place / "log").read_text(), file=sys.stderr)
                 running.send_signal(signal.SIGTERM)
                 running.wait()
 
@@ -240,6 +241,7 @@ def _kill_one(kills: Kills, nodes: Nodes, command: int, draw: random.Random) -> 
             return
         serving[0].kill()
     kills.done[what] += 1
+    print(f"{time.strftime('%H:%M:%S')} killed {kills.done}", file=sys.stderr)
 
 
 def options() -> argparse.Namespace:
@@ -276,6 +278,7 @@ def main() -> None:
         }
     print(json.dumps(figures, indent=1))
     write(given.json, figures | {"provenance": provenance().model_dump()}, indent=1)
+    print("same state" if figures["same_state"] else "ANOTHER STATE")
     if not figures["same_state"] or (given.what == "kills" and kills.left()):
         raise SystemExit(1)
 

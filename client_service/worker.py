@@ -78,7 +78,17 @@ class Worker:
         self._http = http
         self._ephemeral, self._synced = ephemeral, synced
         self._parts = Parts(
-            backbone, source, features, enrolment_token, tests, consent, record, noise, ledger, plain_evaluations, secret
+            backbone,
+            source,
+            features,
+            enrolment_token,
+            tests,
+            consent,
+            record,
+            noise,
+            ledger,
+            plain_evaluations,
+            secret,
         )
         self._running: asyncio.Task[None] | None = None
 

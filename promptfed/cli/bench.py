@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from promptfed.cli import bench_results
+from promptfed.cli.bench_engine import OPTIONS, runner_for
 from promptfed.cli.bench_output import remarks_on, run_shown, show_table
 from promptfed.experiments.bench_folder import results_csv
 from promptfed.experiments.ceilings import CEILINGS, Room, rooms_of, rooms_table
@@ -40,7 +41,7 @@ from promptfed.sdk.output import console, print_json
 EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
 
 # Options of the command that each kind of run looks at, beside those that all do.
-_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "as_json"})
+_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "as_json"}) | OPTIONS
 _EMBEDDED = _ALL | {"reduced", "panels"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 
@@ -58,8 +59,14 @@ def run_command(options: Mapping[str, Any], given: Set[str]) -> None:
         bench_results.run(protocol, results, cell, tolerance, device, allowed, given, as_json)
         return
     out = bench_results.folder_for(protocol, results, options["out"], given)
-    setting, runner = setting_of(options), Runner(out, options["pool"], device, allowed)
+    setting = setting_of(options)
     refuse_unused(protocol, setting, given)
+    with runner_for(options, out, given) as runner:
+        _run(options, setting, runner, given)
+
+
+def _run(options: Mapping[str, Any], setting: Setting, runner: Runner, given: Set[str]) -> None:
+    protocol, as_json = options["protocol"], options["as_json"]
     seeds, spec, rounds = options["seeds"], options["spec"], options["rounds"]
     if protocol == "embedded":
         run_embedded(runner, options["reduced"], seeds, options["panels"], as_json)

@@ -133,6 +133,18 @@ class Runner:
         if problems:
             raise CommandError(" ".join(problems), Exit.BAD_INPUT)
 
+    def run_each(self, jobs: Sequence[Job], progress: Callable[[int, int, Job], None]) -> list[Run]:
+        """Every job's run, in order; ``progress`` as of `run_all`.
+
+        Raises:
+            CommandError: a federation that cannot be run. What was finished before stays.
+        """
+        runs = []
+        for done, job in enumerate(jobs):
+            progress(done, len(jobs), job)
+            runs.append(self.run(job))
+        return runs
+
     def run(self, job: Job) -> Run:
         """The job's run: read where there is one, else run and written.
 
@@ -277,11 +289,7 @@ def run_all(
     begin(jobs)
     _make_folder(runner.out)
     runner.look_at_data([job for job in jobs if not runner.path(job).exists()])
-    runs = []
-    for done, job in enumerate(jobs):
-        progress(done, len(jobs), job)
-        runs.append(runner.run(job))
-    return runs
+    return runner.run_each(jobs, progress)
 
 
 def _make_folder(out: Path) -> None:

@@ -10,19 +10,26 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.net import is_loopback
 
 OBJECT_STORE_BYTES = 200 << 20  # of a Ray that is started here: assignments and results are small
 CONNECT_SECONDS = 5.0
+STARTS = 3
 LONGEST_TEMP_DIR = 40  # characters: Ray puts sockets far below, whose paths have 107 at most
 LOOPBACK = "127.0.0.1"
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+
+
+log = logging.getLogger("promptfed.crew")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,9 @@ def connected(address: str | None) -> Iterator[Cluster]:
     Raises:
         CommandError: Ray is not installed, does not start, or nobody answers there.
     """
-    if address is not None:
-        _expect_answer(address)
     ray = import_ray()
+    if address is not None:
+        _expect_answer(address, ray.util.get_node_ip_address())
     if ray.is_initialized():
         raise CommandError("this process is connected to Ray already: call ray.shutdown() first", Exit.BAD_INPUT)
     temporary = _temporary_folder() if address is None else None
@@ -132,8 +139,8 @@ def _initialise(ray: Any, options: dict[str, Any], address: str | None) -> None:
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if in_main else None
     try:
-        ray.init(**options)
-    except (OSError, RuntimeError, ValueError) as error:  # a ConnectionError among them
+        started(lambda: ray.init(**options), ray.shutdown, 1 if address is not None else STARTS)
+    except Exception as error:  # Ray raises nothing narrower where a node does not come up
         reason = " ".join(str(error).split())[:300]
         if address is None:
             raise CommandError(f"Ray does not start here: {reason}", Exit.FAILED) from None
@@ -143,8 +150,23 @@ def _initialise(ray: Any, options: dict[str, Any], address: str | None) -> None:
             signal.signal(signal.SIGTERM, before)  # Ray puts its own in the place of ours, which ends all in order
 
 
-def _expect_answer(address: str) -> None:
-    """Look before Ray does, which tries for a minute and may end the process."""
+def started(start: Callable[[], T], undo: Callable[[], object], times: int = STARTS) -> T:
+    """What ``start`` returns, tried ``times``: on a busy machine a node may take longer than Ray's 30 s.
+
+    Raises:
+        Exception: as ``start``, the last time.
+    """
+    for _ in range(times - 1):
+        try:
+            return start()
+        except Exception as error:
+            log.warning("Ray has not started (%s): once more", " ".join(str(error).split())[:300])
+            undo()
+    return start()
+
+
+def _expect_answer(address: str, here: str) -> None:
+    """Look before Ray does, which would never stop trying; a loopback address is to Ray this machine's, ``here``."""
     if "://" in address:
         text = f"--address {address} is a remote client's: run the command on a machine of the cluster"
         raise CommandError(f"{text} (or submit it there as a job) with --address auto", Exit.BAD_INPUT)
@@ -155,6 +177,8 @@ def _expect_answer(address: str) -> None:
     if not host or not port.isdecimal():
         text = f"--address {asked!r} is not known: write auto on a machine of the cluster, or its HOST:PORT"
         raise CommandError(f"{text}, as `ray start --head` prints it", Exit.BAD_INPUT)
+    host = here if is_loopback(host) else host
+    asked = f"{host}:{port}"
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except OSError as error:

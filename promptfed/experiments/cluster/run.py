@@ -213,7 +213,7 @@ class RayCrews:
         ray = self.cluster.ray
         ready, missing = ray.wait(self.abouts, num_returns=len(self.abouts), timeout=START_SECONDS)
         for about in ready:
-            _expect_same(self._of(about), versions())
+            expect_same(self._of(about), versions())
         if missing:
             text = f"{len(missing)} of {len(self.abouts)} crews have not started in {START_SECONDS:.0f} s"
             raise CommandError(f"{text}: the cluster has {self.cluster.free()} free", Exit.FAILED)
@@ -251,7 +251,8 @@ class RayCrews:
             raise CommandError(f"{text}: Ray's own logs say more", Exit.FAILED) from None
 
 
-def _expect_same(theirs: dict[str, str], ours: dict[str, str]) -> None:
+def expect_same(theirs: dict[str, str], ours: dict[str, str]) -> None:
+    """Raise CommandError where a node computes with another version than this command."""
     differing = [
         f"{name} {theirs.get(name)} instead of {ours[name]}" for name in ours if theirs.get(name) != ours[name]
     ]

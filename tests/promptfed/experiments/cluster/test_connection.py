@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.experiments.cluster.connection import Node, connected, expect_room, import_ray
-from promptfed.experiments.cluster.run import _expect_same
+from promptfed.experiments.cluster.run import expect_same
 from promptfed.sdk.errors import CommandError, Exit
 
 NODES = [Node("192.0.2.1", 4.0, 1.0), Node("192.0.2.2", 2.0, 0.0)]
@@ -49,7 +49,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("ray://127.0.0.1:10001", "run the command on a machine of the cluster", Exit.BAD_INPUT),
         ("somewhere", "write auto on a machine of the cluster, or its HOST:PORT", Exit.BAD_INPUT),
-        ("127.0.0.1:{port}", r"no Ray cluster answers at 127.0.0.1:\d+ \(.+\): start one with `ray start", 4),
+        ("127.0.0.1:{port}", r"no Ray cluster answers at [0-9.]+:\d+ \(.+\): start one with `ray start", 4),
     ],
 )
 def test_an_address_that_leads_nowhere(address: str, said: str, exit: Exit) -> None:
@@ -63,9 +63,9 @@ def test_an_address_that_leads_nowhere(address: str, said: str, exit: Exit) -> N
 
 def test_versions_must_be_the_same() -> None:
     ours = {"promptfed": "1.0", "torch": "2.9"}
-    _expect_same(dict(ours), ours)
+    expect_same(dict(ours), ours)
     with pytest.raises(CommandError, match=r"torch 2\.8 instead of 2\.9: install the same on all"):
-        _expect_same({"promptfed": "1.0", "torch": "2.8"}, ours)
+        expect_same({"promptfed": "1.0", "torch": "2.8"}, ours)
 
 
 RUN = """

@@ -27,7 +27,7 @@ def test_a_folder_belongs_to_one_run_and_keeps_its_key(tmp_path: Path) -> None:
     assert (place / "run.key").stat().st_mode & 0o777 == 0o600
     with run_folder(place, run()) as second:
         assert second.key == first.key
-    with pytest.raises(CommandError, match="another run .*give a new folder") as refused, run_folder(place, run(3)):
+    with pytest.raises(CommandError, match=r"another run .*give a new folder") as refused, run_folder(place, run(3)):
         pass
     assert refused.value.exit == Exit.BAD_INPUT
 

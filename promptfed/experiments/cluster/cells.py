@@ -1,0 +1,148 @@
+"""A bench whose cells (a method under a seed in one trial) are tasks of Ray's: the folder of results is the same.
+
+Each task runs its federation in one process, as ever, and writes its own file into the bench's folder; a bench that
+was interrupted goes on with the cells that have none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+from promptfed.experiments.bench_folder import BENCH_FILE
+from promptfed.experiments.cluster.connection import Cluster, connected, expect_room
+from promptfed.experiments.cluster.run import Failed, expect_same, versions
+from promptfed.experiments.results import Run
+from promptfed.experiments.runner import Job, Runner
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.methods import resolve_spec
+
+RETRIES = 5  # of a cell whose process or node dies
+SEEN_SECONDS = 60.0  # until a file that another node wrote is seen here
+
+
+@dataclass
+class RayLater:
+    """A cluster that is connected to once it is needed, and left with the block."""
+
+    address: str | None
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _cluster: Cluster | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def cluster(self) -> Cluster:
+        """The connection. Raises CommandError as `connected` does."""
+        if self._cluster is None:
+            self._cluster = self._stack.enter_context(connected(self.address))
+        return self._cluster
+
+
+@dataclass(frozen=True)
+class CellOptions:
+    """What a process that runs cells has to know beside the cell."""
+
+    out: Path
+    pool: int
+    device: str
+    allow_backbone: bool
+
+
+@dataclass(kw_only=True)
+class RayRunner(Runner):
+    """Runs jobs as tasks of Ray's, each with its torch threads as CPUs, and so much of a GPU."""
+
+    ray: RayLater
+    gpus_per_cell: float = 0.0
+
+    def run_each(self, jobs: Sequence[Job], progress: Callable[[int, int, Job], None]) -> list[Run]:
+        """As `Runner.run_each`, as many at once as the cluster has room for.
+
+        Raises:
+            CommandError: a cell that cannot be run, or no room for any. What was finished before stays.
+        """
+        missing = {self.path(job): job for job in jobs if not self.path(job).exists()}
+        if missing:
+            self._run_all(list(missing.values()), jobs, progress)
+        runs = []
+        for done, job in enumerate(jobs):
+            if not missing:
+                progress(done, len(jobs), job)
+            _until_seen(self.path(job))
+            runs.append(self.run(job))
+        return runs
+
+    def _run_all(self, missing: list[Job], jobs: Sequence[Job], progress: Callable[[int, int, Job], None]) -> None:
+        cluster = self.ray.cluster
+        for cpus in {self._cpus(job) for job in missing}:
+            expect_room(cluster.nodes(), "cell", 1, cpus, self.gpus_per_cell)
+        task = cluster.ray.remote(run_cell)
+        device = "cuda" if self.gpus_per_cell else self.device
+        options = CellOptions(self.out.absolute(), self.pool, device, self.allow_backbone)
+        running = {
+            task.options(num_cpus=self._cpus(job), num_gpus=self.gpus_per_cell, max_retries=RETRIES).remote(
+                options, job, versions()
+            ): job
+            for job in missing
+        }
+        try:
+            while running:
+                done = sum(self.path(job).exists() for job in jobs)
+                progress(min(done, len(jobs) - 1), len(jobs), next(iter(running.values())))
+                [ended], _ = cluster.ray.wait(list(running), num_returns=1)
+                job = running.pop(ended)
+                _expect_done(cluster, ended, job)
+        finally:
+            for one in running:
+                cluster.ray.cancel(one, force=True)
+
+    def _cpus(self, job: Job) -> int:
+        return self.pool * resolve_spec(job.spec).training.threads
+
+
+def _expect_done(cluster: Cluster, ended: Any, job: Job) -> None:
+    try:
+        failed: Failed | None = cluster.ray.get(ended)
+    except cluster.ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise CommandError(f"{job.title}: its process ended ({type(error).__name__}: {reason})", Exit.FAILED) from None
+    if failed is not None:
+        raise CommandError(failed.text, failed.exit)
+
+
+def _until_seen(path: Path) -> None:
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            text = f"{path} was written on another node of the Ray cluster and is not seen here"
+            raise CommandError(f"{text}: give --out a folder that all nodes see", Exit.FAILED)
+        time.sleep(0.1)
+
+
+def run_cell(options: CellOptions, job: Job, theirs: dict[str, str]) -> Failed | None:
+    """Run one cell in this process and write its file; what is wrong with it, if anything is."""
+    try:
+        expect_same(versions(), theirs)
+        if not (options.out / BENCH_FILE).exists():
+            text = f"a node of the Ray cluster does not see {options.out}: give --out a folder that all nodes see"
+            raise CommandError(text, Exit.BAD_INPUT)
+        _runner(options).run(job)
+    except CommandError as error:
+        return Failed(str(error), error.exit)
+    return None
+
+
+@cache
+def _runner(options: CellOptions) -> Runner:
+    """One for all cells that this process runs, with one backbone."""
+    return Runner(options.out, options.pool, options.device, options.allow_backbone)
