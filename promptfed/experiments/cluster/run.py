@@ -298,6 +298,8 @@ class Conductor:
         if state == "enrolling":
             self._until_enrolled(federation, len(sites))
             api.send(operations.steer(federation, "start"))
+        elif state == "paused":  # those who failed may have been mended, with more memory for one
+            api.send(operations.steer(federation, "resume"))
         begun = time.monotonic()
         self._follow(federation)
         ended = time.monotonic()

@@ -1,0 +1,350 @@
+"""What a GPU changes, in one command of at most ten minutes: it writes docs/gpu.json, and docs/gpu.md is made of it.
+
+    python -m benchmarks.gpu --json docs/gpu.json
+    python -m benchmarks.gpu --page                                   # writes docs/gpu.md
+    python -m benchmarks.gpu --device cpu --smoke --json smoke.json   # that all parts run, on the embedded backbone
+
+Needs promptfed and this repository, no network and no weights: those of ViT-B/16 and L/14 are drawn. Every part is a
+process of its own with a time of its own, writes what it has after each case, and is ended where it takes longer; what
+there was no time for is named. Parts:
+
+  methods     every registered method on both backbones: seconds of a client's task, peak memory, and how far the state
+              lies from that of the same run on the CPU
+  clients     four clients of one process at once on one device: one backbone, the same state as in turn
+  crews       two processes with a backbone each on one device, as `promptfed simulate --engine ray` starts them
+  twice       `deterministic: true`: the same bits again
+  bf16        half precision against single: time, memory, loss
+  memory      a device that is too small for a step: a failure with its name, and the run goes on from where it stood
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_crews import Limit, conducted
+from benchmarks.gpu_page import PAGE, page
+from benchmarks.harness import machine
+from promptfed.experiments.simulation import simulate
+from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import open_backbone
+from promptfed.sdk.errors import CommandError
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.files import write_whole
+from promptfed.shared.methods import METHODS
+from promptfed.shared.spec import BackboneSpec
+from promptfed.shared.tensors import Tensors
+
+MODELS = {"ViT-B-16": "random", "ViT-L-14": "random"}
+SMALL = {"promptfed-tiny": "embedded"}
+DATA = "symbols:painting?topic=faces&per_class=4&test_per_class=1&partition=iid&clients={clients}&client={client}"
+BUDGETS = {"methods": 135.0, "clients": 35.0, "crews": 60.0, "twice": 40.0, "bf16": 40.0, "memory": 60.0}  # seconds
+STARTING = 12.0  # seconds more until a part is ended: its start, and the case that it is in
+SOME = ("promptfl", "plan", "fedotp")  # prompts in text, in both towers, and patches
+SMOKE_METHODS = ("promptfl", "plan", "zero_shot")
+MIB = 1 << 20
+
+
+@dataclass
+class Part:
+    """One part at work: ``write`` keeps what it has found so far."""
+
+    device: str
+    models: Mapping[str, str]
+    until: float
+    out: Path
+    smoke: bool
+    found: dict[str, Any] = field(default_factory=dict)
+    _backbones: dict[tuple[str, str, str], Backbone] = field(default_factory=dict)
+    _sources: SharedSources = field(default_factory=SharedSources)
+
+    @cached_property
+    def place(self) -> Path:
+        """A folder for what the runs keep."""
+        return Path(tempfile.mkdtemp(prefix="promptfed-gpu-", dir=self.out.parent))
+
+    def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure and write; what fails, and what there is no time for, is written too."""
+        if time.monotonic() > self.until:
+            told: dict[str, Any] = {"skipped": "no time was left"}
+        else:
+            try:
+                told = measure()
+            except (CommandError, RuntimeError, ValueError) as error:
+                told = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        self.found[name] = told
+        write_whole(self.out, json.dumps(self.found).encode(), synced=False)
+
+    def backbone(self, model: str, device: str, precision: str = "fp32") -> Backbone:
+        """Loaded once."""
+        key = model, device, precision
+        if key not in self._backbones:
+            spec = BackboneSpec(model=model, pretrained=self.models[model], precision=precision)
+            self._backbones[key] = open_backbone(spec, allow_backbone=False, device=device)
+        return self._backbones[key]
+
+    def run(
+        self, model: str, method: str | dict[str, Any], device: str, *, clients: int = 2, pool: int = 1, **changes: Any
+    ) -> tuple[FederationResult, dict[str, Any]]:
+        """A federation of two rounds on ``device``: its result, and seconds and memory of its second round's tasks."""
+        precision = changes.pop("precision", "fp32")
+        backbone = self.backbone(model, device, precision)
+        spec, sites = plan(model, self.models[model], method, clients, precision, **changes)
+        _begin(device)
+        features = FeatureCache(self.place / f"features-{device.replace(':', '-')}-{precision}")
+        result = simulate(
+            spec, sites, pool=pool, backbone=backbone, features=features, sources=self._sources, device=device
+        )
+        return result, {"peak_mib": _peak(device), "weights_mib": _weights(backbone), **_task(result)}
+
+
+def plan(
+    model: str, pretrained: str, method: str | dict[str, Any], clients: int, precision: str = "fp32", **changes: Any
+) -> tuple[dict[str, Any], list[Site]]:
+    """The spec and clients of the small federation that all parts run."""
+    named = {"name": method} if isinstance(method, str) else method
+    training = {"batch_size": 4, "threads": min(8, os.cpu_count() or 1), **changes.pop("training", {})}
+    spec = {
+        "name": "gpu",
+        "method": named,
+        "rounds": 2,
+        "seed": 1,
+        "backbone": {"model": model, "pretrained": pretrained, "precision": precision},
+        "training": training,
+        "participation": {"min_clients": clients},
+        "evaluation": {"every": 2},
+        **changes,
+    }
+    return spec, [Site(f"site-{n}", DATA.format(clients=clients, client=n)) for n in range(clients)]
+
+
+def _begin(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: str) -> int | None:
+    return None if device == "cpu" else round(torch.cuda.max_memory_allocated() / MIB)
+
+
+def _weights(backbone: Backbone) -> int:
+    return round(sum(value.numel() * value.element_size() for value in backbone.model.parameters()) / MIB)
+
+
+def _task(result: FederationResult) -> dict[str, Any]:
+    """Of the last round, in the mean over clients: the first pays for what is made once."""
+    last = result.round_reports[-1]
+    updates = [update for phase in last.phases for update in phase.updates]
+    clients = {update.client for update in updates}
+    seconds = sum(update.metrics.get("train_seconds", 0.0) for update in updates)
+    losses = [update.metrics["loss"] for update in updates if "loss" in update.metrics]
+    return {
+        "task_seconds": round(seconds / max(1, len(clients)), 4),
+        "loss": round(sum(losses) / len(losses), 6) if losses else None,
+        "state_hash": result.state_hash,
+    }
+
+
+def distance(found: Tensors, wanted: Tensors) -> float:
+    """The largest difference of an entry, over the largest entry: 0 where both are empty."""
+    filled = [name for name in wanted if wanted[name].numel()]
+    differences = [float((found[name].double() - wanted[name].double()).abs().max()) for name in filled]
+    sizes = [float(wanted[name].double().abs().max()) for name in filled]
+    return max(differences, default=0.0) / max(max(sizes, default=0.0), 1e-30)
+
+
+def methods(part: Part) -> None:
+    """Every method, on the device first and then on the CPU as far as there is time."""
+    results: dict[tuple[str, str], FederationResult] = {}
+
+    def on_device(model: str, name: str) -> dict[str, Any]:
+        results[model, name], told = part.run(model, name, part.device)
+        return told
+
+    def on_cpu(model: str, name: str) -> dict[str, Any]:
+        wanted, told = part.run(model, name, "cpu")
+        found = distance(results[model, name].state, wanted.state)
+        return {"task_seconds": told["task_seconds"], "distance": found}
+
+    for model in part.models:
+        for name in SMOKE_METHODS if part.smoke else sorted(METHODS):
+            part.case(f"{model} {name}", partial(on_device, model, name))
+    for model, name in list(results):
+        part.case(f"{model} {name} cpu", partial(on_cpu, model, name))
+
+
+def clients(part: Part) -> None:
+    """Four clients in turn and at once."""
+    hashes: dict[str, str] = {}
+
+    def measure(model: str, pool: int) -> dict[str, Any]:
+        result, numbers = part.run(model, "promptfl", part.device, clients=4, pool=pool)
+        in_turn = hashes.setdefault(model, result.state_hash)
+        same = {"same_state_as_in_turn": result.state_hash == in_turn}
+        return numbers | {"seconds": round(result.wall_seconds, 2)} | same
+
+    for model in part.models:
+        for pool in (1, 4):
+            part.case(f"{model} pool {pool}", partial(measure, model, pool))
+
+
+def crews(part: Part) -> None:
+    """One and two processes on the device, over HTTP."""
+
+    def measure(model: str, count: int) -> dict[str, Any]:
+        spec, sites = plan(model, part.models[model], "promptfl", 4)
+        with tempfile.TemporaryDirectory(dir=part.out.parent) as folder:
+            result, used = conducted(spec, sites, count, part.device, Path(folder))
+        return {"seconds": round(result.wall_seconds, 2), "device_mib": used, "state_hash": result.state_hash}
+
+    for model in part.models:
+        for count in (1, 2):
+            part.case(f"{model} crews {count}", partial(measure, model, count))
+
+
+def twice(part: Part) -> None:
+    """The same run two times."""
+
+    def measure(model: str, name: str) -> dict[str, Any]:
+        training = {"deterministic": True}
+        hashes = [part.run(model, name, part.device, training=training)[0].state_hash for _ in range(2)]
+        return {"state_hashes": hashes, "same": hashes[0] == hashes[1]}
+
+    for model in part.models:
+        for name in SOME[:1] if part.smoke else SOME:
+            part.case(f"{model} {name}", partial(measure, model, name))
+
+
+def bf16(part: Part) -> None:
+    """A method that trains through the image tower, in single precision and with autocast; and a backbone in bf16."""
+
+    def measure(model: str, method: dict[str, Any], precision: str) -> dict[str, Any]:
+        return part.run(model, method, part.device, precision=precision)[1]
+
+    for model in part.models:
+        part.case(f"{model} plan", partial(measure, model, {"name": "plan"}, "fp32"))
+        part.case(f"{model} plan autocast", partial(measure, model, {"name": "plan", "autocast": "bf16"}, "fp32"))
+        part.case(f"{model} promptfl", partial(measure, model, {"name": "promptfl"}, "fp32"))
+        part.case(f"{model} promptfl bf16", partial(measure, model, {"name": "promptfl"}, "bf16"))
+
+
+def memory(part: Part) -> None:
+    """Clients on a device where the backbone fits and a step does not; then the same run where it does."""
+    model, pretrained = next(iter(part.models.items()))
+    training = {"batch_size": 32, "learning_rate": 0.002}
+    spec, sites = plan(model, pretrained, "plan", 2, training=training)
+
+    def measure() -> dict[str, Any]:
+        _, told = part.run(model, "plan", part.device, training=training)
+        part._backbones.clear()
+        _begin(part.device)
+        between = None if told["peak_mib"] is None else (told["weights_mib"] + told["peak_mib"]) * MIB // 2
+        with tempfile.TemporaryDirectory(dir=part.out.parent) as folder:
+            try:
+                conducted(spec, sites, 1, part.device, Path(folder), Limit(between))
+            except CommandError as error:
+                failure = str(error)
+            else:
+                return {"failed": f"nothing failed with {between} bytes", **told}
+            after, _ = conducted(spec, sites, 1, part.device, Path(folder))
+        named = "OutOfMemoryError" in failure
+        return {"failure": failure, "named": named, "same_state_after": after.state_hash == told["state_hash"], **told}
+
+    part.case(f"{model} plan", measure)
+
+
+PARTS: dict[str, Callable[[Part], None]] = {
+    "methods": methods,
+    "clients": clients,
+    "crews": crews,
+    "twice": twice,
+    "bf16": bf16,
+    "memory": memory,
+}
+
+
+def about(device: str) -> dict[str, Any]:
+    """The device and what computes on it."""
+    if device == "cpu":
+        return machine() | {"device": "cpu"}
+    properties = torch.cuda.get_device_properties(0)
+    driver = {"cuda": torch.version.cuda, "memory_mib": properties.total_memory // MIB}
+    return machine() | {"device": properties.name, **driver}
+
+
+def run_parts(options: argparse.Namespace) -> dict[str, Any]:
+    """Each part of each backbone in a process of its own; the numbers so far are on the disk after each."""
+    models = SMALL if options.smoke else MODELS
+    numbers: dict[str, Any] = {"about": about(options.device), "smoke": options.smoke, "parts": {}}
+    began = time.monotonic()
+    for name in PARTS:
+        # The large backbone tells nothing new of what does not depend on its size.
+        for model in models if name == "methods" else list(models)[:1]:
+            numbers["parts"].setdefault(name, {}).update(_in_process(options, name, model))
+            numbers["seconds"] = round(time.monotonic() - began, 1)
+            write_whole(options.json, (json.dumps(numbers, indent=1) + "\n").encode(), synced=False)
+    return numbers
+
+
+def _in_process(options: argparse.Namespace, name: str, model: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="promptfed-gpu-") as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--model", model, "--json", str(out)]
+        command += ["--device", options.device, *(["--smoke"] if options.smoke else [])]
+        seconds = options.seconds or BUDGETS[name] + STARTING
+        found: dict[str, Any] = {}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)  # noqa: S603 (ourselves)
+            ended = "" if done.returncode == 0 else " ".join(done.stderr.split())[-300:]
+        except subprocess.TimeoutExpired:
+            ended = f"ended after {seconds:.0f} s"
+        if out.exists():
+            found = json.loads(out.read_text())
+        return found | ({f"{model} (part)": {"failed": ended}} if ended else {})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all parts, or one of them; 1 where there is no such device."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, default=Path("docs/gpu.json"), help="where the numbers are")
+    made.add_argument("--page", action="store_true", help=f"write {PAGE} from the numbers")
+    made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    made.add_argument("--smoke", action="store_true", help="a few methods on the embedded backbone: that it runs")
+    made.add_argument("--seconds", type=float, help="for each part; default: so that all end within ten minutes")
+    made.add_argument("--part", choices=list(PARTS), help="this one alone, in this process")
+    made.add_argument("--model", help="the part's backbone")
+    options = made.parse_args(arguments)
+    if options.page:
+        PAGE.write_text(page(json.loads(options.json.read_text()) if options.json.exists() else None))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here: --device cpu --smoke shows that all parts run", file=sys.stderr)
+        return 1
+    models = SMALL if options.smoke else MODELS
+    if options.part is None:
+        print(json.dumps(run_parts(options)["parts"], indent=1))
+        return 0
+    until = time.monotonic() + (options.seconds or BUDGETS[options.part])
+    chosen = {options.model: models[options.model]}
+    PARTS[options.part](Part(options.device, chosen, until, options.json, options.smoke))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,148 @@
+"""Crews as processes without Ray: what `benchmarks.gpu` runs several of on one device, and limits one's memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from promptfed.client_service.training.trainer import TaskWork
+from promptfed.experiments.cluster.crew import Assignment, work
+from promptfed.experiments.cluster.run import Conductor, Share
+from promptfed.experiments.cluster.run_folder import RunFolder
+from promptfed.experiments.preparation import simulated_spec
+from promptfed.experiments.simulation import reproducible
+from promptfed.runtime.processes import Processes
+from promptfed.runtime.services import LocalFederation, Site
+from promptfed.sdk.backbone import described, open_backbone, resolve
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.outcomes import Outcomes
+
+KEY = "a5" * 32
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The device memory that a process may allocate; None, where there is no device: every step fails as if."""
+
+    bytes: int | None
+
+    def apply(self) -> None:
+        """From now on, in this process."""
+        if self.bytes is not None:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.bytes / total)
+            return
+
+        def fail(*_: object) -> Any:
+            raise torch.OutOfMemoryError("as if the device were full")
+
+        TaskWork.train = fail  # type: ignore[method-assign]
+
+
+def _play(assignment: Assignment, limit: Limit | None, answers: Any) -> None:
+    if limit is not None:
+        limit.apply()
+    try:
+        answers.put(work(assignment))
+    except CommandError as error:
+        answers.put((str(error), error.exit))
+
+
+@dataclass
+class SpawnedCrews:
+    """Crews as processes of this one; they end with it."""
+
+    limit: Limit | None = None
+    _context: Any = field(default_factory=lambda: multiprocessing.get_context("spawn"))
+    _processes: list[Any] = field(default_factory=list)
+    _got: list[Outcomes] = field(default_factory=list)
+    _answered: int = 0
+
+    def begin(self, assignments: Sequence[Assignment]) -> None:
+        """Start one for each."""
+        self._answers = self._context.Queue()
+        for one in assignments:
+            process = self._context.Process(target=_play, args=(one, self.limit, self._answers), daemon=True)
+            process.start()
+            self._processes.append(process)
+
+    def check(self) -> None:
+        """Raise CommandError for one that has failed or died."""
+        while self._processes and not self._answers.empty():
+            self._take(self._answers.get())
+        dead = [one for one in self._processes if one.exitcode not in (None, 0)]
+        if dead:
+            raise CommandError(f"a crew's process ended with {dead[0].exitcode}", Exit.FAILED)
+
+    def _take(self, answer: Any) -> None:
+        if isinstance(answer, tuple):
+            raise CommandError(*answer)
+        self._got += answer
+        self._answered += 1
+
+    def outcomes(self, seconds: float) -> list[Outcomes]:
+        """What all have kept, once they have ended."""
+        while self._answered < len(self._processes):
+            self._take(self._answers.get(timeout=seconds))
+        return self._got
+
+    def stop(self) -> None:
+        """End those that still run."""
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+@contextmanager
+def _watched(device: str) -> Iterator[list[int]]:
+    """The most device memory that all processes together used during the block, in a list of one; none on a CPU."""
+    most: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.1):
+            free, total = torch.cuda.mem_get_info()
+            most[:] = [max([*most, (total - free) // MIB])]
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if device != "cpu":
+        thread.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        if device != "cpu":
+            thread.join()
+
+
+def conducted(
+    spec: dict[str, Any], sites: Sequence[Site], crews: int, device: str, folder: Path, limit: Limit | None = None
+) -> tuple[FederationResult, int | None]:
+    """Run, or go on with, a federation in ``folder`` by so many crews; its result, and MiB of the device at most.
+
+    Raises:
+        CommandError: it did not finish.
+    """
+    wanted = simulated_spec(resolve(spec), sites)
+    wanted, initial = described(wanted, open_backbone(wanted.backbone, allow_backbone=False))
+    spawned = SpawnedCrews(limit)
+    with (
+        Processes(folder) as processes,
+        LocalFederation(processes, folder) as local,
+        _watched(device) as most,
+    ):
+        conductor = Conductor(local, spawned, RunFolder(folder, KEY, lasting=True), None, lambda snapshot: None)
+        try:
+            result = conductor.conduct(reproducible(wanted), initial, tuple(sites), Share(crews, 1, device, False))
+        finally:
+            spawned.stop()
+    return result, most[0] if most else None

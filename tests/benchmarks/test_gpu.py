@@ -1,0 +1,89 @@
+"""The GPU's benchmark without a GPU: its numbers, its page, and that all parts run on the embedded backbone."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_page
+
+
+def test_the_distance_of_two_states() -> None:
+    wanted = {"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([0.5]), "none": torch.zeros(0)}
+    found = {"a": torch.tensor([1.0, -3.0]), "b": torch.tensor([0.25]), "none": torch.zeros(0)}
+    assert gpu.distance(found, wanted) == 0.25
+    assert gpu.distance(wanted, wanted) == 0
+    assert gpu.distance({}, {}) == 0
+
+
+def test_a_case_that_fails_or_has_no_time_is_told_and_the_others_stay(tmp_path: Path) -> None:
+    part = gpu.Part("cpu", gpu.SMALL, time.monotonic() + 300, tmp_path / "found.json", smoke=True)
+
+    def full() -> dict[str, object]:
+        raise torch.OutOfMemoryError("the device is\nfull")
+
+    part.case("well", lambda: {"seconds": 1.0})
+    part.case("badly", full)
+    part.until = 0.0
+    part.case("late", full)
+    assert json.loads(part.out.read_text()) == {
+        "well": {"seconds": 1.0},
+        "badly": {"failed": "OutOfMemoryError: the device is full"},
+        "late": {"skipped": "no time was left"},
+    }
+
+
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 1
+    assert "there is no CUDA device here" in capsys.readouterr().err
+
+
+def test_all_parts_end_within_ten_minutes() -> None:
+    twice = gpu.BUDGETS["methods"] + gpu.STARTING  # of the second backbone
+    assert sum(gpu.BUDGETS.values()) + gpu.STARTING * len(gpu.PARTS) + twice <= 600
+    assert set(gpu.BUDGETS) == set(gpu.PARTS)
+
+
+def test_the_page_is_made_of_the_numbers_or_says_that_there_are_none() -> None:
+    numbers = gpu_page.PAGE.with_suffix(".json")
+    wanted = gpu_page.page(json.loads(numbers.read_text()) if numbers.exists() else None)
+    assert gpu_page.PAGE.read_text() == wanted, "python -m benchmarks.gpu --page"
+
+
+def test_the_page_shows_a_method_beside_its_run_on_the_cpu() -> None:
+    methods = {
+        "ViT-B-16 plan": {"task_seconds": 0.0123456, "peak_mib": 900},
+        "ViT-B-16 plan cpu": {"task_seconds": 4.5, "distance": 3e-6},
+        "ViT-L-14 plan": {"failed": "OutOfMemoryError: full"},
+    }
+    parts = {"methods": methods, "twice": {"ViT-B-16 plan": {"state_hashes": ["sha256:" + "a" * 64], "same": True}}}
+    shown = gpu_page.page({"about": {"device": "X", "torch": "2"}, "smoke": False, "seconds": 9.0, "parts": parts})
+    assert "| ViT-B-16 plan | 0.0123 | 900 | 4.5 | 3e-06 |  |" in shown
+    assert "| ViT-L-14 plan |  |  |  |  | OutOfMemoryError: full |" in shown
+    assert "| ViT-B-16 plan | True | sha256:aaaaaaaaaaaa... |" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_parts_run_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "smoke.json"
+    assert gpu.main(["--device", "cpu", "--smoke", "--seconds", "600", "--json", str(out)]) == 0
+    parts = json.loads(out.read_text())["parts"]
+    assert set(parts) == set(gpu.PARTS)
+    told = [case for part in parts.values() for case in part.values()]
+    assert not [case for case in told if {"failed", "skipped"} & set(case)]
+    model = next(iter(gpu.SMALL))
+    for name in gpu.SMOKE_METHODS:
+        assert parts["methods"][f"{model} {name} cpu"]["distance"] == 0  # the same computation on the same device
+    assert parts["clients"][f"{model} pool 4"]["same_state_as_in_turn"]
+    hashes = {parts["crews"][f"{model} crews {count}"]["state_hash"] for count in (1, 2)}
+    assert hashes == {parts["clients"][f"{model} pool 1"]["state_hash"]}
+    assert parts["twice"][f"{model} promptfl"]["same"]
+    full = parts["memory"][f"{model} plan"]
+    assert full["named"], full["failure"]
+    assert full["same_state_after"]
