@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from promptfed.shared.class_descriptions import ClassDescriptions
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
 
@@ -31,6 +32,7 @@ Template = Annotated[str, Field(max_length=500)]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
+Described = Annotated[ClassDescriptions | None, Field(exclude_if=lambda given: given is None)]
 Protected = Annotated[
     PrivacySpec | None,
     Field(
@@ -102,6 +104,7 @@ class EnrolmentInfo(Message):
     rounds: Annotated[int, Field(ge=0, le=100_000)] | None = None  # these three: none in an older client's folder
     training: dict[str, Any] | None = None
     evaluate_every: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    class_descriptions: Described = None
     privacy: Protected = None
     protocol_version: int = PROTOCOL_VERSION
 
@@ -125,6 +128,7 @@ class TaskConfig(Message):
     rounds: Annotated[int, Field(ge=0, le=100_000)]
     seed: int
     peers: list[Peer]
+    class_descriptions: Described = None
     privacy: Protected = None
 
 

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from promptfed.shared.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec_hints import meant
 
@@ -350,6 +351,7 @@ class FederationSpec(Section):
     method: dict[str, Any]
     backbone: BackboneSpec = BackboneSpec()
     class_names: list[ClassName] | None = None
+    class_descriptions: Annotated[ClassDescriptions | None, Field(exclude_if=lambda given: given is None)] = None
     template: Annotated[str, Field(max_length=500)] | None = "a photo of a {}."  # none: each data source's own
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
     training: TrainingSpec = TrainingSpec()
@@ -373,6 +375,13 @@ class FederationSpec(Section):
     @classmethod
     def _class_names_are_distinct(cls, names: list[str] | None) -> list[str] | None:
         return check_class_names(names) if names is not None else None
+
+    @field_validator("class_descriptions")
+    @classmethod
+    def _descriptions_are_of_classes(cls, given: ClassDescriptions | None, info: ValidationInfo) -> Any:
+        if given is not None:
+            check_descriptions(given, info.data.get("class_names"))
+        return given
 
     @field_validator("template")
     @classmethod

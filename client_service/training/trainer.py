@@ -209,6 +209,7 @@ class TaskWork:
         context = ClientContext(
             backbone=self.backbone,
             class_names=space,
+            class_descriptions=config.class_descriptions or {},
             template=config.template or self.data.template,
             training=TrainingSpec.model_validate(config.training),
             client=self.name,

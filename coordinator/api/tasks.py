@@ -114,6 +114,7 @@ def _config(registry: Registry, federation: Federation) -> str:
             update={"fingerprint": federation.fingerprint, "shape": federation.shape}
         ),
         class_names=federation.spec.class_names,
+        class_descriptions=federation.spec.class_descriptions,
         template=federation.spec.template,
         rounds=federation.spec.rounds,
         seed=federation.spec.seed,

@@ -37,6 +37,7 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         method_package=METHODS.package(federation.method.name),
         backbone=backbone,
         class_names=federation.spec.class_names,
+        class_descriptions=federation.spec.class_descriptions,
         template=federation.spec.template,
         state=federation.run.state,
         rounds=federation.spec.rounds,

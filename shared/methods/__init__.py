@@ -24,6 +24,7 @@ from promptfed.shared.methods.fedgda import FedGDA
 from promptfed.shared.methods.fedkgcoop import FedKgCoOp
 from promptfed.shared.methods.fedmaple import FedMaple
 from promptfed.shared.methods.fedmgp import FedMGP
+from promptfed.shared.methods.fedmvp import FedMVP
 from promptfed.shared.methods.fedotp import FedOTP
 from promptfed.shared.methods.fedpgp import FedPGP
 from promptfed.shared.methods.fedpha import FedPHA
@@ -87,6 +88,7 @@ _KINDS: tuple[type[Method], ...] = (
     FedAPT,
     PFedMMA,
     FedPR,
+    FedMVP,
 )
 METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
 

@@ -25,6 +25,7 @@ from promptfed.shared.methods.core.base import (
     ClientContext,
     ClientUpdate,
     Combine,
+    Hyperparameters,
     Method,
     MethodError,
     Needs,
@@ -52,7 +53,7 @@ MIDDLE = (TensorSpec("shared_weight", ("k", "r", "r")), TensorSpec("shared_bias"
 PAIRS = 8  # blocks 5 to 12 of 12
 
 
-class PFedMMAHyper(visual.VisualHyper):
+class PFedMMAHyper(Hyperparameters):
     """The adapters, and what of them is shared."""
 
     r: Annotated[int, Field(ge=1, le=4096, description="width of the adapters")] = 32

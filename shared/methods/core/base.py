@@ -8,7 +8,7 @@ generator, and do no I/O: the services around them know no method by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -162,6 +162,7 @@ class ClientContext:
     cancelled: Callable[[], bool] = field(default=lambda: False)
     count_trained: Callable[[int], None] = field(default=lambda numbers: None)
     label_space: tuple[str, ...] = ()
+    class_descriptions: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the spec's
     protection: Protection | None = None
 
     def for_training(self) -> ClientContext:

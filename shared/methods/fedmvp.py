@@ -1,0 +1,367 @@
+"""FedMVP: a generator lets an image's patches look at texts of the classes, and makes visual prompts of what they find.
+
+Notation: ``N`` patches of an image, E ``(N, d_v)`` their embeddings with positions, A ``(texts, d_e)`` normalised
+features of all descriptions of the task's classes, P ``(m, d_v)`` the prompts of one image.
+
+Source: Singha et al., "FedMVP: Federated Multimodal Visual Prompt Tuning for Vision-Language Models", ICCV 2025 (arXiv
+2504.20860).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, Json
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.class_descriptions import ClassDescriptions, texts_of
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Hyperparameters,
+    LabelSpace,
+    Method,
+    MethodError,
+    OwnOptions,
+    Phase,
+    ServerContext,
+    TrainResult,
+)
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.core.visual import ImageClassifier, drawn
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+    from promptfed.shared.clip.functional_vision import VisionTower
+
+log = logging.getLogger("promptfed.methods")
+
+GENERATOR = (
+    TensorSpec("proj_weight", ("d_v", "d_e")),
+    TensorSpec("proj_bias", ("d_v",)),
+    *(TensorSpec(f"norm_{of}_{part}", ("d_v",)) for of in ("image", "text", "ff") for part in ("weight", "bias")),
+    TensorSpec("in_weight", ("d_v3", "d_v")),
+    TensorSpec("in_bias", ("d_v3",)),
+    TensorSpec("out_weight", ("d_v", "d_v")),
+    TensorSpec("out_bias", ("d_v",)),
+    TensorSpec("ff_1_weight", ("d_v8", "d_v")),
+    TensorSpec("ff_1_bias", ("d_v8",)),
+    TensorSpec("ff_2_weight", ("d_v", "d_v4")),
+    TensorSpec("ff_2_bias", ("d_v",)),
+)
+LORA = tuple(
+    TensorSpec(f"lora_{of}_{part}", shape) for of in "qkv" for part, shape in (("a", ("d_v", "r")), ("b", ("r", "d_v")))
+)
+ACTIVE = TensorSpec("lora_active", (), "int64")
+LOSS = TensorSpec("loss", (), shared_with_clients=False)
+
+
+class FedMVPHyper(Hyperparameters):
+    """The generator, what images are compared with, and when its low-rank part takes over."""
+
+    label_space: LabelSpace = "client"
+    m: Annotated[int, Field(ge=1, le=512, description="prompts of an image")] = 4
+    heads: Annotated[int, Field(ge=1, le=256, description="attention heads of the generator; must divide d_v")] = 4
+    texts: Annotated[
+        Literal["attributes", "joined", "template"],
+        Field(
+            description="what images are compared with: the mean of a class's descriptions (code), the template "
+            "and the descriptions in one text (paper), or the template"
+        ),
+    ] = "attributes"
+    consistency: Annotated[
+        float, Field(ge=0, le=1000, description="α of 1 − cos with the frozen tower's feature; 0: without it")
+    ] = 10.0
+    flip: Annotated[
+        bool, Field(description="the frozen tower sees the image mirrored half of the time; false: its kept feature")
+    ] = True
+    lora: Annotated[
+        Literal["switch", "off"],
+        Field(description="switch: once the mean loss is under `sigma`, only a low-rank part trains; off: never"),
+    ] = "switch"
+    sigma: Annotated[float, Field(gt=0, le=1e6, description="σ, the loss under which the federation switches")] = 0.5
+    lora_from: Annotated[
+        int | None,
+        Field(
+            ge=2, le=100_000, description="switch in this round instead; from then on only the low-rank part is sent"
+        ),
+    ] = None
+    r: Annotated[int, Field(ge=1, le=1024, description="rank of the low-rank part")] = 8
+
+
+class FedMVPOwn(OwnOptions):
+    """What a client chooses for itself."""
+
+    class_descriptions: Annotated[
+        Json[ClassDescriptions] | None, Field(description="descriptions of this client's classes, as JSON")
+    ] = None
+
+
+def bins(count: int, m: int) -> list[slice]:
+    """(V3) the m runs ⌊iN/m⌋ to ⌈(i+1)N/m⌉ of N patches; they overlap where m does not divide N."""
+    return [slice(i * count // m, -(-(i + 1) * count // m)) for i in range(m)]
+
+
+def generated(own: Mapping[str, Tensor], patches: Tensor, texts: Tensor, hyper: FedMVPHyper, lora: bool) -> Tensor:
+    """(V1)-(V3) prompts ``(B, m, d_v)`` of patches E ``(B, N, d_v)`` and text features A ``(texts, d_e)``."""
+    width = patches.shape[-1]
+    values = F.linear(texts, own["proj_weight"], own["proj_bias"])
+    query = F.layer_norm(patches, (width,), own["norm_image_weight"], own["norm_image_bias"])
+    keys = F.layer_norm(values, (width,), own["norm_text_weight"], own["norm_text_bias"])
+    inputs = [query, keys, values]
+    if lora:
+        parts = [(own[f"lora_{of}_a"], own[f"lora_{of}_b"]) for of in "qkv"]
+        inputs = [x + x @ a @ b for x, (a, b) in zip(inputs, parts, strict=True)]
+    weights, biases = own["in_weight"].chunk(3), own["in_bias"].chunk(3)
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+    heads, size = hyper.heads, width // hyper.heads
+    q = q.reshape(*q.shape[:-1], heads, size).transpose(1, 2)  # (B, heads, N, size)
+    k, v = (one.reshape(len(one), heads, size).transpose(0, 1) for one in (k, v))  # (heads, texts, size)
+    shares = (q @ k.transpose(-1, -2) / math.sqrt(size)).softmax(-1)
+    found = F.linear((shares @ v).transpose(1, 2).flatten(2), own["out_weight"], own["out_bias"])
+    hidden = F.layer_norm(found, (width,), own["norm_ff_weight"], own["norm_ff_bias"])
+    value, gate = F.linear(hidden, own["ff_1_weight"], own["ff_1_bias"]).chunk(2, dim=-1)
+    found = found + F.linear(value * F.gelu(gate), own["ff_2_weight"], own["ff_2_bias"])
+    return torch.stack([found[:, run].mean(1) for run in bins(patches.shape[1], hyper.m)], dim=1)
+
+
+class PromptedImages:
+    """The frozen image tower with prompts of each image's own beside its patches, in the first block alone."""
+
+    def __init__(self, backbone: Backbone):
+        self._backbone, self._tower = backbone, backbone.vision_tower()
+        expect_class_token(self._tower)
+
+    @torch.no_grad()
+    def embedded(self, images: Tensor) -> Tensor:
+        """``(B, 1 + N, d_v)``, [cls] and patches with positions, before `ln_pre`, of images ``(B, 3, H, W)``."""
+        weights, images = self._tower.weights, self._backbone.image_input(images)
+        conv, bias = weights["conv1_weight"], weights.get("conv1_bias")
+        rows = F.conv2d(images, conv, bias, stride=self._tower.patch_size).flatten(2).transpose(1, 2)
+        first = weights["class_embedding"].to(rows.dtype).expand(len(rows), 1, -1)
+        return torch.cat([first, rows], dim=1) + weights["positional_embedding"].to(rows.dtype)
+
+    def features(self, rows: Tensor, prompts: Tensor) -> Tensor:
+        """``(B, d_e)`` normalised, of `embedded` rows and prompts ``(B, m, d_v)``."""
+        tower, weights = self._tower, self._tower.weights
+        rows = torch.cat([rows, prompts.to(rows.dtype)], dim=1)
+        if "ln_pre_weight" in weights:
+            size = (rows.shape[-1],)
+            gain, bias = weights["ln_pre_weight"], weights.get("ln_pre_bias")
+            rows = F.layer_norm(
+                rows.float(), size, gain.float(), None if bias is None else bias.float(), tower.blocks_shape.eps
+            ).to(rows.dtype)
+        rows = tower.blocks(weights, rows)
+        return F.normalize(tower.project(weights, tower.pool(weights, rows)).float(), dim=-1)
+
+
+def expect_class_token(tower: VisionTower) -> None:
+    """Raise MethodError where prompts beside the patches would be pooled with them."""
+    if tower.pooling != "tok" or "class_embedding" not in tower.weights:
+        raise MethodError("fedmvp needs an image tower that pools a class token; this backbone's does not")
+
+
+class ClassTexts:
+    """A task's descriptions: ``attributes`` A, and what images are compared with, ``compared (C, d_e)``."""
+
+    def __init__(self, context: ClientContext, hyper: FedMVPHyper, own: Mapping[str, list[str]]):
+        backbone, described = context.backbone, {**context.class_descriptions, **own}
+        names = context.class_names
+        each = [texts_of(name, described, context.template) for name in names]
+        self.described = any(name in described for name in names)
+        self.attributes = backbone.encode_text([text for texts in each for text in texts])
+        template = template_features(backbone, context.template, names)
+        if hyper.texts == "template":
+            self.compared = template
+        elif hyper.texts == "joined":
+            base = [texts_of(name, {}, context.template)[0] for name in names]
+            extra = [", ".join(described.get(name, ())) for name in names]
+            self.compared = backbone.encode_text(
+                [f"{text.rstrip('. ')}, {more}" if more else text for text, more in zip(base, extra, strict=True)]
+            )
+        else:
+            groups = torch.split(self.attributes, [len(texts) for texts in each])
+            self.compared = torch.stack([group.mean(0) for group in groups])
+
+
+class FedMVP(Method):
+    """The generator both ways; all classify alike, with the descriptions of the classes that are to be told apart."""
+
+    name = "fedmvp"
+    summary = "A generator makes visual prompts for each image from its patches and texts of the classes."
+    paper = "Singha et al., FedMVP: Federated Multimodal Visual Prompt Tuning for Vision-Language Models, 2025"
+    unprotected = "its generator has millions of numbers"
+    Hyper = FedMVPHyper
+    hyper: FedMVPHyper
+    Own = FedMVPOwn
+    own: FedMVPOwn
+    needs = visual.NEEDS
+    metrics = ("loss", "lora_active")
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 100,
+        "training": {
+            "epochs": 1,
+            "batch_size": 128,
+            "learning_rate": 0.003,
+            "weight_decay": 1e-5,
+            "schedule": "cosine",
+        },
+        "aggregation": {"weighting": "uniform"},
+    }
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """A generator that has seen the images' patches."""
+        return (AGGREGATE, Disclosed("operator", "changes of a generator that is trained on your images' patches"))
+
+    @property
+    def _watched(self) -> bool:
+        """Whether the mean loss decides about the switch."""
+        return self.hyper.lora == "switch" and self.hyper.lora_from is None
+
+    def check(self, spec: FederationSpec) -> None:
+        """A step of the coordinator's own would be taken on the loss, too."""
+        if self.hyper.lora == "off" and self.hyper.lora_from is not None:
+            raise MethodError("lora: off never switches: leave lora_from out")
+        if self._watched and spec.aggregation.server.optimizer != "none":
+            raise MethodError(
+                "fedmvp switches by the clients' mean loss, which a server optimizer would change: take lora_from or "
+                "lora: off with it"
+            )
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """The generator, its low-rank part, and whether that is what trains."""
+        low_rank = LORA if self.hyper.lora == "switch" else ()
+        return (*GENERATOR, *low_rank, *((ACTIVE, LOSS) if self._watched else ()))
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """All of the generator both ways; after a switch that is known beforehand, its low-rank part up."""
+        everything = (*GENERATOR, *(LORA if self.hyper.lora == "switch" else ()))
+        down, up = ((*everything, ACTIVE), (*everything, LOSS)) if self._watched else (everything, everything)
+        if self.hyper.lora_from is not None and round >= self.hyper.lora_from:
+            up = LORA
+        return (Phase("train", down=down, up=up, mean=True),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``d_v`` and its multiples, ``d_e``, ``r``. Raises MethodError where the heads do not divide the width."""
+        width = visual.vision_width(self.name, context)
+        if width % self.hyper.heads:
+            raise MethodError(f"{self.hyper.heads} heads do not divide d_v = {width}: choose another number of heads")
+        multiples = {f"d_v{n}": n * width for n in (3, 4, 8)}
+        return {"d_v": width, "d_e": context.shape.d_e, "r": self.hyper.r} | multiples
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """Attention Xavier uniform, linear maps in ±1/√fan-in, norms 1 and 0, the low-rank part's B zero."""
+        dims, made = self.dims(context), {}
+        for spec in self.state_tensors():
+            made[spec.name] = _start(spec.name, spec.resolve(dims), generator)
+        return made
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """The mean; where the loss decides, the switch is for all and for good."""
+        after = state | combine(updates)
+        if not self._watched:
+            return after
+        switched = int(state[ACTIVE.name]) or int(float(after[LOSS.name]) < self.hyper.sigma)
+        return after | {ACTIVE.name: torch.tensor(switched, dtype=torch.int64)}
+
+    # Client half
+
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """The tower must take prompts of each image, and own descriptions must fit into the text tower."""
+        super().check_texts(backbone, class_names, template)
+        expect_class_token(backbone.vision_tower())
+        texts = [text for name in class_names for text in self._own_descriptions.get(name, ())]
+        if texts:
+            backbone.tokens(texts)
+
+    @property
+    def _own_descriptions(self) -> dict[str, list[str]]:
+        return self.own.class_descriptions or {}
+
+    def _active(self, payload: Tensors, round: int) -> bool:
+        if self.hyper.lora_from is not None:
+            return round >= self.hyper.lora_from
+        return bool(self._watched and int(payload[ACTIVE.name]))
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """(V5) E epochs of the generator, or of its low-rank part alone after the switch."""
+        device, hyper = context.backbone.device, self.hyper
+        lora = self._active(payload, context.round)
+        names = [spec.name for spec in (LORA if lora else GENERATOR)]
+        own = {name: one.to(device) for name, one in payload.items()}
+        own |= {name: own[name].clone().requires_grad_() for name in names}
+        images, texts = PromptedImages(context.backbone), ClassTexts(context, hyper, self._own_descriptions)
+        if not texts.described:
+            log.warning("%s: no class is described, and prompts are made from the template's texts", context.client)
+        flips = generator(context.seed, context.round, context.client, "flips")
+        prompted: list[Tensor] = []
+
+        def logits(batch: Tensor) -> Tensor:
+            rows = images.embedded(batch)
+            prompts = generated(own, rows[:, 1:].float(), texts.attributes, hyper, lora)
+            prompted[:] = [images.features(rows, prompts)]
+            return context.backbone.logit_scale * prompted[0] @ texts.compared.T
+
+        def consistency(indices: Tensor, batch: Tensor, scores: Tensor) -> Tensor:
+            if hyper.flip:
+                mirrored = torch.rand(len(batch), generator=flips) < 1 / 2
+                turned = torch.where(mirrored.to(batch.device)[:, None, None, None], batch.flip(-1), batch)
+                frozen = context.backbone.encode_images(turned)
+            else:
+                features = context.train.features()
+                frozen = features[indices.to(features.device)]
+            return hyper.consistency * (1 - (prompted[0] * frozen).sum(-1).mean())
+
+        parameters = [own[name] for name in names]
+        loss = visual.train_on_images(context, parameters, logits, consistency if hyper.consistency else None)
+        return TrainResult(self._update(context, own, loss), metrics={"loss": loss, "lora_active": float(lora)})
+
+    def _update(self, context: ClientContext, own: Tensors, loss: float) -> Tensors:
+        [phase] = self.phases(context.round, context.rounds)
+        sent = own | {LOSS.name: torch.tensor(loss)}
+        return {spec.name: sent[spec.name].detach().cpu() for spec in phase.up}
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+        """The global generator with the descriptions of ``context.class_names``."""
+        backbone = context.backbone
+        own = {name: one.to(backbone.device) for name, one in payload.items()}
+        images, texts = PromptedImages(backbone), ClassTexts(context, self.hyper, self._own_descriptions)
+        # Zero before the switch: with B = 0 the low-rank part changes nothing.
+        lora = self.hyper.lora == "switch"
+
+        def logits(batch: Tensor) -> Tensor:
+            rows = images.embedded(batch)
+            prompts = generated(own, rows[:, 1:].float(), texts.attributes, self.hyper, lora)
+            return backbone.logit_scale * images.features(rows, prompts) @ texts.compared.T
+
+        return ImageClassifier(logits)
+
+
+def _start(name: str, shape: tuple[int, ...], draws: Generator) -> Tensor:
+    """A tensor of the state before any training."""
+    if name == ACTIVE.name:
+        return torch.zeros(shape, dtype=torch.int64)
+    if name == LOSS.name or name.endswith("_b") or name in ("in_bias", "out_bias"):
+        return torch.zeros(shape)
+    if name.startswith("norm_"):
+        return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+    if name.startswith("lora_"):
+        return drawn(draws, *shape)
+    uniform = torch.rand(shape, generator=draws) * 2 - 1
+    if name in ("in_weight", "out_weight"):
+        return uniform * math.sqrt(6 / sum(shape))
+    return uniform / math.sqrt(shape[-1])  # of a bias by its own length: no wider than its weights'
