@@ -97,7 +97,7 @@ def test_calibration_finds_the_least_noise_within_the_target() -> None:
 
 def test_what_protects_nothing_is_bounded_without_filling_the_memory() -> None:
     hopeless = epsilon_of([Event("gaussian", 1.0, 0.3, 10_000), Event("laplace", 1, 0.1, 20)], 1e-5)
-    assert 50_000 < hopeless < 100_000
+    assert 50_000 < hopeless < 150_000
     assert hopeless - epsilon_of([Event("gaussian", 1.0, 0.3, 10_000)], 1e-5) == pytest.approx(2.0)
 
 

@@ -1,0 +1,172 @@
+"""Membership inference: how well scores tell the images that were trained on from others, and what that says of ε.
+
+Scores are higher for members. A lower bound on ε that lies over the claimed one is a defect of the mechanism, whatever
+else is true. Sources: Yeom et al., 2018 (loss); Carlini et al., "Membership Inference Attacks From First Principles",
+2022 (likelihood ratios, rates at few false alarms); Steinke, Nasr, Jagielski, "Privacy Auditing with One (1) Training
+Run", 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+Scores = NDArray[np.float64]
+ENOUGH = 10  # non-members over a rate's inverse: fewer say nothing of it
+CONFIDENCE = 0.95
+MOST_EPSILON = 50.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Members that are found at a bound on false alarms, with its exact interval; None: too few non-members."""
+
+    at: float
+    found: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What one attack found on ``members`` and ``others``."""
+
+    name: str
+    members: int
+    others: int
+    auc: float
+    auc_low: float
+    auc_high: float
+    rates: tuple[Rate, ...]
+    epsilon: float
+
+
+def area(members: Scores, others: Scores) -> float:
+    """P(score of a member > score of another) + P(equal)/2: the area under the ROC curve."""
+    both = np.concatenate([members, others])
+    ranks = stats.rankdata(both)[: len(members)]
+    wins = ranks.sum() - len(members) * (len(members) + 1) / 2
+    return float(wins / (len(members) * len(others)))
+
+
+def interval(members: Scores, others: Scores, draws: int = 1000, seed: int = 0) -> tuple[float, float]:
+    """A 95 % interval of `area` by resampling both sides."""
+    random = np.random.default_rng(seed)
+    found = [area(random.choice(members, len(members)), random.choice(others, len(others))) for _ in range(draws)]
+    low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def rate_at(members: Scores, others: Scores, at: float) -> Rate:
+    """Share of members over the threshold that at most ``at`` of the others reach."""
+    if len(others) < ENOUGH / at:
+        return Rate(at, None, None, None)
+    threshold = np.sort(others)[::-1][math.floor(at * len(others))]
+    found = int((members > threshold).sum())
+    low, high = clopper_pearson(found, len(members))
+    return Rate(at, found / len(members), low, high)
+
+
+def clopper_pearson(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The exact two-sided interval of a binomial rate."""
+    tail = (1 - confidence) / 2
+    low = 0.0 if successes == 0 else float(stats.beta.ppf(tail, successes, trials - successes + 1))
+    high = 1.0 if successes == trials else float(stats.beta.ppf(1 - tail, successes + 1, trials - successes))
+    return low, high
+
+
+def epsilon_bound(members: Scores, others: Scores, delta: float) -> float:
+    """ε ≥ ln((TPR_low − δ)/FPR_high), with 95 % confidence; the threshold from one half, the rates from the other.
+
+    At least 0. Both rates' one-sided bounds hold together with 95 %.
+    """
+    threshold = _best_threshold(members[::2], others[::2], delta)
+    return _bound(members[1::2], others[1::2], threshold, delta)
+
+
+def _best_threshold(members: Scores, others: Scores, delta: float) -> float:
+    candidates = np.unique(others)
+    return float(max(candidates, key=lambda one: _bound(members, others, float(one), delta)))
+
+
+def _bound(members: Scores, others: Scores, threshold: float, delta: float) -> float:
+    confidence = CONFIDENCE  # two-sided intervals of 95 %: each used on one side, 2.5 % + 2.5 %
+    low, _ = clopper_pearson(int((members > threshold).sum()), len(members), confidence)
+    _, high = clopper_pearson(int((others > threshold).sum()), len(others), confidence)
+    return max(0.0, math.log((low - delta) / high)) if low > delta else 0.0
+
+
+def one_run_bound(guesses: int, right: int, canaries: int, delta: float, chance: float = 0.05) -> float:
+    """The largest ε that ``right`` of ``guesses`` on ``canaries`` rule out, each of which was in by a fair coin.
+
+    Steinke et al., 2023, Theorem 5.2: under (ε, δ) at least v right have probability f(v) + 2mδ·max_i (f(v − i) −
+    f(v))/i at most, f(v) = P[Bin(r, e^ε/(1 + e^ε)) ≥ v].
+    """
+    if guesses == 0 or _one_run_chance(0.0, guesses, right, canaries, delta) > chance:
+        return 0.0
+    low, high = 0.0, MOST_EPSILON
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        if _one_run_chance(middle, guesses, right, canaries, delta) <= chance:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _one_run_chance(epsilon: float, guesses: int, right: int, canaries: int, delta: float) -> float:
+    sure = 1 / (1 + math.exp(-epsilon))
+    at_least = stats.binom.sf(right - 1, guesses, sure)
+    if right == 0 or delta == 0:
+        return float(at_least)
+    steps = np.arange(1, right + 1)
+    more = (stats.binom.sf(right - 1 - steps, guesses, sure) - at_least) / steps
+    return float(at_least + 2 * canaries * delta * more.max())
+
+
+def attack(name: str, members: Scores, others: Scores, delta: float = 0.0) -> Attack:
+    """All figures of one attack's scores."""
+    low, high = interval(members, others)
+    rates = tuple(rate_at(members, others, at) for at in (0.01, 0.001))
+    bound = epsilon_bound(members, others, delta)
+    return Attack(name, len(members), len(others), area(members, others), low, high, rates, bound)
+
+
+def likelihood_ratio(scores: Scores, references: Sequence[Scores]) -> Scores:
+    """LiRA, offline: Φ((φ − μ)/σ) of each image by what references say that were not trained on it.
+
+    ``references`` are at least four, each scores ``(n,)`` of the same images; under sixteen share one σ.
+    """
+    if len(references) < 4:
+        raise ValueError(f"{len(references)} references are too few for a likelihood ratio: give at least 4")
+    table = np.stack(references)
+    spread = table.std(axis=0, ddof=1) if len(references) >= 16 else np.full(table.shape[1], _common(table))
+    ratio: Scores = stats.norm.cdf((scores - table.mean(axis=0)) / np.maximum(spread, 1e-9))
+    return ratio
+
+
+def _common(table: NDArray[np.float64]) -> float:
+    return float(np.sqrt(table.var(axis=0, ddof=1).mean()))
+
+
+def log_odds(logits: NDArray[np.float64], labels: NDArray[np.int64]) -> Scores:
+    """φ = ln p_y/(1 − p_y) ``(n,)`` of ``logits (n, C)``, in a form that does not overflow."""
+    rows = np.arange(len(labels))
+    own = logits[rows, labels]
+    others = np.where(np.arange(logits.shape[1]) == labels[:, None], -np.inf, logits)
+    top = others.max(axis=1)
+    rest: Scores = top + np.log(np.exp(others - top[:, None]).sum(axis=1))
+    odds: Scores = own - rest
+    return odds
+
+
+def losses(logits: NDArray[np.float64], labels: NDArray[np.int64]) -> Scores:
+    """Cross-entropy ``(n,)`` of ``logits (n, C)``."""
+    top = logits.max(axis=1)
+    total: Scores = top + np.log(np.exp(logits - top[:, None]).sum(axis=1)) - logits[np.arange(len(labels)), labels]
+    return total
