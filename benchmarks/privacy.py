@@ -7,7 +7,7 @@ global state. Runs are appended to ``--out`` as they end, seeds outermost, so th
     python -m benchmarks.privacy run --out privacy.jsonl --seeds 0,1,2
     python -m benchmarks.privacy plot --out privacy.jsonl --picture privacy.png
 
-Rates: those of two (with and without noise) that did better on seed 7.
+Rates: the best of 0.02 to 0.3 (SGD, each for itself with and without noise) and of 1e-3 and 3e-3 (Adam) on seed 7.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ SITES = [Site(f"site-{number}", DATA.format(number)) for number in range(CLIENTS
 SGD = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0}
 ADAM = {"optimizer": "adam", "weight_decay": 0.0}
 METHODS: dict[str, dict[str, Any]] = {
-    "promptfl": {"method": {"m": 4}, "plain": SGD | {"learning_rate": 0.02}, "noisy": SGD | {"learning_rate": 0.3}},
-    "fedclip": {"method": {}, "plain": ADAM | {"learning_rate": 1e-3}, "noisy": ADAM | {"learning_rate": 1e-3}},
-    "fedpgp": {"method": {"m": 4}, "plain": SGD | {"learning_rate": 0.02}, "noisy": SGD | {"learning_rate": 0.3}},
+    "promptfl": {"method": {"m": 4}, "plain": SGD | {"learning_rate": 0.05}, "noisy": SGD | {"learning_rate": 0.3}},
+    "fedclip": {"method": {}, "plain": ADAM | {"learning_rate": 3e-3}, "noisy": ADAM | {"learning_rate": 3e-3}},
+    "fedpgp": {"method": {"m": 4}, "plain": SGD | {"learning_rate": 0.05}, "noisy": SGD | {"learning_rate": 0.3}},
 }
 
 

@@ -145,7 +145,7 @@ def plan(
     assert privacy is not None
     training = TrainingSpec.model_validate(info.training)
     try:
-        wanted = ledger.delta() or delta or privacy.delta or default_delta(units)
+        wanted = ledger.delta() or delta or privacy.delta or default_delta(max(1, units))
         check_delta(wanted, units)
         _check_allowed(privacy, wanted)
         if not type(method).can_protect():

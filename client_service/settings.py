@@ -223,8 +223,7 @@ class Settings(BaseSettings):
     @property
     def ledger_file(self) -> Path:
         """Where the data set's privacy budget is kept: outside the state folder, so that a new one changes nothing."""
-        base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        return self.ledger or Path(base).expanduser() / "promptfed" / "ledger" / f"{self.dataset}.jsonl"
+        return self.ledger or ledger_path(self.dataset)
 
     @property
     def policy_file(self) -> Path | None:
@@ -236,6 +235,12 @@ class Settings(BaseSettings):
     def features_dir(self) -> Path:
         """Where image features are kept."""
         return self.feature_cache or self.state_dir / "features"
+
+
+def ledger_path(dataset: str) -> Path:
+    """Where the privacy budget of a data set is kept for this account."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "promptfed" / "ledger" / f"{dataset}.jsonl"
 
 
 def _own_name(state_dir: Any) -> str:

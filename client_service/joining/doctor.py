@@ -39,6 +39,9 @@ from promptfed.client_service.joining.enrolment import (
     label_space,
     open_backbone,
 )
+from promptfed.client_service.joining.flow import own_ledger
+from promptfed.client_service.policy import RULES, Policy, facts_of, read_policy, refusals
+from promptfed.client_service.protection import expect_room, plan
 from promptfed.client_service.settings import Settings, make_settings, read_token
 from promptfed.client_service.training.data import domain_of, open_data
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
@@ -189,11 +192,44 @@ class Examination:
     def _fit(self, info: EnrolmentInfo, source: Source | None, backbone: Backbone | None) -> None:
         """Whether method, backbone and class names go together; then what would leave the machine is known."""
         method = self._try("method", lambda: federation_method(info))
+        if source is not None:
+            self._policy(info, source)
         if method is None or backbone is None or source is None:
             return
         self.disclosure = self._try("method", lambda: self._fitted(info, method, source, backbone))
         if self.disclosure is not None:
             self.checks.append(Check("method", "pass", f"{method.name} runs with this backbone and these classes"))
+
+    def _policy(self, info: EnrolmentInfo, source: Source) -> None:
+        """A line for every rule of the site's policy, and for the privacy budget."""
+        path, settings = self.settings.policy_file, self.settings
+        read = None if path is None else self._try("policy", lambda: read_policy(path))
+        if path is not None and read is None:
+            return
+        policy = read[0] if read is not None else None
+        images = len(source.train if settings.role == "trainer" else source.test)
+        if policy is not None:
+            offended = {
+                one.kind: one.text
+                for one in refusals(policy, facts_of(info, settings.coordinator, settings.role, images))
+            }
+            for name in RULES:
+                text = offended.get(f"policy-{name}")
+                self.checks.append(Check(f"policy {name}", "fail" if text else "pass", text or "allowed"))
+        if info.privacy is not None and settings.role == "trainer":
+            self._try("privacy", lambda: self._budget(info, images, policy))
+
+    def _budget(self, info: EnrolmentInfo, images: int, policy: Policy | None) -> None:
+        ledger, rules = own_ledger(self.settings, policy), policy.privacy if policy is not None else None
+        most = rules.max_epsilon if rules is not None else self.settings.max_epsilon
+        new = ledger.delta() is None
+        planned = plan(info, federation_method(info), images, ledger, None, most, rules.delta if rules else None)
+        expect_room(planned, ledger.dataset, rules is not None and rules.partial)
+        spent = 0.0 if new else ledger.epsilon()
+        noise = f"noise of {planned.noise_multiplier:g} times the clip a step"
+        text = f"ε {planned.epsilon:.3g} planned, {spent:.3g} spent of {most:g} at δ = {planned.delta:g}; {noise}"
+        advice = "is this the only copy of these images' budget? --ledger or the policy name another" if new else None
+        self.checks.append(Check("privacy", "warn" if new else "pass", f"{text}; ledger {ledger.path}", advice))
 
     def _fitted(self, info: EnrolmentInfo, method: Method, source: Source, backbone: Backbone) -> Disclosure:
         settings = self.settings

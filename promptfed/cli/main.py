@@ -14,6 +14,8 @@ from promptfed.cli.common import AllowBackbone, BackboneFile, TokenFile, Url
 from promptfed.cli.data import data_app
 from promptfed.cli.federation import federation_app
 from promptfed.cli.operators import audit_app, operator_app
+from promptfed.cli.privacy import audit_app as attack_app
+from promptfed.cli.privacy import ledger_app, policy_app, privacy_app
 from promptfed.cli.prompts import prompts_app
 from promptfed.cli.result_commands import add_commands
 from promptfed.sdk.client import CA_VARIABLE, PLAIN_VARIABLE, open_coordinator
@@ -30,6 +32,10 @@ app.add_typer(federation_app, name="federation")
 app.add_typer(operator_app, name="operator")
 app.add_typer(audit_app, name="audit-log")
 app.add_typer(prompts_app, name="prompts")
+app.add_typer(attack_app, name="audit")
+app.add_typer(privacy_app, name="privacy")
+app.add_typer(ledger_app, name="ledger")
+app.add_typer(policy_app, name="policy")
 app.add_typer(data_app, name="data")
 add_commands(app)
 

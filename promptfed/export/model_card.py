@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from promptfed.export.adapted_model import AdaptedModel
-from promptfed.sdk.result import FederationResult
+from promptfed.sdk.result import FederationResult, PrivacySummary
 from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.messages import Domain, Figure
 from promptfed.shared.methods import METHODS
@@ -125,6 +125,7 @@ class Card(BaseModel):
     domains: list[Domain]
     participants: list[Participant]
     accuracy: Accuracies | None
+    privacy: PrivacySummary | None = None
     bytes: dict[str, int]
     use: Use
     hashes: dict[str, str | None]
@@ -155,6 +156,7 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
         domains=list(model.domains),
         participants=_participants(result, shown),
         accuracy=_accuracies(result, shown),
+        privacy=result.privacy(),
         bytes={"up": result.bytes_up, "down": result.bytes_down},
         use=Use(
             open_clip=contents.weights is not None,

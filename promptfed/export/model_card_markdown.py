@@ -15,6 +15,7 @@ from promptfed.export.model_card import (
     Participant,
     carries_backbone,
 )
+from promptfed.sdk.result import PrivacySummary
 from promptfed.sdk.text import percent, size
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.insights import GeneratesPrompts
@@ -57,6 +58,8 @@ def markdown(card: Card, snippet: str | None) -> str:
         accuracies(card.accuracy),
         "## Participants",
         _participants(card.participants),
+        "## Privacy",
+        _privacy(card.privacy),
         "## Use",
         *_use(card, snippet),
         "## Files",
@@ -64,6 +67,29 @@ def markdown(card: Card, snippet: str | None) -> str:
         f"`{JSON_FILE}` holds the same for programs. Made by promptfed {made}.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+UNPROTECTED = (
+    "Trained without differential privacy. Whoever has these prompts can test whether an image was among the training "
+    "images; attacks on prompt vectors alone are published."
+)
+
+
+def _privacy(given: PrivacySummary | None) -> str:
+    """What ε covers and what not; clients' ε and noise are their own word."""
+    if given is None or given.epsilon_max is None:
+        return UNPROTECTED
+    text = (
+        f"Each of {given.clients} clients trained with DP-SGD (clip {given.clip:g}, noise at least "
+        f"{given.noise_multiplier:g}) at the level of one {given.unit}: by the clients' own word ε is "
+        f"{given.epsilon_max:.3g} at most and {given.epsilon_median:.3g} in the median, at δ = {given.delta:g} "
+        f"({given.relation}, {given.accountant}). It covers the tensors that they sent. It does not cover numbers of "
+        "images, class names, who took part and when, what many records share, nor one person at two sites. "
+        f"Accuracies: {given.evaluation}."
+    )
+    if given.noise == "seeded":
+        text += " The noise was simulated, from a seed: this is no guarantee to anybody."
+    return text
 
 
 def _use(card: Card, snippet: str | None) -> list[str]:

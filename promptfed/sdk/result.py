@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from promptfed.sdk.client import parse
 from promptfed.shared.api_schemas import ClientEvaluation, ClientView, FederationView, RoundReport
 from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
 
 if TYPE_CHECKING:
     from promptfed.shared.tensors import Tensors
@@ -32,6 +36,27 @@ class Accuracy:
     num_samples: int
     ece: float | None = None
     macro_f1: float | None = None
+
+
+class PrivacySummary(BaseModel):
+    """Differential privacy of a result: ε of the clients' ledgers at their largest δ, with the least noise of any.
+
+    ``relation``: neighbours differ in one unit whose contribution is nothing. ``seeded`` noise guarantees nothing.
+    """
+
+    level: str
+    unit: str
+    relation: str = RELATION
+    epsilon_max: float | None
+    epsilon_median: float | None
+    clients: int
+    delta: float | None
+    clip: float | None
+    noise_multiplier: float | None
+    noise: str
+    accountant: str = ACCOUNTANT
+    rounds_counted: int
+    evaluation: str
 
 
 @dataclass(frozen=True)
@@ -79,6 +104,33 @@ class FederationResult:
     def round_reports(self) -> list[RoundReport]:
         """The reports as models."""
         return [parse(RoundReport, report) for report in self.reports]
+
+    def privacy(self) -> PrivacySummary | None:
+        """What protected training has cost the clients, by their own word; None where nothing was protected."""
+        given = self.federation.spec.privacy
+        if given.level == "none":
+            return None
+        spent = {
+            update.client: update.privacy
+            for report in self.round_reports
+            for phase in report.phases
+            for update in phase.updates
+            if update.privacy is not None
+        }
+        epsilons = sorted(one.epsilon for one in spent.values())
+        return PrivacySummary(
+            level=given.level,
+            unit=given.unit,
+            clip=given.clip,
+            epsilon_max=epsilons[-1] if epsilons else None,
+            epsilon_median=median(epsilons) if epsilons else None,
+            clients=len(epsilons),
+            delta=max((one.delta for one in spent.values()), default=None),
+            noise_multiplier=min((one.noise_multiplier for one in spent.values()), default=None),
+            noise="seeded" if any(one.noise == "seeded" for one in spent.values()) else "secret",
+            rounds_counted=sum(any(phase.counted for phase in report.phases) for report in self.round_reports),
+            evaluation=given.evaluations,
+        )
 
     @property
     def bytes_up(self) -> int:

@@ -74,6 +74,8 @@ def check_noise(z: float) -> None:
 
 def check_delta(delta: float, units: int) -> None:
     """Raise PrivacyError unless 1e-10 ≤ δ < 1/n: at 1/n publishing one unit in the clear would be allowed."""
+    if units < 1:
+        raise PrivacyError("there is nothing to protect: no units")
     if not LEAST_DELTA <= delta < 1 / units:
         raise PrivacyError(f"δ = {delta:g} is not between {LEAST_DELTA:g} and 1/{units}, the number of units")
 

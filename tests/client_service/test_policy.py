@@ -13,11 +13,15 @@ from fastapi import Request, Response
 
 from promptfed.client_service import policy as module
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.policy import EXAMPLE, Facts, Policy, read_policy, refusals
+from promptfed.client_service.joining.doctor import Examination
+from promptfed.client_service.ledger import Ledger
+from promptfed.client_service.policy import EXAMPLE, RULES, Facts, Policy, read_policy, refusals
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.training import trainer
+from promptfed.shared.data import Source
+from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec import TrainingSpec
+from promptfed.shared.spec import BackboneSpec, TrainingSpec
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 
 FACTS = Facts(
@@ -241,3 +245,27 @@ def test_no_request_of_a_refused_task_says_what_depends_on_data(
     assert "payload" not in seen
     assert "update" not in seen
     assert len(coordinator.failures) == 3
+
+
+def test_the_doctor_tells_every_rule_and_what_the_budget_would_be(
+    tmp_path: Path, make_coordinator: MakeCoordinator, make_worker: MakeWorker, settings: Settings, source: Source
+) -> None:
+    privacy = PrivacySpec(level="sample", clip=0.3, noise_multiplier=8.0, delta=1e-3)
+    backbone = BackboneSpec(model="promptfed-tiny", pretrained=None)
+    info = EnrolmentInfo(
+        federation_id="fed-1", name="pets", method={"name": "promptfl"}, backbone=backbone, class_names=None,
+        template=None, state="enrolling", rounds=2, training={}, evaluate_every=1, privacy=privacy,
+    )  # fmt: skip
+    given = {"limits": {"rounds": 1}, "ledger": str(tmp_path / "ledger.jsonl"), "privacy": {"delta": 1e-3}}
+    examination = Examination(settings.model_copy(update={"policy": written(tmp_path, given)}), tmp_path)
+    examination._policy(info, source)
+    found = {check.name: check for check in examination.checks}
+    assert {name.removeprefix("policy ") for name in found} == {*RULES, "privacy"}
+    assert found["policy rounds"].verdict == "fail"
+    assert found["policy method"].verdict == "pass"
+    assert found["privacy"].verdict == "warn"  # a ledger that is new
+    assert "planned, 0 spent of 8 at δ = 0.001; noise of 8 times the clip" in found["privacy"].text
+    Ledger(tmp_path / "ledger.jsonl").open(1e-3)
+    again = Examination(examination.settings, tmp_path)
+    again._policy(info, source)
+    assert {check.name: check for check in again.checks}["privacy"].verdict == "pass"

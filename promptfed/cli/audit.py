@@ -1,0 +1,62 @@
+"""Membership inference against an export: what its prompts tell of an owner's images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from promptfed.cli.predict import model_of_export
+from promptfed.client_service.training.data import ClientData
+from promptfed.experiments.membership import Attack, Scores, attack, likelihood_ratio, log_odds, losses
+from promptfed.export.export import open_backbone_of
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.clip import FeatureCache
+from promptfed.shared.data import DataError, Source, open_source
+
+
+def attack_export(
+    export: Path, uri: str, members: str, others: str, references: list[Path], allow_backbone: bool
+) -> list[Attack]:
+    """The attacks on an export with the images of ``uri``, whose parts ``members`` were trained on.
+
+    ``loss``: minus the loss. ``lira``, with ``references`` that were not trained on these images: the likelihood ratio
+    of the log odds.
+
+    Raises:
+        CommandError: the export, the data or the backbone cannot be used, or the references are too few.
+    """
+    try:
+        source = open_source(uri, "trainer")
+    except DataError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    if 0 < len(references) < 4:
+        raise CommandError(f"{len(references)} references are too few: give at least 4, or none", Exit.USAGE)
+    with TemporaryDirectory(prefix="promptfed-audit-") as features:
+        cache = FeatureCache(Path(features))
+        logits = {part: _logits(export, source, part, cache, allow_backbone) for part in (members, others)}
+        found = [attack("loss", -losses(*logits[members]), -losses(*logits[others]))]
+        if references:
+            ratios = []
+            for part in (members, others):
+                odds = [log_odds(*_logits(one, source, part, cache, allow_backbone)) for one in references]
+                ratios.append(likelihood_ratio(log_odds(*logits[part]), odds))
+            found.append(attack("lira", ratios[0], ratios[1]))
+    return found
+
+
+def _logits(
+    export: Path, source: Source, part: str, cache: FeatureCache, allow_backbone: bool
+) -> tuple[Scores, np.ndarray]:
+    """``(n, C)`` logits of a part's images under an export, and their labels ``(n,)``."""
+    model, names = model_of_export(export, None, None, source.class_names)
+    backbone = open_backbone_of(model, allow_backbone)
+    classifier = model.serve(backbone, names).classifier
+    split = ClientData(source, backbone, cache).split(part, names)
+    if not len(split):
+        raise CommandError(f"the data have no {part} images", Exit.BAD_INPUT)
+    with torch.no_grad():
+        logits = torch.cat([classifier.logits(split, rows) for rows in torch.split(torch.arange(len(split)), 256)])
+    return logits.double().cpu().numpy(), split.labels.numpy()

@@ -1,0 +1,213 @@
+"""`promptfed privacy`, `ledger`, `policy` and `audit`: costs, what was spent, what a site allows, attacks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.output import console, print_json, reporting_errors, table
+
+privacy_app = typer.Typer(no_args_is_help=True, help="Plan what differentially private training costs.")
+ledger_app = typer.Typer(no_args_is_help=True, help="Read the privacy budget of this owner's data.")
+policy_app = typer.Typer(no_args_is_help=True, help="Write and check a site's policy.")
+audit_app = typer.Typer(no_args_is_help=True, help="Attack a result: can its training images be told from others?")
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]
+LedgerFile = Annotated[Path | None, typer.Option("--ledger", help="its file; default: the data set's own")]
+Dataset = Annotated[str, typer.Option(help="name of the data set")]
+
+
+@privacy_app.command()
+def plan(
+    spec: Annotated[Path, typer.Argument(help="the federation's spec, as YAML or JSON")],
+    samples: Annotated[str, typer.Option(help="numbers of training images of clients, by commas")],
+    as_json: Json = False,
+) -> None:
+    """What a protected federation will cost clients of these sizes; no coordinator is asked."""
+    with reporting_errors():
+        from promptfed.sdk.files import read_spec
+        from promptfed.shared.methods import method_for, resolve_spec
+        from promptfed.shared.methods.core.privacy_checks import training_loops
+        from promptfed.shared.privacy.accounting import PrivacyError
+        from promptfed.shared.spec import SpecError
+
+        try:
+            resolved = resolve_spec(read_spec(spec))
+            loops = training_loops(method_for(resolved), resolved.rounds)
+            if resolved.privacy.level != "sample":
+                raise PrivacyError("the spec is not protected: give privacy: {level: sample, ...}")
+            plans = [_planned(resolved, loops, int(one)) for one in samples.split(",")]
+        except (SpecError, PrivacyError, ValueError) as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+        if as_json:
+            print_json({"clients": plans})
+            return
+        rows = [[f"{one[key]:g}" for key in plans[0]] for one in plans]
+        console.print(table(None, list(plans[0]), rows))
+
+
+def _planned(spec: Any, loops: int, units: int) -> dict[str, float]:
+    from promptfed.shared.privacy.accounting import (
+        Event,
+        calibrate,
+        check_delta,
+        default_delta,
+        epsilon_of,
+        training_event,
+    )
+
+    privacy, training = spec.privacy, spec.training
+    delta = privacy.delta or default_delta(units)
+    check_delta(delta, units)
+    shape = training_event(units, training.batch_size, training.epochs, 1.0, loops)
+    z = privacy.noise_multiplier or calibrate(privacy.epsilon, delta, shape.q, shape.count)
+    one_round = Event("gaussian", shape.q, z, shape.count // loops)
+    return {
+        "samples": units,
+        "delta": delta,
+        "sampling": shape.q,
+        "steps": shape.count,
+        "noise": z,
+        "epsilon of a round": round(epsilon_of([one_round], delta), 4),
+        "epsilon": round(epsilon_of([Event("gaussian", shape.q, z, shape.count)], delta), 4),
+    }
+
+
+def _ledger(path: Path | None, dataset: str) -> Any:
+    from promptfed.client_service.ledger import Ledger
+    from promptfed.client_service.settings import ledger_path
+
+    return Ledger(path or ledger_path(dataset), dataset)
+
+
+@ledger_app.command()
+def show(
+    ledger: LedgerFile = None,
+    dataset: Dataset = "default",
+    most: Annotated[float, typer.Option("--max-epsilon", help="the budget")] = 8.0,
+    as_json: Json = False,
+) -> None:
+    """What was spent, by federation and in all, and what is left."""
+    with reporting_errors(), _exits():
+        own = _ledger(ledger, dataset)
+        spends = own.spends()
+        named = sorted({(one.coordinator, one.federation_id) for one in spends})
+        told = [_of_federation(own, spends, *name) for name in named]
+        epsilon = own.epsilon()
+        facts = {"ledger": str(own.path), "delta": own.delta(), "epsilon": epsilon, "left": max(0.0, most - epsilon)}
+        if as_json:
+            print_json(facts | {"test_epsilon": own.epsilon("test"), "federations": told})
+            return
+        console.print(f"{own.path}: ε = {epsilon:.4g} of {most:g} spent at δ = {own.delta()}", soft_wrap=True)
+        if told:
+            rows = [
+                [one["federation"], one["coordinator"], str(one["releases"]), f"{one['epsilon']:.4g}"] for one in told
+            ]
+            console.print(table(None, ["federation", "coordinator", "releases", "ε by itself"], rows))
+
+
+def _of_federation(own: Any, spends: list[Any], coordinator: str, federation: str) -> dict[str, Any]:
+    from promptfed.shared.privacy.accounting import epsilon_of
+
+    same = [one for one in spends if (one.coordinator, one.federation_id) == (coordinator, federation)]
+    events = [event for one in same if one.split == "train" for event in one.events]
+    epsilon = epsilon_of(events, own.delta() or 0.0)
+    return {"federation": federation, "coordinator": coordinator, "releases": len(same), "epsilon": epsilon}
+
+
+@ledger_app.command("verify")
+def verify_ledger(ledger: LedgerFile = None, dataset: Dataset = "default") -> None:
+    """Whether every line follows from the one before, and says the ε that its events make."""
+    with reporting_errors(), _exits():
+        own = _ledger(ledger, dataset)
+        spends = own.spends()
+        if spends and abs(own.epsilon(spends[-1].split) - spends[-1].epsilon) > 1e-6:
+            text = (
+                f"the last line says ε = {spends[-1].epsilon:.6g}, its events make {own.epsilon(spends[-1].split):.6g}"
+            )
+            raise CommandError(f"{own.path}: {text}", Exit.LEDGER)
+        console.print(f"{own.path} holds together: {len(spends)} releases.", highlight=False, soft_wrap=True)
+
+
+@policy_app.command()
+def example() -> None:
+    """Print a policy with comments, to begin with."""
+    from promptfed.client_service.policy import EXAMPLE
+
+    typer.echo(EXAMPLE, nl=False)
+
+
+@policy_app.command()
+def check(policy: Annotated[Path, typer.Argument(help="a policy file")], as_json: Json = False) -> None:
+    """Whether a policy is understood, and what it says (`promptfed doctor --policy` holds it against a federation)."""
+    with reporting_errors(), _exits():
+        from promptfed.client_service.policy import read_policy
+
+        found, digest = read_policy(policy)
+        if as_json:
+            print_json({"sha256": digest, "policy": found.model_dump(mode="json")})
+            return
+        console.print(f"{policy} is understood (sha256 {digest}).", highlight=False, soft_wrap=True)
+        for section, values in found.model_dump(mode="json", exclude_none=True).items():
+            console.print(f"  {section}: {values}", highlight=False, markup=False, soft_wrap=True)
+
+
+@audit_app.command("export")
+def audit_export(
+    export: Annotated[Path, typer.Argument(help="what `promptfed export` has written")],
+    data: Annotated[str, typer.Option(help="data URI of an owner whose images were trained on")],
+    members: Annotated[str, typer.Option(help="train or test: the part that was trained on")] = "train",
+    others: Annotated[str, typer.Option("--non-members", help="the part that was not")] = "test",
+    references: Annotated[
+        list[Path] | None, typer.Option(help="an export that was trained without these images; four or more")
+    ] = None,
+    most: Annotated[float | None, typer.Option("--max-auc", help="fail where an attack does better")] = None,
+    claimed: Annotated[
+        float | None, typer.Option("--epsilon", help="fail where the bound on ε is over this one")
+    ] = None,
+    allow_backbone: Annotated[bool, typer.Option(help="load a checkpoint that the export names")] = False,
+    as_json: Json = False,
+) -> None:
+    """Attack the final prompts with images that were trained on, and others of the same owner."""
+    with reporting_errors(), _exits():
+        from promptfed.cli.audit import attack_export
+
+        if {members, others} != {"train", "test"}:
+            raise CommandError("--members and --non-members are train and test, or the other way round", Exit.USAGE)
+        found = attack_export(export, data, members, others, references or [], allow_backbone)
+        if as_json:
+            print_json({"attacks": [asdict(one) for one in found]})
+        else:
+            console.print(
+                table(None, ["attack", "AUC (95 %)", "TPR at 1 % FPR", "ε at least"], [_row(one) for one in found])
+            )
+        worst = max(found, key=lambda one: one.auc)
+        if most is not None and worst.auc > most:
+            raise CommandError(f"the attack {worst.name} has an AUC of {worst.auc:.3f}, over {most:g}", Exit.BAD_INPUT)
+        bound = max(found, key=lambda one: one.epsilon)
+        if claimed is not None and bound.epsilon > claimed:
+            text = f"the attack {bound.name} shows ε ≥ {bound.epsilon:.2f}, and {claimed:g} is claimed"
+            raise CommandError(f"{text}: the mechanism is broken, or the claim", Exit.BAD_INPUT)
+
+
+def _row(one: Any) -> list[str]:
+    rate = next(rate for rate in one.rates if rate.at == 0.01)
+    shown = "too few images" if rate.found is None else f"{rate.found:.1%} ({rate.low:.1%} to {rate.high:.1%})"
+    return [one.name, f"{one.auc:.3f} ({one.auc_low:.3f} to {one.auc_high:.3f})", shown, f"{one.epsilon:.2f}"]
+
+
+class _exits:
+    """A block whose ClientError is the command's own."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        from promptfed.client_service.exits import ClientError
+
+        if isinstance(error, ClientError):
+            raise CommandError(str(error), error.exit) from None

@@ -1,0 +1,110 @@
+"""`promptfed privacy`, `ledger`, `policy` and `audit` at the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from promptfed.cli.main import app
+from promptfed.client_service.ledger import Ledger
+from promptfed.experiments.simulation import simulate
+from promptfed.export.export import ExportOptions, export
+from promptfed.runtime.services import Site
+from promptfed.sdk.errors import Exit
+from promptfed.shared.clip import FeatureCache, load_backbone, tiny
+from promptfed.shared.data import open_source
+from promptfed.shared.privacy.accounting import Event, epsilon_of
+
+DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=2&client={}"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_plan_says_what_a_federation_will_cost_each_size_of_client(tmp_path: Path) -> None:
+    spec = {
+        "name": "planned",
+        "method": {"name": "promptfl"},
+        "rounds": 25,
+        "training": {"batch_size": 80},
+        "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 2.0},
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    done = run("privacy", "plan", str(tmp_path / "spec.json"), "--samples", "800", "--json")
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(done.stdout.splitlines()[-1])["clients"]
+    assert (one["delta"], one["sampling"], one["steps"], one["noise"]) == (1e-4, 0.1, 250, 2.0)
+    assert one["epsilon"] == pytest.approx(3.25, abs=0.01)  # the table of the documentation
+    plain = {key: value for key, value in spec.items() if key != "privacy"}
+    (tmp_path / "spec.json").write_text(json.dumps(plain))
+    refused = run("privacy", "plan", str(tmp_path / "spec.json"), "--samples", "800")
+    assert (refused.exit_code, "not protected" in refused.stderr) == (Exit.BAD_INPUT, True)
+
+
+def test_the_ledger_is_shown_and_verified(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, "eyes")
+    ledger.open(1e-4)
+    event = Event("gaussian", 1.0, 8.0, 1)
+    for number, federation in enumerate(("a", "b")):
+        about = {"federation_id": federation, "coordinator": "http://x", "round": 1, "phase": "train", "task_id": "t"}
+        ledger.spend(str(number) * 64, [event], 8.0, {**about, "noise": "secret"}, "train")
+    shown = run("ledger", "show", "--ledger", str(path), "--json")
+    assert shown.exit_code == 0, shown.output
+    facts = json.loads(shown.stdout.splitlines()[-1])
+    assert facts["epsilon"] == epsilon_of([event, event], 1e-4)
+    assert facts["left"] == 8.0 - facts["epsilon"]
+    assert [one["federation"] for one in facts["federations"]] == ["a", "b"]
+    assert facts["federations"][0]["epsilon"] == epsilon_of([event], 1e-4)
+    assert run("ledger", "verify", "--ledger", str(path)).exit_code == 0
+    path.write_bytes(path.read_bytes().replace(b'"z": 8.0', b'"z": 9.0', 1))
+    broken = run("ledger", "verify", "--ledger", str(path))
+    assert (broken.exit_code, "does not hold together" in broken.stderr) == (Exit.LEDGER, True)
+
+
+def test_the_example_policy_is_one_and_another_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(run("policy", "example").stdout)
+    found = run("policy", "check", str(path), "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout.splitlines()[-1])["policy"]["limits"]["rounds"] == 50
+    path.write_text("version: 1\nlimit: 3\n")
+    assert run("policy", "check", str(path)).exit_code == Exit.POLICY
+
+
+def test_an_export_says_what_protects_it_and_can_be_attacked(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    backbone = load_backbone(tiny.MODEL, tiny.PRETRAINED)
+    spec = {
+        "name": "attacked",
+        "method": {"name": "promptfl", "m": 4},
+        "rounds": 1,
+        "training": {"batch_size": 4},
+        "seed": 3,
+        "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0},
+    }
+    sites = [Site(f"site-{number}", DATA.format(number)) for number in range(2)]
+    result = simulate(spec, sites, backbone=backbone, features=FeatureCache(tmp_path / "features"))
+    summary = result.privacy()
+    assert summary is not None
+    assert (summary.clients, summary.noise, summary.noise_multiplier, summary.rounds_counted) == (2, "seeded", 4.0, 1)
+    names = open_source(DATA.format(0), "trainer").class_names
+    export(result, tmp_path / "export", ExportOptions(class_names=names), backbone)
+    card = json.loads((tmp_path / "export" / "card.json").read_text())
+    assert card["privacy"]["epsilon_max"] == summary.epsilon_max
+    assert "this is no guarantee to anybody" in (tmp_path / "export" / "card.md").read_text()
+    told = run("audit", "export", str(tmp_path / "export"), "--data", DATA.format(0), "--json")
+    assert told.exit_code == 0, told.output
+    (attack,) = json.loads(told.stdout.splitlines()[-1])["attacks"]
+    assert 0 <= attack["auc_low"] <= attack["auc"] <= attack["auc_high"] <= 1
+    assert attack["rates"][0]["found"] is None  # too few images
+    over = run("audit", "export", str(tmp_path / "export"), "--data", DATA.format(0), "--max-auc", "0.01")
+    assert (over.exit_code, "has an AUC of" in over.stderr) == (Exit.BAD_INPUT, True)
+    few = run("audit", "export", str(tmp_path / "export"), "--data", DATA.format(0), "--references", str(tmp_path))
+    assert few.exit_code == Exit.USAGE
