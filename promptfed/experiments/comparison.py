@@ -27,7 +27,8 @@ class Comparison(BaseModel):
     """``difference`` is a minus b (fractions), with a 95 % interval and ``p_bootstrap`` over resampled pictures.
 
     ``only_a`` and ``only_b`` count pictures that only one of them is right on, on which ``p_mcnemar`` rests; both are
-    None where several clients' classifiers answered for a picture, whose mean then counts.
+    None where several clients' classifiers answered for a picture, whose mean then counts. McNemar's test takes each
+    seed's answer for one of its own: where seeds share their pictures, the bootstrap is the one to read.
     """
 
     a: str
@@ -65,16 +66,18 @@ def mcnemar(only_a: int, only_b: int) -> float:
 def paired_bootstrap(differences: Sequence[Floats], seed: int = 0, draws: int = DRAWS) -> tuple[float, float, float]:
     """The 95 % interval and the two-sided p-value of the mean difference of pairs.
 
-    ``differences`` (one array for each list of pictures) are resampled within their lists, so that every draw has as
-    many pictures of each seed and domain. p = 2·min(P(d ≤ 0), P(d ≥ 0)), of (count + 1)/(draws + 1), at most 1.
+    ``differences`` (one array for each list of pictures: (N,), or (seeds, N) where several seeds were shown the same)
+    are resampled within their lists, a picture with all its seeds, so that every draw has as many pictures of each
+    domain and none counts as several. p = 2·min(P(d ≤ 0), P(d ≥ 0)), of (count + 1)/(draws + 1), at most 1.
     """
+    lists = [np.atleast_2d(rows) for rows in differences]
     rng = np.random.default_rng(seed)
     sums = np.zeros(draws)
-    for rows in differences:
+    for rows in (each.sum(axis=0) for each in lists):
         for start in range(0, draws, 500):
             size = min(500, draws - start)
             sums[start : start + size] += rows[rng.integers(len(rows), size=(size, len(rows)))].sum(axis=1)
-    means = sums / sum(len(rows) for rows in differences)
+    means = sums / sum(each.size for each in lists)
     low, high = (float(value) for value in np.quantile(means, [0.025, 0.975]))
     tails = [(int(count) + 1) / (draws + 1) for count in ((means <= 0).sum(), (means >= 0).sum())]
     return low, high, min(1.0, 2 * min(tails))
@@ -124,7 +127,10 @@ def compare(a: Answers, b: Answers) -> list[Comparison]:
 
 def _compared(a: Answers, b: Answers, kind: str, keys: Sequence[tuple[int, str, str]]) -> Comparison:
     first, second = [a.right[key] for key in keys], [b.right[key] for key in keys]
-    low, high, p = paired_bootstrap([x - y for x, y in zip(first, second, strict=True)])
+    by_pictures: dict[str, list[Floats]] = {}
+    for (_, _, images), x, y in zip(keys, first, second, strict=True):
+        by_pictures.setdefault(images, []).append(x - y)
+    low, high, p = paired_bootstrap([np.stack(rows) for rows in by_pictures.values()])
     x, y = np.concatenate(first), np.concatenate(second)
     whole = bool(np.isin(x, (0, 1)).all() and np.isin(y, (0, 1)).all())
     only_a, only_b = int((x > y).sum()), int((x < y).sum())

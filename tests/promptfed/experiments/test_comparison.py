@@ -51,6 +51,22 @@ def test_the_bootstrap_is_that_of_resampled_pairs() -> None:
     assert paired_bootstrap(lists, draws=4000) == (low, high, p)
 
 
+def test_a_picture_that_several_seeds_were_shown_counts_once() -> None:
+    rng = np.random.default_rng(2)
+    once = rng.choice([-1.0, 0.0, 1.0], size=60, p=[0.2, 0.5, 0.3])
+    assert paired_bootstrap([np.stack([once, once, once])]) == pytest.approx(paired_bootstrap([once]))
+    apart = paired_bootstrap([once, once, once])
+    assert apart[1] - apart[0] < 0.7 * (paired_bootstrap([once])[1] - paired_bootstrap([once])[0])
+    answers = {"a": "".join(rng.choice(["0", "1"], size=40)), "b": "".join(rng.choice(["0", "1"], size=40))}
+    rows = {
+        label: [run(label, told("c", "test", "0" * 40, given), seed=seed) for seed in (0, 1)]
+        for label, given in answers.items()
+    }
+    [both] = compare(answers_of(rows["a"], "a"), answers_of(rows["b"], "b"))
+    [single] = compare(answers_of(rows["a"][:1], "a"), answers_of(rows["b"][:1], "b"))
+    assert (both.low, both.high, both.pictures) == (single.low, single.high, 80)
+
+
 def test_pictures_are_paired_by_what_they_are() -> None:
     a = answers_of(
         [run("a", told("c", "test", "0012", "0010")), run("a", told("c", "test", "01", "01", "y"), seed=1)], "a"
