@@ -23,6 +23,7 @@ from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training.executor import Compute
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import Source
 from promptfed.shared.leaving import leave
@@ -91,6 +92,7 @@ class Worker:
             secret,
         )
         self._running: asyncio.Task[None] | None = None
+        self.work: TaskWork | None = None  # once it has joined
 
     async def run(self) -> Exit:
         """Take part until the federation ends or `stop` is called; OK in both cases.
@@ -132,7 +134,7 @@ class Worker:
         self.monitor.watch(coordinator.traffic)
         try:
             joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, predictor)
-            work = await joining.join()
+            self.work = work = await joining.join()
             await TaskLoop(coordinator, state, work, self.compute, self.monitor, work.agreement).take_part()
         except FederationEnded:
             self.monitor.tell("ended", federation=settings.federation)

@@ -66,6 +66,7 @@ class TaskWork:
         self._evaluation = Evaluation(self.data, self.name, self.record, self.agreement.figures)
         self._told = False  # what augmentation costs
         self._kept_back: set[str] = set()
+        self.served: ServedParts | None = None  # what the last evaluation's classifier was made of
 
     def train(self, task: Task, payload: bytes, cancelled: Cancelled) -> dict[str, float]:
         """Train from committed state and leave the update in ``state.pending()``; its metrics.
@@ -198,7 +199,8 @@ class TaskWork:
         served = Served(method.name, serving.round, context, classifier, template)
         if self.predictor is not None:
             self.predictor.served = served
-        return served, (method, context, payload, private)
+        self.served = (method, context, payload, private)
+        return served, self.served
 
     def _context(
         self, config: TaskConfig, round: int, phase: str, cancelled: Cancelled

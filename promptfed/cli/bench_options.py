@@ -38,6 +38,9 @@ TestImages = Annotated[
 OutOfClient = Annotated[
     bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
 ]
+SwapPrompts = Annotated[
+    bool, typer.Option("--swap-prompts", help="personalisation: others' prompts under each client's own head too")
+]
 UnseenClasses = Annotated[
     bool, typer.Option("--unseen-classes", help="base-to-novel: novel images among base names too, for AUROC and FPR95")
 ]

@@ -223,6 +223,7 @@ def bench(
     test_images: options.TestImages = "redrawn",
     out_of_client: options.OutOfClient = False,
     unseen_classes: options.UnseenClasses = False,
+    swap_prompts: options.SwapPrompts = False,
     rounds: options.Rounds = None,
     steps: options.Steps = None,
     sweep: options.Sweep = "",

@@ -102,7 +102,7 @@ class ClientCeilings(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """As personalisation; nobody is tested elsewhere."""
-        return self.inner.used(setting) - {"out_of_client"}
+        return self.inner.used(setting) - {"out_of_client", "swap_prompts"}
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """Federated, alone, centralised."""

@@ -53,6 +53,7 @@ class SimulationSetup:
     features: FeatureCache
     progress: ProgressCallback
     outcomes: dict[tuple[str, str], Outcomes] = field(default_factory=dict)
+    swap_prompts: bool = False
 
     def keep(self, outcomes: Outcomes) -> None:
         """Keep a client's latest answers on a test set."""

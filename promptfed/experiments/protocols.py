@@ -29,11 +29,15 @@ _DOMAINS = frozenset({"domains", "class_names", "domain_words"})
 
 @dataclass(frozen=True)
 class Trial:
-    """One federation of a protocol: its name within the seed, what it adds to the spec, and who takes part."""
+    """One federation of a protocol: its name within the seed, what it adds to the spec, and who takes part.
+
+    ``swap_prompts``: each client is tested with the others' prompts under its own head too (`swapping`).
+    """
 
     name: str
     spec: Mapping[str, Any]
     sites: tuple[Site, ...]
+    swap_prompts: bool = False
 
 
 class Protocol(ABC):
@@ -191,7 +195,7 @@ class Personalisation(Protocol):
         """Domains where the data has them, else a partition."""
         return (
             _TRAINING
-            | {"out_of_client"}
+            | {"out_of_client", "swap_prompts"}
             | (_DOMAINS if any(DOMAIN in data for data in setting.data) else _partition(setting))
         )
 
@@ -224,7 +228,7 @@ class Personalisation(Protocol):
             for name in uris:
                 tests[name] = {ELSEWHERE + _client(other): uri for other, uri in uris.items() if other != name}
         sites = tuple(_site(name, uri, setting, tests[name]) for name, uri in uris.items())
-        return [Trial("all", {"class_names": list(space.names)}, sites)]
+        return [Trial("all", {"class_names": list(space.names)}, sites, setting.swap_prompts and personal)]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
         """Over the clients, each counting once."""

@@ -30,7 +30,7 @@ class Corrupted(Protocol):
 
     def used(self, setting: Setting) -> frozenset[str]:
         """The inner protocol's; nobody is tested elsewhere."""
-        return self.inner.used(setting) - {"out_of_client", "unseen_classes"}
+        return self.inner.used(setting) - {"out_of_client", "unseen_classes", "swap_prompts"}
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
         """Clean, each corruption, their mean."""
@@ -38,7 +38,8 @@ class Corrupted(Protocol):
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
         """The inner protocol's, with every test set once more for each corruption and strength."""
-        trials = self.inner.trials(replace(setting, out_of_client=False, unseen_classes=False), seed, personal)
+        plain = replace(setting, out_of_client=False, unseen_classes=False, swap_prompts=False)
+        trials = self.inner.trials(plain, seed, personal)
         return [replace(trial, sites=tuple(_tested(site) for site in trial.sites)) for trial in trials]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:

@@ -48,7 +48,7 @@ class Job:
             {key: value for key, value in asdict(site).items() if (key, value) != ("domain", None)}
             for site in self.trial.sites
         ]
-        text = canonical_json([FORMAT, self.spec, sites])
+        text = canonical_json([FORMAT, self.spec, sites, *(["swapped"] if self.trial.swap_prompts else [])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -164,6 +164,7 @@ class Runner:
                 backbone=backbone,
                 features=self.out / "features",
                 sources=self._sources,
+                swap_prompts=job.trial.swap_prompts,
             )
         except CommandError as error:
             raise CommandError(f"{job.title}: {error}", error.exit) from None

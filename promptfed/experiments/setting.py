@@ -20,7 +20,8 @@ class Setting:
     ``out_of_client``: each client's classifier is shown the other clients' test images too. ``class_names``: domains
     have the ``same`` classes, or are told apart over the ``union`` or the ``intersection`` of theirs. ``domain_words``:
     what a domain's images look like, by its name. ``unseen_classes``: novel images are shown
-    among the base names, to see whether a classifier is less sure of what it does not know.
+    among the base names, to see whether a classifier is less sure of what it does not know. ``swap_prompts``: each
+    client is tested with the others' prompts under its own head too.
     """
 
     data: tuple[str, ...]
@@ -37,6 +38,7 @@ class Setting:
     test_images: str = "redrawn"
     out_of_client: bool = False
     unseen_classes: bool = False
+    swap_prompts: bool = False
     class_names: str = "same"
     domain_words: Mapping[str, str] = field(default_factory=dict)
 

@@ -35,6 +35,7 @@ from promptfed.experiments.preparation import (
     open_site,
     simulated_spec,
 )
+from promptfed.experiments.swapping import swapped_outcomes
 from promptfed.experiments.workers import AHEAD, RunningWorkers, run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk import operations
@@ -67,12 +68,14 @@ def simulate(
     device: str = "cpu",
     allow_backbone: bool = False,
     progress: ProgressCallback | None = None,
+    swap_prompts: bool = False,
 ) -> FederationResult:
     """Run a federation to its end in this process.
 
     ``folder`` (new or empty; default: a temporary one) keeps what coordinator and clients keep. ``pool`` clients
     compute at once, each with ``training.threads`` torch threads. ``backbone``, ``features`` and ``sources`` can be
     handed in, to serve several runs; else they are made from the spec, in ``folder`` and from the sites' URIs.
+    ``swap_prompts``: the outcomes tell too what each client answers with the others' prompts under its own head.
     ``progress`` is called in another thread, where five times a second something has changed: a quick round may pass
     untold. ``simulate`` can be called anywhere, also where an event loop runs; nothing global is left changed.
 
@@ -94,7 +97,15 @@ def simulate(
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)
         setup = SimulationSetup(
-            wanted, initial, clients, place, pool, backbone, cache, progress or (lambda snapshot: None)
+            wanted,
+            initial,
+            clients,
+            place,
+            pool,
+            backbone,
+            cache,
+            progress or (lambda snapshot: None),
+            swap_prompts=swap_prompts,
         )
         try:
             return _in_a_thread(setup, started)
@@ -180,6 +191,8 @@ async def _run(setup: SimulationSetup, started: float) -> FederationResult:
             result = await api.run(operations.take(federation, setup.spec.rounds))
             expect_all_evaluated(result.reports)
             outcomes = tuple(one for _, one in sorted(setup.outcomes.items()))
+            if setup.swap_prompts:
+                outcomes += tuple(await asyncio.to_thread(swapped_outcomes, clients.works()))
             # The key is gone with the simulation's folder: nobody could ever compare with it.
             return replace(
                 result, signature="", wall_seconds=ended - begun, setup_seconds=begun - started, outcomes=outcomes

@@ -15,6 +15,7 @@ import torch
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.settings import Settings, make_settings
+from promptfed.client_service.training.trainer import TaskWork
 from promptfed.client_service.worker import Worker
 from promptfed.experiments.preparation import SimulationSetup
 from promptfed.runtime.services import Site
@@ -47,6 +48,11 @@ class RunningWorkers:
 
     tasks: dict[asyncio.Task[Any], str]
     enrolments: asyncio.Semaphore
+    workers: tuple[Worker, ...] = ()
+
+    def works(self) -> dict[str, TaskWork]:
+        """What carries out tasks, by the client's name."""
+        return {worker.settings.name: worker.work for worker in self.workers if worker.work is not None}
 
     async def enrolled(self) -> None:
         """Return once all have enrolled."""
@@ -129,7 +135,7 @@ async def run_workers(
     ]
     tasks = {asyncio.create_task(worker.run()): worker.settings.name for worker in workers}
     try:
-        yield RunningWorkers(tasks, enrolments)
+        yield RunningWorkers(tasks, enrolments, tuple(workers))
     finally:
         for worker in workers:
             worker.stop()

@@ -73,7 +73,13 @@ def test_the_record_is_written_as_it_was_read(tmp_path: Path) -> None:
     write_json(tmp_path / "again.json", BenchmarkRecord.model_validate_json(kept))
     again = (tmp_path / "again.json").read_text()
     words = 'zero_shot": "zero-shot"', 'target_images": "test"', 'test_images": "redrawn"'
-    words += 'out_of_client": false', 'unseen_classes": false', 'class_names": "same"', r'domain_words": \{\}'
+    words += (
+        'out_of_client": false',
+        'unseen_classes": false',
+        'swap_prompts": false',
+        'class_names": "same"',
+        r'domain_words": \{\}',
+    )
     later = "|".join(words)
     assert re.sub(rf',\n *"({later})', "", again) == kept
 
