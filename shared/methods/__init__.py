@@ -15,6 +15,7 @@ from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.methods.core.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.privacy_checks import check_privacy
 from promptfed.shared.methods.core.rule_checks import check_rule
+from promptfed.shared.methods.diprompt import DiPrompt
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.methods.fedapt import FedAPT
 from promptfed.shared.methods.fedavg import FedAvg
@@ -89,6 +90,7 @@ _KINDS: tuple[type[Method], ...] = (
     PFedMMA,
     FedPR,
     FedMVP,
+    DiPrompt,
 )
 METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
 

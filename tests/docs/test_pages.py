@@ -38,6 +38,7 @@ PAPERS = (
     "pfedprompt",
     "tip_adapter",
     "fedgda",
+    "diprompt",
     "fedmvp",
     "fedpr",
     "pfedmma",

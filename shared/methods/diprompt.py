@@ -1,0 +1,232 @@
+"""DiPrompT, a reconstruction: a global prompt, one for each candidate domain, and one that tells domains apart.
+
+Bai et al., "DiPrompT: Disentangled Prompt Tuning for Multiple Latent Domain Generalization in Federated Learning", CVPR
+2024, has no code, and its equations could not be read. What is known of it: these three prompts, two alignments by
+which a sample finds its domain without labels, as many domains as one likes, a moving average of the domain prompts,
+an ensemble. What is here fits that; nothing is claimed about the paper's figures. Notation: ``M`` candidate domains, G
+``(m, d_t)``, D_j, Q the prompts, I(x) an image's normalised feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import AfterValidator, Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Hyperparameters,
+    Method,
+    MethodError,
+    Phase,
+    ServerContext,
+    Split,
+    TrainResult,
+)
+from promptfed.shared.methods.core.context import INIT_STD, class_prompts, text_width
+from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+GLOBAL = TensorSpec("global_prompt", ("m", "d_t"))
+DOMAIN = TensorSpec("domain_prompts", ("M", "m", "d_t"))
+QUERY = TensorSpec("query_prompt", ("m", "d_t"))
+
+
+def _with_one_slot(description: str) -> str:
+    if description.count("{}") != 1 or not words_of(description):
+        raise ValueError("a candidate domain must hold '{}' exactly once, and words, as in 'a sketch of a {}'")
+    return description
+
+
+def words_of(description: str) -> str:
+    """A candidate's words without the place of the class name."""
+    return " ".join(description.replace("{}", " ").split())
+
+
+Candidate = Annotated[str, Field(max_length=200), AfterValidator(_with_one_slot)]
+
+
+class DiPromptHyper(Hyperparameters):
+    """The prompts, and the domains that there may be."""
+
+    m: Annotated[int, Field(ge=1, le=64, description="vectors of each prompt")] = 4
+    candidates: Annotated[
+        list[Candidate],
+        Field(
+            min_length=2,
+            max_length=64,
+            description="descriptions of the M candidate domains, which need be nobody's, with '{}' for the class name",
+        ),
+    ] = ["a photo of a {}", "a painting of a {}", "a sketch of a {}"]  # noqa: RUF012 (pydantic copies it)
+    beta: Annotated[
+        float, Field(ge=0, lt=1, description="β of the domain prompts' moving average at the coordinator")
+    ] = 0.5
+    query: Annotated[
+        Literal["learned", "fixed"], Field(description="fixed: domains are told apart by their descriptions alone")
+    ] = "learned"
+
+
+class EnsembleClassifier:
+    """(D5) log of ½·softmax(G) + ½·Σ_j w_j·softmax(D_j)."""
+
+    def __init__(self, context: ClientContext, texts: Tensor, queries: Tensor, names: tuple[str, ...]):
+        """texts ``(1 + M, C, d_e)`` under G and the D_j, queries ``(M, d_e)`` of the domains."""
+        self._scale, self._texts, self._queries = context.backbone.logit_scale, texts, queries
+        self.domain_names = names
+
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
+        """``(B, C)``, log p of the images at ``indices (B,)``."""
+        features = split.features()
+        features = features[indices.to(features.device)]
+        each = (self._scale * torch.einsum("bd,jcd->bjc", features, self._texts)).softmax(-1)
+        mixed = torch.einsum("bj,bjc->bc", self.shares(split, indices), each[:, 1:])
+        return torch.log((each[:, 0] + mixed) / 2)
+
+    def shares(self, split: Split, indices: Tensor) -> Tensor:
+        """w ``(B, M)`` of the images at ``indices (B,)``."""
+        features = split.features()
+        return (self._scale * features[indices.to(features.device)] @ self._queries.T).softmax(-1)
+
+
+class DiPrompt(Method):
+    """All prompts both ways; all clients classify with the ensemble."""
+
+    name = "diprompt"
+    summary = "A reconstruction: a global prompt and one for each candidate domain, which images find by a third."
+    paper = "Bai et al., DiPrompT: Disentangled Prompt Tuning for Multiple Latent Domains, 2024 (a reconstruction)"
+    unprotected = "which prompts train depends on the images"
+    metrics = ("loss", "query_loss", "domain_share_*")
+    Hyper = DiPromptHyper
+    hyper: DiPromptHyper
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 20,
+        "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.005},
+    }
+
+    @property
+    def _learned(self) -> bool:
+        return self.hyper.query == "learned"
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """G, D and, where it is learned, Q."""
+        return (GLOBAL, DOMAIN) + (QUERY,) * self._learned
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """All down, all up."""
+        return (Phase("train", down=self.state_tensors(), up=self.state_tensors(), mean=True),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """``M``, ``m`` and the text tower's width ``d_t``."""
+        sizes = {"M": len(self.hyper.candidates), "m": self.hyper.m}
+        return sizes | {"d_t": text_width(self.name, self.hyper.m, context)}
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """Every row drawn from N(0, 0.02²)."""
+        dims = self.dims(context)
+        return {
+            spec.name: torch.randn(spec.resolve(dims), generator=generator) * INIT_STD for spec in self.state_tensors()
+        }
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """(D4) the mean of G and Q; D ← β·D + (1 − β)·mean."""
+        after, beta = combine(updates), self.hyper.beta
+        return after | {DOMAIN.name: beta * state[DOMAIN.name] + (1 - beta) * after[DOMAIN.name]}
+
+    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
+        """Class names must fit behind the prompts and into every candidate's description."""
+        super().check_texts(backbone, class_names, template)
+        backbone.class_prompts(class_names, self.hyper.m)
+        backbone.class_prompts(self._words, self.hyper.m)
+        for description in self.hyper.candidates:
+            template_features(backbone, description, class_names)
+
+    @property
+    def _words(self) -> tuple[str, ...]:
+        return tuple(words_of(description) for description in self.hyper.candidates)
+
+    def queries(self, backbone: Backbone, query: Tensor | None) -> Tensor:
+        """``(M, d_e)`` T([Q, words_j]), or of the words alone."""
+        if query is None:
+            return torch.cat([template_features(backbone, "{}", [words]) for words in self._words])
+        return backbone.encode_prompts(query, backbone.class_prompts(self._words, self.hyper.m))
+
+    def nearest(self, context: ClientContext) -> Tensor:
+        """(D1) j₀ ``(N,)``: of each training image the candidate whose text of its own class is nearest."""
+        texts = torch.stack(
+            [
+                template_features(context.backbone, description, context.class_names)
+                for description in self.hyper.candidates
+            ]
+        )
+        own = texts[:, context.train.labels.to(texts.device)]  # (M, N, d_e)
+        return torch.einsum("nd,jnd->nj", context.train.features(), own).argmax(1)
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs of Q on (D2), then E epochs of G and D on (D3)."""
+        if len(context.train) == 0:
+            raise MethodError(f"client {context.client!r} has no training images")
+        update, metrics = dict(payload), {}
+        if self._learned:
+            update[QUERY.name], metrics["query_loss"] = self._train_query(context, payload[QUERY.name])
+        with torch.no_grad():
+            queries = self.queries(context.backbone, update.get(QUERY.name))
+        chosen = (context.train.features() @ queries.T).argmax(1)
+        trained, metrics["loss"] = self._train_prompts(context, payload, chosen)
+        counts = torch.bincount(chosen.cpu(), minlength=len(self.hyper.candidates))
+        # Decay and momentum reach prompts that no image has chosen, too: these are sent as they came.
+        trained[DOMAIN.name] = torch.where((counts > 0)[:, None, None], trained[DOMAIN.name], payload[DOMAIN.name])
+        shares = {f"domain_share_{number}": float(count) / len(chosen) for number, count in enumerate(counts)}
+        return TrainResult(update | trained, metrics=metrics | shares)
+
+    def _train_query(self, context: ClientContext, start: Tensor) -> tuple[Tensor, float]:
+        backbone, device = context.backbone, context.backbone.device
+        query = start.to(device).clone().requires_grad_()
+        features, wanted = context.train.features(), self.nearest(context)
+
+        def loss(indices: Tensor) -> Tensor:
+            rows = indices.to(device)
+            scores = backbone.logit_scale * features[rows] @ self.queries(backbone, query).T
+            return F.cross_entropy(scores, wanted[rows])
+
+        # Batches of its own, since G's are drawn for the same task.
+        final = train(replace(context, phase=f"{context.phase}/{QUERY.name}"), [query], loss)
+        return query.detach().cpu(), final
+
+    def _train_prompts(self, context: ClientContext, payload: Tensors, chosen: Tensor) -> tuple[Tensors, float]:
+        backbone, device = context.backbone, context.backbone.device
+        common, domains = (payload[spec.name].to(device).clone().requires_grad_() for spec in (GLOBAL, DOMAIN))
+        prompts = class_prompts(context, self.hyper.m)
+        features, labels = context.train.features(), context.train.labels.to(device)
+
+        def loss(indices: Tensor) -> Tensor:
+            rows = indices.to(device)
+            texts = backbone.encode_prompts(torch.cat([common.unsqueeze(0), domains]), prompts)
+            general = features[rows] @ texts[0].T
+            special = torch.einsum("bd,bcd->bc", features[rows], texts[1:][chosen[rows]])
+            scale, wanted = backbone.logit_scale, labels[rows]
+            return F.cross_entropy(scale * general, wanted) + F.cross_entropy(scale * special, wanted)
+
+        final = train(context, [common, domains], loss)
+        return {GLOBAL.name: common.detach().cpu(), DOMAIN.name: domains.detach().cpu()}, final
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """The ensemble."""
+        whole = torch.cat([payload[GLOBAL.name].unsqueeze(0), payload[DOMAIN.name]])
+        with torch.no_grad():
+            texts = context.backbone.encode_prompts(whole, class_prompts(context, self.hyper.m))
+            queries = self.queries(context.backbone, payload.get(QUERY.name))
+        return EnsembleClassifier(context, texts, queries, self._words)
