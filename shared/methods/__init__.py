@@ -23,6 +23,7 @@ from promptfed.shared.methods.fedclip import FedCLIP
 from promptfed.shared.methods.fedcocoop import FedCoCoOp
 from promptfed.shared.methods.fedgda import FedGDA
 from promptfed.shared.methods.fedkgcoop import FedKgCoOp
+from promptfed.shared.methods.fedlora import FedLoRA
 from promptfed.shared.methods.fedmaple import FedMaple
 from promptfed.shared.methods.fedmgp import FedMGP
 from promptfed.shared.methods.fedmvp import FedMVP
@@ -82,6 +83,7 @@ _KINDS: tuple[type[Method], ...] = (
     SingleSetVPT,
     FedAvg,
     FedProx,
+    FedLoRA,
     PFedPG,
     TipAdapter,
     FedGDA,

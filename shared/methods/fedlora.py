@@ -1,0 +1,360 @@
+"""FedLoRA: changes of low rank in the attention of both towers, trained by clients and made one by the coordinator.
+
+Notation: W a d×d matrix of attention, W + γ·B·A what is computed with, A ``(r, d)``, B ``(d, r)``; k adapted blocks of
+a tower, q of their matrices. The template's texts go through the adapted text tower anew in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from promptfed.shared.clip.functional import LowRank
+from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.base import (
+    Classifier,
+    ClientContext,
+    ClientUpdate,
+    Combine,
+    Method,
+    MethodError,
+    Needs,
+    Phase,
+    ServerContext,
+    TrainResult,
+)
+from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.insights import Measured
+from promptfed.shared.methods.core.lora_sums import best_of_rank, product_sums, relative_error
+from promptfed.shared.methods.core.text_features import spoken, template_features
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import BackboneShape
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+Tower = Literal["visual", "text"]
+VISUAL, TEXT = "visual", "text"
+
+
+class FedLoRAHyper(VisualHyper):
+    """Where changes of low rank are, how large they are, and how the coordinator makes them one."""
+
+    r: Annotated[int, Field(ge=1, le=256, description="rank of each change")] = 2
+    alpha: Annotated[float, Field(gt=0, le=1000, description="α of the factor γ before B·A")] = 1.0
+    scaling: Annotated[
+        Literal["root", "rank"], Field(description="γ = α/√r, as CLIP-LoRA's released code has it, or α/r, as LoRA")
+    ] = "root"
+    matrices: Annotated[
+        Literal["qkv", "qkvo"], Field(description="which matrices of attention: query, key, value (and output)")
+    ] = "qkv"
+    blocks: Annotated[Literal["all", "last_k"], Field(description="which blocks of a tower")] = "all"
+    k: Annotated[int, Field(ge=1, le=256, description="last_k: how many blocks, counted from the last")] = 1
+    towers: Annotated[Literal["both", "visual", "text"], Field(description="which towers are adapted")] = "both"
+    dropout: Annotated[
+        float, Field(ge=0, lt=1, description="of the input of A in training, a mask of its own for each matrix")
+    ] = 0.25
+    aggregation: Annotated[
+        Literal["average", "freeze_a", "alternate", "svd"],
+        Field(
+            description="average: of A and of B, which is not the average of B·A (reported); freeze_a: all keep the A "
+            "that they draw, B alone travels; alternate: B in odd rounds, A in even ones; svd: the nearest B·A of rank "
+            "r to the average product. The last three are exact, svd up to its rank"
+        ),
+    ] = "average"
+
+
+@dataclass
+class _Sums:
+    """The error of averaging factors, of the state that came of it."""
+
+    state: Tensor | None = None
+    error: float = 0.0
+
+
+class FedLoRA(Method):
+    """See the module.
+
+    Sources: CLIP-LoRA (Zanella & Ben Ayed, CVPRW 2024); FL2oRA (Singha et al., 2025), which averages it over clients;
+    FFA-LoRA (Sun et al., ICLR 2024) for ``freeze_a``. The stack of FLoRA (2024) is not offered: its rank grows with the
+    clients in every round.
+    """
+
+    name = "fedlora"
+    summary = "Low-rank changes of the attention of both towers (LoRA), averaged over clients."
+    paper = "Zanella & Ben Ayed, CLIP-LoRA, 2024; averaged as in FL2oRA (Singha et al., 2025)"
+    Hyper = FedLoRAHyper
+    hyper: FedLoRAHyper
+    needs = visual.NEEDS
+    defaults: ClassVar[dict[str, Any]] = {
+        "rounds": 50,
+        "training": {
+            "optimizer": "adamw",
+            "learning_rate": 2e-4,
+            "weight_decay": 0.01,
+            "batch_size": 32,
+            "epochs": 1,
+        },
+    }
+
+    def __init__(self, hyper: FedLoRAHyper):
+        super().__init__(hyper)
+        self._sums = _Sums()
+        if hyper.towers == TEXT:
+            self.needs = Needs()
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Which towers are adapted."""
+        return (VISUAL, TEXT) if self.hyper.towers == "both" else (self.hyper.towers,)
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """Of the towers that are adapted."""
+        where = "both towers" if len(self.towers) > 1 else f"the {self.towers[0]} tower"
+        return (AGGREGATE, Disclosed("operator", f"low-rank changes of attention in {where}"))
+
+    # Server half
+
+    def check_backbone(self, shape: BackboneShape) -> None:
+        """And towers of the plain kind."""
+        super().check_backbone(shape)
+        missing = [name for tower, name in ((VISUAL, "heads_v"), (TEXT, "heads_t")) if tower in self.towers]
+        for name in missing:
+            if getattr(shape, name) is None:
+                tower = "image" if name == "heads_v" else "text"
+                raise MethodError(
+                    f"{self.name} changes attention in the {tower} tower, and this backbone's is not of the plain "
+                    f"kind, or its shape does not say {name}: take another backbone or other towers, or leave it out"
+                )
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """B of each tower, and A unless everybody draws it."""
+        frozen = self.hyper.aggregation == "freeze_a"
+        return tuple(spec for tower in self.towers for spec in ((() if frozen else (_a(tower),)) + (_b(tower),)))
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """One exchange a round; with ``alternate`` one of the factors comes up in turn."""
+        down, kind = self.state_tensors(), self.hyper.aggregation
+        up = down
+        if kind == "alternate":
+            up = tuple(spec for spec in down if spec.name.endswith("_b" if round % 2 else "_a"))
+        return (Phase("train", down=down, up=up, mean=kind != "svd"),)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """Sizes of both towers' factors."""
+        shape, dims = context.shape, {"r": self.hyper.r, "q": len(self.hyper.matrices)}
+        for tower, width, layers in (
+            (VISUAL, shape.d_v, shape.vision_layers),
+            (TEXT, shape.d_t, shape.text_layers),
+        ):
+            if tower not in self.towers:
+                continue
+            if width is None or layers is None:
+                raise MethodError(
+                    f"{self.name} needs the width and the blocks of the {tower} tower: leave the shape out"
+                )
+            if self.hyper.blocks == "last_k" and self.hyper.k > layers:
+                raise MethodError(f"k = {self.hyper.k}, but the {tower} tower has {layers} blocks: lower it")
+            if self.hyper.r > width:
+                raise MethodError(f"r = {self.hyper.r} is more than the width {width} of the {tower} tower: lower it")
+            dims |= {f"d_{tower[0]}": width, f"k_{tower[0]}": self.hyper.k if self.hyper.blocks == "last_k" else layers}
+        return dims
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """A uniform in ±1/√d, one draw for all; B zero, so that nothing is changed."""
+        return _start(self.state_tensors(), self.dims(context), context.seed)
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """By ``aggregation``; whatever did not come up stays."""
+        if self.hyper.aggregation == "svd":
+            given = list(updates)
+            return {
+                name: factor
+                for tower in self.towers
+                for name, factor in best_of_rank(tower, given, self.hyper.r).items()
+            }
+        if self.hyper.aggregation != "average":
+            return state | combine(updates)
+        sums: Tensors = {}
+        after = combine(_added(sums, self.towers, updates))
+        self._sums = _Sums(after[_b(self.towers[0]).name], relative_error(self.towers, after, sums))
+        return after
+
+    def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
+        """``product_error``: ‖B̄·Ā − mean(B·A)‖/‖mean(B·A)‖ of the last phase, where factors are averaged."""
+        if self._sums.state is None or after.get(_b(self.towers[0]).name) is not self._sums.state:
+            return Measured()
+        found, self._sums = self._sums, _Sums()
+        return Measured(phase={"product_error": found.error})
+
+    # Client half
+
+    def factors(self, context: ClientContext, payload: Tensors) -> Tensors:
+        """A and B of each tower, with the A that everybody draws where none travels."""
+        if self.hyper.aggregation != "freeze_a":
+            return {spec.name: payload[spec.name] for spec in self.state_tensors()}
+        drawn: Tensors = {}
+        for tower in self.towers:
+            k, q, width, r = payload[_b(tower).name].shape
+            sizes = {f"k_{tower[0]}": k, "q": q, "r": r, f"d_{tower[0]}": width}
+            drawn |= _start((_a(tower),), sizes, context.seed)
+        return drawn | {name: payload[name] for name in payload}
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs of CE(τ⁻¹·cos(I, T)) over the factors that come up this round."""
+        [phase] = self.phases(context.round, context.rounds)
+        device, trained = context.backbone.device, {spec.name for spec in phase.up}
+        factors = {name: tensor.to(device).clone() for name, tensor in self.factors(context, payload).items()}
+        leaves = {name: tensor.requires_grad_() for name, tensor in factors.items() if name in trained}
+        model = _Adapted(self.hyper, context, factors)
+        labels = context.train.labels.to(device)
+        steps = iter(range(1 << 62))
+
+        def loss(indices: Tensor) -> Tensor:
+            scores = model.logits(indices, next(steps))
+            return F.cross_entropy(scores, labels[indices.to(device)])
+
+        final = train(context, list(leaves.values()), loss)
+        return TrainResult({name: leaf.detach().cpu() for name, leaf in leaves.items()}, {}, {"loss": final})
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+        """Classifies with W + γ·B·A in the place of W, texts and images alike."""
+        device = context.backbone.device
+        factors = {name: tensor.to(device) for name, tensor in self.factors(context, payload).items()}
+        model = _Adapted(self.hyper, context, factors)
+        with torch.no_grad():
+            text = model.text_features(None)
+        if VISUAL not in self.towers:
+            return _OverFeatures(text, context.backbone.logit_scale)
+        weights = model.merged()
+        scale = context.backbone.logit_scale
+        return ImageClassifier(lambda images: scale * model.image_features(images, None, weights) @ text.T)
+
+
+class _Adapted:
+    """Both towers with their changes, for one task."""
+
+    def __init__(self, hyper: FedLoRAHyper, context: ClientContext, factors: Tensors):
+        self._hyper, self._context, self._factors = hyper, context, factors
+        self._backbone: Backbone = context.backbone
+        self._gamma = hyper.alpha / (math.sqrt(hyper.r) if hyper.scaling == "root" else hyper.r)
+        self._visual = self._backbone.vision_tower() if _a(VISUAL).name in factors else None
+        self._text = self._backbone.text_tower() if _a(TEXT).name in factors else None
+        if self._text is not None:
+            template, names = context.template, context.class_names
+            self._ids = self._backbone.tokens([template.replace("{}", spoken(name)) for name in names])
+
+    def logits(self, indices: Tensor, step: int) -> Tensor:
+        """``(B, C)`` in training; dropout's masks follow from the step."""
+        if self._visual is None:
+            images = self._context.train.features()[indices.to(self._backbone.device)]
+        else:
+            images = self.image_features(self._context.train.images(indices), step)
+        return self._backbone.logit_scale * images @ self.text_features(step).T
+
+    def image_features(self, images: Tensor, step: int | None, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """``(B, d_e)`` normalised; by the branches, or by merged ``weights``."""
+        tower, images = self._visual, self._backbone.image_input(images)
+        assert tower is not None
+
+        def encode(part: Tensor, number: int) -> Tensor:
+            low_rank = None if weights is not None else self._low_rank(VISUAL, tower.layers, step, number)
+            used = tower.weights if weights is None else weights
+            with Towers(self._backbone, self._hyper).image_precision():
+                rows = tower.blocks(used, tower.rows(used, part), low_rank=low_rank)
+                return F.normalize(tower.project(used, tower.pool(used, rows)).float(), dim=-1)
+
+        size = self._hyper.checkpoint
+        if size is None or not torch.is_grad_enabled():
+            return encode(images, 0)
+        parts = enumerate(torch.split(images, size))
+        return torch.cat([checkpoint(encode, part, number, use_reentrant=False) for number, part in parts])
+
+    def text_features(self, step: int | None) -> Tensor:
+        """``(C, d_e)`` normalised features of the template's texts."""
+        tower = self._text
+        if tower is None:
+            return template_features(self._backbone, self._context.template, self._context.class_names)
+        low_rank = self._low_rank(TEXT, tower.layers, step, 0)
+        rows = tower.blocks(tower.weights, tower.rows(tower.weights, self._ids), low_rank=low_rank)
+        return F.normalize(tower.pool(tower.weights, rows, tower.ends(self._ids)).float(), dim=-1)
+
+    def merged(self) -> dict[str, Tensor]:
+        """The image tower's weights with the changes added."""
+        assert self._visual is not None
+        weights, d = dict(self._visual.weights), self._visual.blocks_shape.width
+        for number, low in self._low_rank(VISUAL, self._visual.layers, None, 0).items():
+            change = low.change()
+            qkv = change[:3].reshape(-1, d)
+            name, output = f"{number}.in_proj_weight", f"{number}.out_proj_weight"
+            weights[name] = (weights[name].float() + qkv).to(weights[name].dtype)
+            if len(change) > 3:
+                weights[output] = (weights[output].float() + change[3]).to(weights[output].dtype)
+        return weights
+
+    def _low_rank(self, tower: str, layers: int, step: int | None, number: int) -> dict[int, LowRank]:
+        """The changes by block; without a ``step`` there is no dropout. One set of masks for one step and part."""
+        a, b = self._factors[_a(tower).name], self._factors[_b(tower).name]
+        first, rate, draws = layers - len(a), 0.0, None
+        if step is not None and self._hyper.dropout > 0:
+            about = self._context
+            rate, draws = (
+                self._hyper.dropout,
+                generator(about.seed, about.round, about.client, "dropout", tower, step, number),
+            )
+        parts = enumerate(zip(a.unbind(0), b.unbind(0), strict=True))
+        return {first + place: LowRank(own_a, own_b, self._gamma, rate, draws) for place, (own_a, own_b) in parts}
+
+
+class _OverFeatures:
+    """Scores kept image features by fixed text features."""
+
+    def __init__(self, text: Tensor, scale: float):
+        self._text, self._scale = text, scale
+
+    def logits(self, split: Any, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        logits: Tensor = self._scale * split.features()[indices.to(self._text.device)] @ self._text.T
+        return logits
+
+
+def _a(tower: str) -> TensorSpec:
+    return TensorSpec(f"{tower}_a", (f"k_{tower[0]}", "q", "r", f"d_{tower[0]}"))
+
+
+def _b(tower: str) -> TensorSpec:
+    return TensorSpec(f"{tower}_b", (f"k_{tower[0]}", "q", f"d_{tower[0]}", "r"))
+
+
+def _start(specs: Iterable[TensorSpec], dims: Mapping[str, int], seed: int) -> Tensors:
+    """The factors before any training; the same wherever they are drawn."""
+    made = {}
+    for spec in specs:
+        shape = spec.resolve(dims)
+        if spec.name.endswith("_b"):
+            made[spec.name] = torch.zeros(shape)
+        else:
+            drawn = torch.rand(shape, generator=generator(seed, "lora", spec.name))
+            made[spec.name] = (drawn * 2 - 1) / math.sqrt(shape[-1])
+    return made
+
+
+def _added(sums: Tensors, towers: Iterable[str], updates: Iterable[ClientUpdate]) -> Iterator[ClientUpdate]:
+    """The updates, one by one; on the way the weighted products B·A are added up in ``sums``."""
+    for update in updates:
+        product_sums(sums, towers, update)
+        yield update
