@@ -31,7 +31,7 @@ from promptfed.shared.messages import (
     Problem,
     Task,
 )
-from promptfed.shared.net import is_loopback
+from promptfed.shared.net import MOST_MOVES, is_loopback, moved_to
 
 log = logging.getLogger("promptfed.client")
 
@@ -46,7 +46,7 @@ AnyMessage = TypeVar("AnyMessage", bound=BaseModel)
 
 
 class Refused(Exception):
-    """The coordinator answered with a refusal: 4xx, or a redirect, which is never followed."""
+    """The coordinator answered with a refusal: 4xx, or a redirect that is not to another of its kind."""
 
     def __init__(self, status: int, kind: str, detail: str):
         super().__init__(f"{detail} ({status} {kind})")
@@ -57,6 +57,14 @@ class Refused(Exception):
 
 class BadAnswer(Exception):
     """The coordinator's answer is not what the protocol says; asking again would not help."""
+
+
+class _Moved(Exception):
+    """Another coordinator carries the federation out, at ``origin``."""
+
+    def __init__(self, origin: str):
+        super().__init__(f"the coordinator at {origin} carries it out")
+        self.origin = origin
 
 
 class _Unavailable(Exception):
@@ -90,6 +98,9 @@ class _Answer:
 class CoordinatorClient:
     """Calls one federation of one coordinator. ``token`` is the client's secret once there is one.
 
+    Of several coordinators the one that carries the federation out is named by a 307, which is followed with the token
+    (`shared.net.moved_to` says where to) and remembered until that one does not answer.
+
     Connection errors, 5xx and a 429 with Retry-After (too many wrong tokens came from this address) are tried again
     with jittered exponential backoff (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have
     passed without an answer, then every call raises ClientError(UNREACHABLE). Any other answer that is no success
@@ -104,6 +115,7 @@ class CoordinatorClient:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     traffic: Traffic = field(default_factory=Traffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
+    _holder: str | None = None
 
     async def enrolment(self, enrolment_token: str) -> EnrolmentInfo:
         """What a client must know before it enrols."""
@@ -131,7 +143,7 @@ class CoordinatorClient:
         """
         if task.payload.bytes > MAX_PAYLOAD_BYTES:
             raise BadAnswer(f"the payload has {task.payload.bytes} bytes; {MAX_PAYLOAD_BYTES} are allowed: not fetched")
-        url = self._own_url(task.payload.url)
+        url = self._own_path(task.payload.url)
         answer = await self._call("GET", url, token=self.token, limit=task.payload.bytes)
         digest = "sha256:" + hashlib.sha256(answer.body).hexdigest()
         if len(answer.body) != task.payload.bytes or digest != task.payload.sha256:
@@ -167,7 +179,7 @@ class CoordinatorClient:
     def _task_path(self, task_id: str, what: str) -> str:
         return self._path("tasks", task_id, what)
 
-    def _own_url(self, url: str) -> str:
+    def _own_path(self, url: str) -> str:
         try:
             joined = httpx.URL(self.base_url + "/").join(url)
         except httpx.InvalidURL:
@@ -177,7 +189,7 @@ class CoordinatorClient:
             raise BadAnswer(
                 f"the payload lies on {_origin(joined)}, not on the coordinator {_origin(own)}: not fetched"
             )
-        return str(joined)
+        return joined.raw_path.decode("ascii")
 
     async def _call(
         self,
@@ -191,13 +203,21 @@ class CoordinatorClient:
         limit: int = MAX_JSON_BYTES,
         retry: bool = True,
     ) -> _Answer:
-        full = url if url.startswith(("http://", "https://")) else self.base_url + url
         default = {"Content-Type": "application/json"} if body is not None else {}
         all_headers = {"Authorization": f"Bearer {token}", **default, **(headers or {})}
 
         async def once() -> _Answer:
-            request = self.http.build_request(verb, full, content=body, headers=all_headers, timeout=timeouts)
-            return await self._send(request, limit)
+            for _ in range(MOST_MOVES):
+                full = (self._holder or self.base_url) + url
+                request = self.http.build_request(verb, full, content=body, headers=all_headers, timeout=timeouts)
+                try:
+                    return await self._send(request, limit)
+                except _Moved as moved:
+                    self._holder = moved.origin
+                except (httpx.TransportError, _Unavailable):
+                    self._holder = None
+                    raise
+            raise _Unavailable(503, "the coordinators send this client from one to the other", None)
 
         retrying = AsyncRetrying(
             retry=retry_if_exception(_may_pass),
@@ -234,6 +254,10 @@ class CoordinatorClient:
         self.traffic.clock = _ahead(response.headers.get("date"), self.traffic.clock)
         if response.is_success:
             return _Answer(response.status_code, bytes(content))
+        if response.status_code == 307:
+            origin = moved_to(self.base_url, str(request.url), response.headers.get("location", ""))
+            if origin is not None:
+                raise _Moved(origin)
         if response.status_code >= 500 or (response.status_code == 429 and _retry_after(response) is not None):
             raise _Unavailable(response.status_code, _problem(response, content)[1], _retry_after(response))
         raise Refused(response.status_code, *_problem(response, content))

@@ -15,7 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import (
@@ -36,9 +36,11 @@ from promptfed.coordinator.api.round_calls import RoundCalls
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.scheduler import Scheduler
+from promptfed.coordinator.engine.sharing import Sharing
 from promptfed.coordinator.http.answer_headers import AnswerHeaders
 from promptfed.coordinator.http.auth_throttle import AuthThrottle
 from promptfed.coordinator.http.body_limits import JsonBodies
+from promptfed.coordinator.http.elsewhere import Elsewhere
 from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.http.uploads import Uploads
 from promptfed.coordinator.operations import bootstrap, federations, mending
@@ -77,12 +79,14 @@ class Application(FastAPI):
         super().__init__(**options)
         self.state.settings = settings
         # Around all of the framework's: what answers for a defect of ours stands outside of the middleware added to it.
-        self._round_calls = RoundCalls(AnswerHeaders(super().__call__), settings.upload_timeout_seconds)
+        self._calls: ASGIApp = RoundCalls(AnswerHeaders(super().__call__), settings.upload_timeout_seconds)
+        if settings.advertise_url is not None:
+            self._calls = Elsewhere(self._calls)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         scope["app"] = self
-        await self._round_calls(scope, receive, send)
+        await self._calls(scope, receive, send)
 
 
 def create_app(settings: Settings) -> Application:
@@ -137,23 +141,33 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     store: Store | None = getattr(app.state, "store", None)
     if store is None:
         store = await asyncio.to_thread(open_store, settings)
-    app.state.registry = registry = Registry(store.database, store.blobs, Metrics())
+    app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases)
     app.state.insights = Insights(registry)
-    app.state.operator_digest = tokens.digest(tokens.operator_token(settings.data_dir))
+    app.state.operator_digest = tokens.digest(_first_token(settings))
     app.state.issuer = Issuer.of(settings)
-    app.state.signer = Signer(settings.data_dir)
+    app.state.signer = Signer(settings.data_dir, settings.signing_key_file)
     app.state.uploads = Uploads(
         registry, settings.max_uploads, settings.upload_timeout_seconds, settings.upload_wait_seconds
     )
     app.state.auth_throttle = AuthThrottle(settings.auth_failures_per_minute)
     scheduler = Scheduler(registry, mending.mend)
+    sharing = Sharing(registry, store.leases) if store.leases is not None else None
     try:
         await scheduler.start()
+        if sharing is not None:
+            await sharing.start()
         await asyncio.to_thread(bootstrap.bootstrap, registry, settings)
         yield
     finally:
         await scheduler.stop()
+        if sharing is not None:
+            await sharing.stop()
         store.close()
+
+
+def _first_token(settings: Settings) -> str:
+    given = settings.operator_token_file
+    return tokens.given_operator_token(given) if given is not None else tokens.operator_token(settings.data_dir)
 
 
 async def _answer(request: Request, refusal: problems.Refusal) -> JSONResponse:

@@ -114,6 +114,22 @@ class ObjectsAway(StoreAway, kind="store-away", title="The coordinator's object 
         )
 
 
+class FederationMoving(
+    Refusal,
+    status=503,
+    kind="federation-moving",
+    title="Another coordinator takes this federation over",
+    retry_after=1,
+):
+    """Of several coordinators another one carries it out, or is about to: nothing was stored here."""
+
+
+class HeldElsewhere(
+    Refusal, status=307, kind="held-elsewhere", title="Another coordinator carries this federation out"
+):
+    """The same request belongs to the address in ``Location``, with the same token."""
+
+
 class MethodAbsent(
     Refusal,
     status=503,

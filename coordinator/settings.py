@@ -62,6 +62,16 @@ class Settings(BaseSettings):
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on, 0 for any free one")] = DEFAULT_PORT
     port_file: Annotated[Path | None, Field(description="write the base URL here once the coordinator answers")] = None
+    advertise_url: Annotated[
+        str | None,
+        Field(description="this one's address for clients, where several coordinators work on one PostgreSQL database"),
+    ] = None
+    operator_token_file: Annotated[
+        Path | None, Field(description="the first admin's token (default: made at the first start, in the data folder)")
+    ] = None
+    signing_key_file: Annotated[
+        Path | None, Field(description="PEM of the Ed25519 key that signs states (default: made, in the data folder)")
+    ] = None
     allow_plain_http: Annotated[bool, Field(description="listen without TLS on an address that others can reach")] = (
         False
     )
@@ -139,7 +149,32 @@ class Settings(BaseSettings):
         self.url()
         if self.store is not None:
             _check_store(self.store)
+        if self.advertise_url is not None:
+            self._check_several()
         return self
+
+    def _check_several(self) -> None:
+        """Several coordinators need all that the data folder of one would hold."""
+        parts = urlsplit(self.advertise_url or "")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/") or parts.query:
+            raise ValueError("--advertise-url must be an address such as https://coordinator-1.example:8080")
+        if not (is_safe(self.advertise_url or "") or self.allow_plain_http):
+            raise ValueError(
+                "--advertise-url would have clients' secrets sent unencrypted: https, or --allow-plain-http"
+            )
+        wanted = {
+            "--database-url-file (PostgreSQL)": self.url(),
+            "--store": self.store,
+            "--operator-token-file": self.operator_token_file,
+            "--signing-key-file": self.signing_key_file,
+        }
+        missing = [name for name, value in wanted.items() if value is None]
+        if missing:
+            raise ValueError(
+                f"--advertise-url is for several coordinators, which share {', '.join(missing)}: give them"
+            )
+        if self.bootstrap is not None:
+            raise ValueError("--bootstrap is for one coordinator alone: promptfed federation create makes a federation")
 
     def url(self) -> str | None:
         """The URL of a PostgreSQL database, password and all; None: SQLite in the data folder. Raises ValueError."""

@@ -8,6 +8,8 @@ from typing import Any
 from promptfed.coordinator.problems import (
     MEDIA_TYPE,
     BodyTooLarge,
+    FederationMoving,
+    HeldElsewhere,
     InternalError,
     InvalidRequest,
     IssuerAway,
@@ -35,6 +37,8 @@ ANY_CALLER: tuple[type[Refusal], ...] = (
     OtherCertificate,
     NotFound,
     StoreAway,
+    FederationMoving,
+    HeldElsewhere,
     StorageDamaged,
     IssuerAway,
     MethodAbsent,

@@ -87,12 +87,12 @@ def create(
 @router.get("", responses=described.for_callers())
 def list_federations(registry: RegistryOf, _: IsViewer, limit: Limit = 100, after: After = None) -> FederationPage:
     """All federations, oldest first."""
-    known = registry.federations
-    ids = list(known)
-    begin = ids.index(after) + 1 if after in ids else 0
-    page = [known[id] for id in ids[begin : begin + limit]]
-    following = page[-1].id if page and begin + limit < len(ids) else None
     with registry.database.read() as session:
+        known = registry.everywhere(session)
+        ids = list(known)
+        begin = ids.index(after) + 1 if after in ids else 0
+        page = [known[id] for id in ids[begin : begin + limit]]
+        following = page[-1].id if page and begin + limit < len(ids) else None
         return FederationPage(federations=[federation_view(session, federation) for federation in page], next=following)
 
 

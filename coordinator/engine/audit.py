@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.batch import Batch
+from promptfed.coordinator.store.postgres import chain_audit_log
 from promptfed.coordinator.store.tables import AuditRow
 from promptfed.shared.access_schemas import FIRST_LINK, AuditEntry
 
@@ -60,6 +61,7 @@ def add(session: Session, batch: Batch, act: str, federation: Federation | None 
     if batch.audit:
         number, previous = batch.audit[-1]["number"], batch.audit[-1]["hash"]
     else:
+        chain_audit_log(session.connection())
         last = session.connection().execute(LAST).one_or_none()
         number, previous = (last[0], last[1]) if last is not None else (0, FIRST_LINK)
     entry = AuditEntry(

@@ -37,10 +37,12 @@ def delete_federation(registry: Registry, id: str) -> None:
     """Delete a federation with all its data, also one whose method is absent. Raises NotFound, Stopped."""
     with registry.exclusively():
         federation = registry.find_any(id)
-        with registry.database.write() as session:
+        with registry.write(id) as session:
             _hide(session, federation)
             audit.note(session, "federation-deleted", federation)
         registry.forget(id)
+        if registry.leases is not None:
+            registry.leases.removed(id)
     point("federation-hidden")
     try:
         _delete_rows(registry, id)
@@ -56,6 +58,8 @@ def finish(registry: Registry) -> None:
         with registry.database.read() as session:
             ids = list(session.scalars(select(FederationRow.id).where(FederationRow.state == DELETING)))
         for id in ids:
+            if registry.leases is not None and id not in registry.leases.held:
+                continue  # Another coordinator's.
             _delete_rows(registry, id)
     except BaseException:
         registry.leftovers = True
@@ -73,7 +77,7 @@ def _delete_rows(registry: Registry, id: str) -> None:
     while True:
         if registry.wakeups.closed:
             raise Stopped
-        with registry.database.write() as session:
+        with registry.write(id) as session:
             found, digests = _delete_some(session, id)
             if not found:
                 digests = retention.digests_of(session, id)
@@ -81,6 +85,8 @@ def _delete_rows(registry: Registry, id: str) -> None:
         point("federation-rows-deleted")
         retention.collect(registry, digests)
         if not found:
+            if registry.leases is not None:
+                registry.leases.let_go(id)
             return
         _let_others_in()
 

@@ -10,12 +10,12 @@ import threading
 import time
 from collections import Counter
 
-from sqlalchemy import bindparam, update
+from sqlalchemy import bindparam, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.store.database import Database
-from promptfed.coordinator.store.tables import ClientRow, TaskRow
+from promptfed.coordinator.store.tables import ClientRow, LeaseRow, TaskRow
 
 SEEN = update(ClientRow).where(ClientRow.id == bindparam("key")).values(last_seen=bindparam("moment"))
 MORE = TaskRow.bytes_down + bindparam("size")
@@ -25,8 +25,13 @@ SERVED = update(TaskRow).where(TaskRow.id == bindparam("key")).values(bytes_down
 class LastSeen:
     """Clients' last requests, and bytes served by task."""
 
-    def __init__(self, database: Database):
+    def __init__(self, database: Database, holder: str | None = None):
+        """``holder``: which of several coordinators this is; it writes of clients of its own federations alone."""
         self._database = database
+        self._seen_statement = SEEN
+        if holder is not None:
+            mine = select(LeaseRow.federation_id).where(LeaseRow.holder == holder)
+            self._seen_statement = SEEN.where(ClientRow.federation_id.in_(mine))
         self._lock = threading.Lock()
         self._seen: dict[str, float] = {}  # seconds of the epoch
         self._bytes: Counter[str] = Counter()
@@ -52,7 +57,9 @@ class LastSeen:
             with self._database.write() as session:
                 connection = session.connection()
                 if seen:
-                    connection.execute(SEEN, [{"key": key, "moment": clock.text(at)} for key, at in seen.items()])
+                    connection.execute(
+                        self._seen_statement, [{"key": key, "moment": clock.text(at)} for key, at in seen.items()]
+                    )
                 if served:
                     connection.execute(SERVED, [{"key": key, "size": size} for key, size in served.items()])
         except SQLAlchemyError:

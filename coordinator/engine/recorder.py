@@ -103,15 +103,24 @@ class Change:
 class Changes:
     """One transaction on any number of federations."""
 
-    def __init__(self, session: Session, get: Callable[[str], Federation]):
+    def __init__(
+        self,
+        session: Session,
+        get: Callable[[str], Federation],
+        fence: Callable[[Session, str], None] | None = None,
+    ):
+        """``fence`` sees to it that a federation is this coordinator's until the transaction is over, or raises."""
+        self._fence = fence
         self.batch = Batch()
         self.by_id: dict[str, Change] = {}
         self._session = session
         self._get = get
 
     def of(self, id: str) -> Change:
-        """The part on this federation. Raises NotFound, MethodAbsent."""
+        """The part on this federation. Raises NotFound, MethodAbsent, FederationMoving."""
         if id not in self.by_id:
+            if self._fence is not None:
+                self._fence(self._session, id)
             self.by_id[id] = Change(self._session, self._get(id), self.batch)
         return self.by_id[id]
 

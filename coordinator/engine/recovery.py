@@ -30,17 +30,26 @@ from promptfed.shared.spec import BackboneShape, FederationSpec
 def load_all(session: Session, now: float) -> dict[str, Federation]:
     """All federations by id. Deadlines are left at ``now``: ``Restarted`` sets them."""
     query = select(FederationRow.id, FederationRow.name).where(FederationRow.state != DELETING)
-    found: dict[str, Federation] = {}
-    for id, name in session.execute(query.order_by(FederationRow.created_at)):
-        try:
-            found[id] = load(session, session.get_one(FederationRow, id), now)
-        except (ValueError, TypeError, KeyError) as error:
-            # One that cannot be read keeps nobody from the others; its clients are told so, if they are known.
-            federation = _unreadable(id, name, {}, f"{type(error).__name__}: {error}")
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                federation = _with_its_clients(session, federation)
-            found[id] = federation
-    return found
+    rows = session.execute(query.order_by(FederationRow.created_at))
+    return {id: _load_any(session, id, name, now) for id, name in rows}
+
+
+def load_one(session: Session, id: str, now: float) -> Federation | None:
+    """One of these; None where there is none of this id, or it is being deleted."""
+    query = select(FederationRow.name).where(FederationRow.id == id, FederationRow.state != DELETING)
+    name = session.scalar(query)
+    return _load_any(session, id, name, now) if name is not None else None
+
+
+def _load_any(session: Session, id: str, name: str, now: float) -> Federation:
+    try:
+        return load(session, session.get_one(FederationRow, id), now)
+    except (ValueError, TypeError, KeyError) as error:
+        # One that cannot be read keeps nobody from the others; its clients are told so, if they are known.
+        federation = _unreadable(id, name, {}, f"{type(error).__name__}: {error}")
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            federation = _with_its_clients(session, federation)
+        return federation
 
 
 def load(session: Session, row: FederationRow, now: float) -> Federation:

@@ -19,6 +19,7 @@ from datetime import datetime
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
@@ -29,10 +30,11 @@ from promptfed.coordinator.engine.last_seen import LastSeen
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.recorder import Change, Changes
 from promptfed.coordinator.engine.wakeups import Wakeups
-from promptfed.coordinator.problems import MethodAbsent, NotFound, Unreadable
+from promptfed.coordinator.problems import FederationMoving, MethodAbsent, NotFound, Unreadable
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
 from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.leases import Fenced, Leases
 from promptfed.coordinator.store.tables import OperatorRow
 from promptfed.coordinator.store.writable import Writable
 from promptfed.shared.access_schemas import OperatorRole
@@ -54,7 +56,8 @@ class Operator:
     expires: datetime
 
 
-def _operator_of(row: OperatorRow) -> Operator:
+def operator_of(row: OperatorRow) -> Operator:
+    """A token's row as it is held in memory."""
     return Operator(row.id, row.name, cast(OperatorRole, row.role), clock.parse(row.expires_at))
 
 
@@ -66,14 +69,16 @@ class Registry:
     ``leftovers``: deleted federations may have left rows behind.
     """
 
-    def __init__(self, database: Database, blobs: Blobs, metrics: Metrics):
+    def __init__(self, database: Database, blobs: Blobs, metrics: Metrics, leases: Leases | None = None):
+        """``leases``: among several coordinators, which of the database's federations are this one's."""
+        self.leases = leases
         self.database = database
         self.blobs = blobs
         self.metrics = metrics
         self.writable = Writable(database, blobs)
         self.wakeups = Wakeups()
         self.committer = Committer(self.changes, database.is_full)
-        self.last_seen = LastSeen(database)
+        self.last_seen = LastSeen(database, leases.id if leases is not None else None)
         self.federations: dict[str, Federation] = {}
         self.operators: dict[str, Operator] = {}
         self.retired: dict[str, int] = {}
@@ -113,21 +118,63 @@ class Registry:
 
     def _load(self) -> None:
         self.epoch = secrets.token_hex(8)
+        if self.leases is not None:
+            self.leases.let_go_of_all()  # Each is taken up when its lease is taken.
         with self.database.read() as session:
-            self.federations = recovery.load_all(session, clock.monotonic())
-            self.operators = {row.digest: _operator_of(row) for row in session.scalars(select(OperatorRow))}
+            self.federations = {} if self.leases is not None else recovery.load_all(session, clock.monotonic())
+            self.operators = {row.digest: operator_of(row) for row in session.scalars(select(OperatorRow))}
         for federation in self.federations.values():
-            if federation.absent is not None:
-                text = "%s is left alone: %s" if federation.unreadable else "%s waits for its method: %s"
-                log.error(text, federation.name, federation.absent, extra=json_logs.where(federation))
-            elif federation.run.state not in ENDED:
-                now = clock.monotonic()
-                with self.change(federation.id) as change:
-                    # What was damaged may have been put back meanwhile: it is looked at again.
-                    change.send(events.Mended(now) if federation.run.is_damaged else events.Restarted(now))
+            self._begin(federation)
+
+    def _begin(self, federation: Federation) -> None:
+        """Have a federation that was just read go on."""
+        if federation.absent is not None:
+            text = "%s is left alone: %s" if federation.unreadable else "%s waits for its method: %s"
+            log.error(text, federation.name, federation.absent, extra=json_logs.where(federation))
+        elif federation.run.state not in ENDED:
+            now = clock.monotonic()
+            with self.change(federation.id) as change:
+                # What was damaged may have been put back meanwhile: it is looked at again.
+                change.send(events.Mended(now) if federation.run.is_damaged else events.Restarted(now))
+
+    def take_up(self, id: str) -> None:
+        """Take up one federation whose lease was just taken, as after a restart. Raises as ``change`` does."""
+        with self._turn:
+            if self._closed or id in self.federations:
+                return
+            with self.database.read() as session:
+                federation = recovery.load_one(session, id, clock.monotonic())
+            if federation is None:
+                self.leftovers = True  # It is being deleted.
+                return
+            self.federations = {**self.federations, id: federation}
+            try:
+                self._begin(federation)
+            except BaseException:
+                self.federations = {key: known for key, known in self.federations.items() if key != id}
+                raise
+        log.info("%s is taken up", federation.name, extra=json_logs.where(federation))
+        self.wake([])
+
+    def lose(self, id: str) -> None:
+        """Let go of a federation that another coordinator has taken over."""
+        with self._turn:
+            if self.leases is not None:
+                self.leases.let_go(id)
+            self.retired.pop(id, None)
+            self.damaged.pop(id, None)
+            known = self.federations.get(id)
+        self.forget(id)
+        if known is not None:
+            log.warning("%s is carried out by another coordinator now", known.name, extra=json_logs.where(known))
 
     @property
     def away(self) -> bool:
+        """Whether nothing is answered: what is in memory may not be how things stand."""
+        return self.cut_off or (self.leases is not None and self.leases.stale)
+
+    @property
+    def cut_off(self) -> bool:
         """Whether the database is away, or what it holds is not taken up again yet."""
         return self.database.away is not None or self._reloading
 
@@ -169,6 +216,7 @@ class Registry:
         """The federation with this id. Raises NotFound, MethodAbsent."""
         federation = self.federations.get(id)
         if federation is None:
+            self.expect_here(id)
             raise NotFound("there is no such federation")
         if federation.unreadable:
             raise Unreadable(f"{federation.name} is left alone: {federation.absent}")
@@ -187,8 +235,42 @@ class Registry:
         if federation is None:
             federation = next((known for known in self.federations.values() if known.name == id_or_name), None)
         if federation is None:
+            self.expect_here(id_or_name)
             raise NotFound(f"there is no federation {id_or_name[:100]!r}")
         return federation
+
+    def expect_here(self, asked: str | None) -> None:
+        """Refuse what is asked of a federation, by id or name, that another coordinator carries out."""
+        if self.leases is not None and asked is not None and self.leases.place(asked) is not None:
+            raise FederationMoving("another coordinator carries this federation out: send it again")
+
+    def expect_here_or_known(self, asked: str | None) -> None:
+        """The same for whom nobody is known by here: only the one who carries the federation out knows its clients."""
+        known = self.federations.values() if self.leases is not None else ()
+        if not any(asked in (federation.id, federation.name) for federation in known):
+            self.expect_here(asked)
+
+    def _fence(self, session: Session, id: str) -> None:
+        assert self.leases is not None
+        try:
+            self.leases.check(session, id)
+        except Fenced:
+            text = "another coordinator has taken this federation over, nothing was stored: send it again"
+            raise FederationMoving(text) from None
+
+    @contextmanager
+    def write(self, id: str) -> Iterator[Session]:
+        """A transaction on one federation that changes nothing that is held in memory."""
+        with self.database.write() as session:
+            if self.leases is not None:
+                self._fence(session, id)
+            yield session
+
+    def everywhere(self, session: Session) -> dict[str, Federation]:
+        """All federations, also those that other coordinators carry out, as they stand in the database."""
+        if self.leases is None:
+            return self.federations
+        return {**recovery.load_all(session, clock.monotonic()), **self.federations}
 
     @contextmanager
     def change(self, id: str) -> Iterator[Change]:
@@ -203,7 +285,7 @@ class Registry:
             if self._closed:
                 raise Stopped
             with self.database.write() as session:
-                changes = Changes(session, self.get)
+                changes = Changes(session, self.get, self._fence if self.leases is not None else None)
                 yield changes
                 changes.write()
             before = self.federations

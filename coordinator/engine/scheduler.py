@@ -24,7 +24,7 @@ from promptfed.coordinator.engine.committer import Stopped
 from promptfed.coordinator.engine.malloc import give_back
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
-from promptfed.coordinator.problems import NotFound, Refusal
+from promptfed.coordinator.problems import FederationMoving, NotFound, Refusal
 from promptfed.coordinator.store.backend import DatabaseAway, InUse
 from promptfed.coordinator.store.blobs import DamagedBlob
 
@@ -85,7 +85,7 @@ class Scheduler:
         flushed = trimmed = clock.monotonic()
         while not self._registry.wakeups.closed:
             wakeup = self._registry.wakeups.listen("driver")
-            if self._registry.away and not await self._is_back():
+            if self._registry.cut_off and not await self._is_back():
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             for federation in self._registry.federations.values():
@@ -223,8 +223,8 @@ class Scheduler:
     def _attempt(self, id: str, job: Job) -> None:
         try:
             job(self._registry, id)
-        except (NotFound, WrongMoment, Stopped):
-            pass  # Deleted, cancelled or moved on meanwhile.
+        except (NotFound, FederationMoving, WrongMoment, Stopped):
+            pass  # Deleted, cancelled or moved on meanwhile, or another coordinator's.
         except DamagedBlob as error:
             self._mended_at.pop(id, None)
             self._registry.report_damage(id, error)
@@ -236,14 +236,17 @@ class Scheduler:
                 return
             text = self._registry.database.cannot_be_read(error)
             log.error("%s", text, extra=self._where(id))
-            with contextlib.suppress(NotFound, WrongMoment, Stopped), self._registry.change(id) as change:
+            with (
+                contextlib.suppress(NotFound, FederationMoving, WrongMoment, Stopped),
+                self._registry.change(id) as change,
+            ):
                 change.send(events.Damaged(text))
         except Exception as error:
             self._fail(id, error)
 
     def _fail(self, id: str, error: Exception) -> None:
         log.error("the method failed", exc_info=error, extra=self._where(id))
-        with contextlib.suppress(NotFound, WrongMoment, Stopped), self._registry.change(id) as change:
+        with contextlib.suppress(NotFound, FederationMoving, WrongMoment, Stopped), self._registry.change(id) as change:
             reason = f"{type(error).__name__}: {error}".replace("\0", "\\0")  # PostgreSQL's text holds no NUL
             change.send(events.Fail(reason[:2000]))
 

@@ -113,8 +113,13 @@ def look_up_own(connection: HTTPConnection, registry: Registry, token: str) -> C
     state, token_digest = connection.app.state, digest(token)
     auth_throttle: AuthThrottle = state.auth_throttle
     auth_throttle.check(address_of(connection), token_digest)
-    federations = _asked_first(registry, connection.path_params.get("federation"))
-    caller = _identify(token_digest, state.operator_digest, registry.operators, federations)
+    asked = connection.path_params.get("federation")
+    federations = _asked_first(registry, asked)
+    try:
+        caller = _identify(token_digest, state.operator_digest, registry.operators, federations)
+    except Unauthorized:
+        registry.expect_here_or_known(asked)
+        raise
     if not isinstance(caller, OperatorCaller):
         check_certificate(connection, caller.client.name if isinstance(caller, ClientCaller) else None)
     return caller

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
@@ -17,7 +18,7 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.domain.run_state import ENDED
-from promptfed.coordinator.engine import audit, jobs, retention
+from promptfed.coordinator.engine import audit, jobs, recovery, retention
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import tokens
 from promptfed.coordinator.operations.client_names import client_name
@@ -69,20 +70,36 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
             return known
         spec = resolve(raw)
         if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
-            raise problems.NameTaken(
-                f"there is already a federation {spec.name!r}: choose another name, or delete that one"
-            )
+            raise _taken(spec)
         federation = replace(new_federation("fed-" + secrets.token_hex(8), spec), noise_key=secrets.token_hex(32))
         if spec.participation.draw == "secret":
             federation = federation.drawing_with(secrets.token_hex(32))
         with registry.database.write() as session:
             session.add(_row(federation, key, request_digest))
-            session.flush()
+            _flush_among_others(registry, session, federation)
             session.add(EventRow(federation_id=federation.id, kind="federation-created", data={}, at=clock.now()))
             audit.note(session, "federation-created", federation, spec_sha256=request_digest)
+        if registry.leases is not None:
+            registry.leases.added(federation.id, federation.name)
         registry.add(federation)
     point("federation-created")
     return federation
+
+
+def _taken(spec: FederationSpec) -> problems.NameTaken:
+    return problems.NameTaken(f"there is already a federation {spec.name!r}: choose another name, or delete that one")
+
+
+def _flush_among_others(registry: Registry, session: Session, federation: Federation) -> None:
+    """Write the new row. Another coordinator may have one of this name, or of this key at the very same moment."""
+    try:
+        session.flush()
+    except IntegrityError:
+        if registry.leases is None:
+            raise
+        raise _taken(federation.spec) from None
+    if registry.leases is not None:
+        registry.leases.add(session, federation.id)
 
 
 def _digest_of(raw: dict[str, Any]) -> str:
@@ -105,6 +122,8 @@ def _created_with(registry: Registry, key: str | None, request_digest: str) -> F
             raise problems.KeyReused(
                 "this Idempotency-Key was used with another spec: use a fresh key for a fresh federation"
             )
+        if registry.leases is not None and row.id not in registry.federations:
+            return recovery.load(session, row, clock.monotonic())
         return registry.get(row.id)
 
 
@@ -280,7 +299,7 @@ def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Ref
     """
     if isinstance(refusal, problems.Ended) and path.endswith("/task"):
         return
-    with registry.database.write() as session:
+    with registry.write(id) as session:
         mine = (ClientRow.federation_id == id, ClientRow.name == name)
         row = session.scalars(select(ClientRow).where(*mine)).one_or_none()
         if row is None:

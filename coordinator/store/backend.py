@@ -29,6 +29,8 @@ class Backend(ABC):
     """Whether it lies in the data folder, beside the blobs that it names."""
     writer: Engine
     reader: Engine
+    shared: bool = False
+    """Whether several coordinators work on it, each carrying out federations of its own."""
 
     @abstractmethod
     def check(self) -> None:

@@ -15,11 +15,12 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.backend import Backend, CannotOpen, DatabaseAway, InUse, one_line
+from promptfed.coordinator.store.postgres import take_turns
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -65,6 +66,8 @@ class Database:
         try:
             with self._turn, self._watched(), self.backend.writer.begin() as connection:
                 config.attributes["connection"] = connection
+                if self.backend.shared:
+                    self._take_turns(config, connection)
                 command.upgrade(config, "head")
         except CommandError as error:
             text_ = f"the database at {self.backend.place} was made by another version: {one_line(error)}"
@@ -74,6 +77,20 @@ class Database:
                 raise CannotOpen(self.cannot_be_read(error)) from None
             text_ = f"the tables cannot be made in the database at {self.backend.place}"
             raise CannotOpen(f"{text_}: {str(error.orig).splitlines()[0]}") from None
+
+    def _take_turns(self, config: Config, connection: Connection) -> None:
+        """Among several coordinators one migrates, and only while no other one is at work on tables of before."""
+        take_turns(connection)
+        found = MigrationContext.configure(connection).get_current_revision()
+        if found in (None, ScriptDirectory.from_config(config).get_current_head()):
+            return
+        listed = connection.exec_driver_sql("SELECT to_regclass('coordinators') IS NOT NULL").scalar()
+        seen = "SELECT count(*) FROM coordinators WHERE seen > extract(epoch FROM clock_timestamp()) - 5"
+        if listed and connection.exec_driver_sql(seen).scalar():
+            raise CannotOpen(
+                f"the tables at {self.backend.place} have to be brought to this version's form, and other coordinators "
+                "work on them: stop those first"
+            )
 
     def expect_this_version(self) -> None:
         """Refuse tables of another version's form. Raises CannotOpen, DatabaseAway."""

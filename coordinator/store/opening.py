@@ -16,7 +16,8 @@ from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.bucket import Bucket, ObjectStoreAway
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.folder_lock import FolderLock
-from promptfed.coordinator.store.postgres import PostgreSQL
+from promptfed.coordinator.store.leases import Leases
+from promptfed.coordinator.store.postgres import PostgreSQL, take_turns
 from promptfed.coordinator.store.sqlite import SQLite
 from promptfed.coordinator.store.tables import FederationRow, ObjectRow, StoreRow
 from promptfed.shared.files import write_whole
@@ -29,11 +30,12 @@ SQLITE_FILE = "coordinator.sqlite3"
 
 @dataclass
 class Store:
-    """Rows, blobs, and the folder's lock."""
+    """Rows, blobs, and the folder's lock; among several coordinators this one's leases."""
 
     lock: FolderLock
     database: Database
     blobs: Blobs
+    leases: Leases | None = None
 
     def close(self) -> None:
         """Close the database, then free the folder for another coordinator."""
@@ -52,14 +54,15 @@ def open_store(settings: Settings) -> Store:
     folder = settings.data_dir
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _close_to_others(folder)
-    database = Database(backend_of(settings))
+    backend = backend_of(settings)
+    database = Database(backend)
     bucket = bucket_of(settings)
     lock = FolderLock(folder)
     lock.acquire()
     try:
         database.connect(settings.database_wait_seconds)
         database.migrate()
-        blobs = Blobs(folder, BlobRows(database), bucket)
+        blobs = Blobs(folder, BlobRows(database), bucket, shared=backend.shared)
         blobs.open()
         name = _tie(folder, blobs, database)
         _tie_objects(bucket, database, name)
@@ -67,7 +70,10 @@ def open_store(settings: Settings) -> Store:
         database.close()
         lock.release()
         raise
-    return Store(lock, database, blobs)
+    leases = None
+    if isinstance(backend, PostgreSQL) and settings.advertise_url is not None:
+        leases = Leases(backend.leases, settings.advertise_url.rstrip("/"), lambda: backend.writing)
+    return Store(lock, database, blobs, leases)
 
 
 def open_to_look(settings: Settings) -> Store:
@@ -79,7 +85,7 @@ def open_to_look(settings: Settings) -> Store:
         OSError: the folder cannot be used.
     """
     folder = settings.data_dir
-    database = Database(backend_of(settings))
+    database = Database(backend_of(settings.model_copy(update={"advertise_url": None})))
     bucket = bucket_of(settings)
     if not (folder / ID_FILE).exists():
         raise CannotOpen(f"{folder} is no coordinator's data folder: give --data-dir as it was used before")
@@ -114,7 +120,9 @@ def _close_to_others(folder: Path) -> None:
 def backend_of(settings: Settings) -> Backend:
     """The database that the settings name. Raises CannotOpen."""
     url = settings.url()
-    return SQLite(settings.data_dir / SQLITE_FILE) if url is None else PostgreSQL(url)
+    if url is None:
+        return SQLite(settings.data_dir / SQLITE_FILE)
+    return PostgreSQL(url, shared=settings.advertise_url is not None)
 
 
 def bucket_of(settings: Settings) -> Bucket | None:
@@ -130,10 +138,13 @@ def _tie(folder: Path, blobs: Blobs, database: Database) -> str:
     file = folder / ID_FILE
     in_folder = file.read_text().strip() if file.exists() else None
     with database.write() as session:
+        if database.backend.shared:
+            take_turns(session.connection())
         row = session.scalars(select(StoreRow)).one_or_none()
         if row is not None and row.id == in_folder:
             return row.id
-        beside = database.backend.in_folder and in_folder is None
+        # Among several coordinators what lies in one's folder are copies.
+        beside = (database.backend.in_folder or database.backend.shared) and in_folder is None
         empty = session.scalars(select(FederationRow.id).limit(1)).first() is None and not blobs.files()
         if not beside and (in_folder is not None or not empty):
             raise CannotOpen(

@@ -36,20 +36,26 @@ CONNECT = {
 }
 SESSION = ("tcp_keepalives_idle = 10", "tcp_keepalives_interval = 5", "tcp_keepalives_count = 4")
 LOCK = "SELECT pg_try_advisory_lock(hashtextextended('promptfed coordinator ' || coalesce(current_schema(), ''), 0))"
+SHARED_LOCK = LOCK.replace("pg_try_advisory_lock(", "pg_try_advisory_lock_shared(")
+# Who stops in the middle of a transaction keeps others from nothing for longer.
+OF_SEVERAL = ("idle_in_transaction_session_timeout = 5000",)
 READERS = 8
 
 
 class PostgreSQL(Backend):
-    """One database (or schema) of a server, for one coordinator at a time.
+    """One database (or schema) of a server, for one coordinator at a time, or for several (``shared``).
 
-    An advisory lock of the session keeps others out. It is taken when the one connection that writes is made, and gone
-    when that connection is.
+    An advisory lock of the session keeps others out, or those that work alone. It is taken when the one connection that
+    writes is made, and gone when that connection is. Among several, ``leases`` are kept over a connection of their own,
+    and ``writing`` is the process id of the session that writes.
     """
 
     in_folder = False
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, shared: bool = False):
         """Nothing is connected yet. Raises CannotOpen."""
+        self.shared = shared
+        self.writing: int | None = None
         try:
             import psycopg
         except ImportError:
@@ -68,6 +74,7 @@ class PostgreSQL(Backend):
         self.reader = create_engine(
             parsed, pool_size=READERS, max_overflow=READERS, pool_pre_ping=True, hide_parameters=True
         )
+        self.leases = create_engine(parsed, pool_size=2, pool_pre_ping=True, hide_parameters=True)
         self._on_connect(self.writer, self._prepare_writer)
         self._on_connect(self.reader, self._prepare_reader)
 
@@ -120,10 +127,11 @@ class PostgreSQL(Backend):
 
     def _prepare_writer(self, connection: Connection[Any]) -> None:
         connection.autocommit = True
-        locked = connection.execute(LOCK).fetchone()
+        locked = connection.execute(SHARED_LOCK if self.shared else LOCK).fetchone()
         if locked != (True,):
             raise InUse(f"another coordinator works on the database at {self.place}: stop it, or give another database")
-        for setting in SESSION:
+        self.writing = connection.info.backend_pid
+        for setting in (*SESSION, *(OF_SEVERAL if self.shared else ())):
             connection.execute(f"SET {setting}".encode())
         # Every value but this one waits for the server's own disk.
         if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):
@@ -134,6 +142,17 @@ class PostgreSQL(Backend):
         # As SQLite's readers: all statements of a transaction see one commit.
         connection.isolation_level = self._driver.IsolationLevel.REPEATABLE_READ
         connection.read_only = True
+
+
+def take_turns(connection: SQLConnection) -> None:
+    """Until this transaction is over no other coordinator does what a start does once."""
+    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended('promptfed start', 0))")
+
+
+def chain_audit_log(connection: SQLConnection) -> None:
+    """Until this transaction is over no other coordinator adds to the audit log, whose entries are numbered."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended('promptfed audit log', 0))")
 
 
 @contextmanager

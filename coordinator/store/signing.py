@@ -14,14 +14,16 @@ KEY_FILE = "signing.key"
 
 
 class Signer:
-    """Signs with the key of a data folder, made at its first start.
+    """Signs with the key of a data folder, made at its first start, or with a ``given`` one.
 
     Raises:
-        CannotOpen: the file is there and holds no Ed25519 key.
+        CannotOpen: the file is there and holds no Ed25519 key, or a given one is not there.
     """
 
-    def __init__(self, data_dir: Path):
-        path = data_dir / KEY_FILE
+    def __init__(self, data_dir: Path, given: Path | None = None):
+        path = given or data_dir / KEY_FILE
+        if given is not None and not given.exists():
+            raise CannotOpen(f"--signing-key-file {given} is missing: openssl genpkey -algorithm ed25519 -out {given}")
         if not path.exists():
             made = Ed25519PrivateKey.generate().private_bytes(
                 serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

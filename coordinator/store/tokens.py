@@ -6,9 +6,11 @@ import hashlib
 import secrets
 from pathlib import Path
 
+from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.shared.files import write_whole
 
 OPERATOR_FILE = "operator.token"
+SHORTEST = 32
 
 
 def digest(token: str) -> str:
@@ -28,6 +30,18 @@ def operator_token(data_dir: Path) -> str:
         return path.read_text().strip()
     token = new_token()
     write_secret(path, token, 0o600)
+    return token
+
+
+def given_operator_token(path: Path) -> str:
+    """The operator token in a file that all of several coordinators are given. Raises CannotOpen."""
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise CannotOpen(f"--operator-token-file {path} cannot be read: {why}") from None
+    if len(token) < SHORTEST:
+        raise CannotOpen(f"--operator-token-file {path} holds no token of {SHORTEST} characters: openssl rand -hex 32")
     return token
 
 

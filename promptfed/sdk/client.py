@@ -22,7 +22,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from promptfed.sdk.errors import CommandError, Exit, offences
-from promptfed.shared.net import is_loopback
+from promptfed.shared.net import MOST_MOVES, is_loopback, moved_to
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 URL_VARIABLE = "PROMPTFED_COORDINATOR"
@@ -138,7 +138,7 @@ class Coordinator:
         deadline = time.monotonic() + RESTART_SECONDS
         while True:
             try:
-                return self._http.request(request.verb, request.path, **request.options)
+                return self._followed(request)
             except httpx.TransportError as error:
                 # What was not sent, or only reads, can be sent again.
                 harmless = request.verb == "GET" or isinstance(error, httpx.ConnectError)
@@ -146,6 +146,19 @@ class Coordinator:
                     raise
             self._meanwhile()
             time.sleep(RETRY_SECONDS)
+
+
+    def _followed(self, request: Request[Any]) -> httpx.Response:
+        """The answer of whichever coordinator carries out the federation that the request is about."""
+        response = self._http.request(request.verb, request.path, **request.options)
+        for _ in range(MOST_MOVES):
+            asked, location = str(response.request.url), response.headers.get("location", "")
+            origin = moved_to(self.url, asked, location) if response.status_code == 307 else None
+            if origin is None:
+                break
+            # httpx by itself would leave the token out: this is not the address that it was given for.
+            response = self._http.request(request.verb, origin + request.path, **request.options)
+        return response
 
 
 class AsyncCoordinator:
