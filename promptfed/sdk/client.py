@@ -147,7 +147,6 @@ class Coordinator:
             self._meanwhile()
             time.sleep(RETRY_SECONDS)
 
-
     def _followed(self, request: Request[Any]) -> httpx.Response:
         """The answer of whichever coordinator carries out the federation that the request is about."""
         response = self._http.request(request.verb, request.path, **request.options)

@@ -156,7 +156,8 @@ class InThread(Api):
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         hooks = {"response": [answer_check()]}
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, event_hooks=hooks)
-        self.operator = bearer((folder / "operator.token").read_text().strip())
+        token = self.settings.operator_token_file or folder / "operator.token"
+        self.operator = bearer(token.read_text().strip())
 
     @property
     def registry(self) -> Registry:
