@@ -269,14 +269,16 @@ class ForkedCoordinator(CoordinatorProcess):
         fault: str = "",
         files: Path | None = None,
         constants: dict[str, float] | None = None,
+        environment: dict[str, str] | None = None,
     ):
         self._turn = threading.RLock()
+        self._environment = environment or {}
         self._constants = constants or {}
         super().__init__(folder, *options, fault=fault, files=files)
 
     def _spawn(self, arguments: list[str], fault: str) -> None:
         child = fork_server().Process(
-            target=forked_coordinator.run, args=(arguments, fault, str(self._log), self._constants)
+            target=forked_coordinator.run, args=(arguments, fault, str(self._log), self._constants, self._environment)
         )
         with self._turn:
             child.start()
