@@ -1,0 +1,224 @@
+"""With Ray itself: the same state for any number of crews and through kills, nothing left behind, the same benches."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from benchmarks.crews import KILLED, Kills, Nodes, killed, ray_nodes
+from promptfed.experiments.simulation import simulate
+from promptfed.runtime.run_file import read_run
+from promptfed.sdk.errors import Exit
+from tests.support.waiting import PATIENCE, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+RUN: dict[str, Any] = {
+    "name": "small",
+    "method": {"name": "fedpgp"},  # has private state
+    "rounds": 2,
+    "seed": 5,
+    "training": {"learning_rate": 0.02, "batch_size": 4},
+    "participation": {"min_clients": 2, "fraction": 0.6},
+    "clients": {
+        "count": 4,
+        "name": "site-{index}",
+        "data": "symbols:painting?topic=faces&per_class=4&test_per_class=2&partition=iid"
+        "&clients={count}&client={index}",
+    },
+}
+LONG = {**RUN, "rounds": 10_000, "evaluation": {"every": 10_000}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray_is_installed() -> None:
+    pytest.importorskip("ray", reason="crews on Ray: pip install '.[ray]'")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The state of the simulation in one process."""
+    torch.set_num_threads(1)
+    run = read_run(written(tmp_path_factory.mktemp("simulated"), RUN))
+    return simulate(run.spec, run.sites).state_hash
+
+
+def written(folder: Path, run: dict[str, Any]) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "promptfed", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+
+
+def told(*arguments: object, code: int = 0) -> str:
+    """What the command said: its output, or its errors where it is to fail."""
+    running = started(*arguments)
+    out, errors = running.communicate(timeout=4 * PATIENCE)
+    assert running.returncode == code, errors
+    return out if code == 0 else " ".join(errors.split())
+
+
+def last_json(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return found
+
+
+def below(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.mark.parametrize("crews", [1, 2, 4])
+def test_the_state_is_that_of_one_process(crews: int, nodes: Nodes, wanted: str, tmp_path: Path) -> None:
+    options = ["--engine", "ray", "--crews", crews, "--address", nodes.cluster.address]
+    out = told("simulate", written(tmp_path, RUN), *options, "--storage", tmp_path / "storage", "--json")
+    assert last_json(out)["state_hash"] == wanted
+
+
+def test_a_run_whose_command_died_goes_on_from_its_storage(nodes: Nodes, wanted: str, tmp_path: Path) -> None:
+    """As where the head node is lost: nothing of the command is stopped in order."""
+    options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address, "--storage", tmp_path / "storage"]
+    path = written(tmp_path, RUN)
+    running = started("simulate", path, *options)
+    database = tmp_path / "storage" / "coordinator"
+    clients = tmp_path / "storage" / "clients"
+    wait_for("enrolment", lambda: database.exists() and clients.exists() and len(list(clients.iterdir())) == 4)
+    for one in [*below(running.pid), psutil.Process(running.pid)]:
+        one.kill()
+    running.communicate()
+    again = last_json(told("simulate", path, *options, "--json"))
+    assert again["state_hash"] == wanted
+    other = told("simulate", written(tmp_path, {**RUN, "seed": 6}), *options, code=Exit.BAD_INPUT)
+    assert "holds another run" in other
+
+
+def test_killed_crews_nodes_and_coordinators_change_no_bit() -> None:
+    run = {**KILLED, "rounds": 8, "evaluation": {"every": 4}}
+    kills = Kills(crews=2, nodes=1, coordinators=1)
+    found = killed(kills, 0, (2.0, 5.0), run)
+    assert kills.done == {"crews": 2, "nodes": 1, "coordinators": 1}
+    torch.set_num_threads(1)
+    spec = {key: value for key, value in run.items() if key != "clients"}
+    clients = run["clients"]
+    from promptfed.runtime.services import Site
+
+    count = clients["count"]
+    data = clients["data"].replace("{count}", str(count))
+    sites = [Site(f"site-{k}", data.replace("{index}", str(k))) for k in range(count)]
+    assert found["state_hash"] == simulate(spec, sites).state_hash
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_behind(sent: signal.Signals, tmp_path: Path) -> None:
+    """A Ray that was started for it, its crew, its coordinator, and the folders of all three."""
+    os.environ["TMPDIR"] = str(tmp_path)
+    try:
+        running = started("simulate", written(tmp_path, LONG), "--engine", "ray")
+    finally:
+        del os.environ["TMPDIR"]
+
+    def at_work() -> bool:
+        assert running.poll() is None, running.communicate()
+        return any(one.name().startswith("ray::CrewActor"[:15]) for one in below(running.pid)) and any(
+            "promptfed.coordinator" in " ".join(one.cmdline()) for one in below(running.pid)
+        )
+
+    wait_for("a crew at work", at_work)
+    time.sleep(2.0)  # into the middle of something, whatever it is
+    below_it = below(running.pid)
+    assert len(below_it) > 4
+    running.send_signal(sent)
+    _, errors = running.communicate(timeout=PATIENCE)
+    assert running.returncode == Exit.INTERRUPTED, errors
+    assert "promptfed: interrupted" in errors
+    wait_for("the end of all", lambda: not [one for one in below_it if one.is_running() and one.status() != "zombie"])
+    left = [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(("promptfed-", "pf-ray-"))]
+    assert left == []
+
+
+def test_a_cluster_that_is_too_small_is_told_with_what_it_has(nodes: Nodes, tmp_path: Path) -> None:
+    options = ["--engine", "ray", "--address", nodes.cluster.address, "--storage", tmp_path / "storage"]
+    path = written(tmp_path, {**RUN, "training": {"threads": 64}})
+    said = told("simulate", path, *options, code=Exit.BAD_INPUT)
+    assert "no room for 1 crew of 64 CPUs: it holds 0" in said
+    said = told("simulate", written(tmp_path, RUN), *options, "--gpus-per-crew", 1, code=Exit.BAD_INPUT)
+    assert "no room for 1 crew of 1 CPU and 1 GPU" in said
+    assert "2 CPUs" in said
+    said = told("simulate", written(tmp_path, RUN), *options[:4], code=Exit.BAD_INPUT)
+    assert "give --storage FOLDER, one that all nodes see" in said
+
+
+BENCH = ["personalisation", "--data", "symbols:painting?topic=faces&per_class=4&test_per_class=2", "--clients", 2]
+BENCH += ["--partition", "iid", "--methods", "zero_shot,promptfl,fedpgp", "--seeds", "0,1", "--rounds", 1]
+TIMED = ("wall_seconds", "setup_seconds", "provenance", "seconds", "train_seconds", "evaluate_seconds", "at")
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_times(one) for key, one in value.items() if key not in TIMED}
+    return [without_times(one) for one in value] if isinstance(value, list) else value
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """Every file by its path: JSON without times and provenance, whatever else byte for byte."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_dir() or name.startswith("features"):
+            continue
+        found[name] = without_times(json.loads(path.read_text())) if path.suffix == ".json" else path.read_bytes()
+    return found
+
+
+def test_a_bench_comes_to_the_same_folder_and_goes_on_where_it_was_interrupted(nodes: Nodes, tmp_path: Path) -> None:
+    told("bench", *BENCH, "--out", tmp_path / "here")
+    here = results(tmp_path / "here")
+    runs = sorted((tmp_path / "here" / "runs").iterdir())
+    assert len(runs) == 6
+    on_ray = ["--engine", "ray", "--address", nodes.cluster.address, "--out", tmp_path / "there"]
+    told("bench", *BENCH, *on_ray)
+    there = results(tmp_path / "there")
+    plots = {name for name in here if name.endswith((".svg", ".png"))}
+    tables = {name for name in here if name.endswith(".md")}  # hold seconds
+    assert there.keys() == here.keys()
+    assert {name: there[name] for name in there.keys() - plots - tables} == {
+        name: here[name] for name in here.keys() - plots - tables
+    }
+    for path in runs[:2]:
+        (tmp_path / "there" / "runs" / path.name).unlink()
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "there" / "runs").iterdir()}
+    running = started("bench", *BENCH, *on_ray)
+    _, errors = running.communicate(timeout=4 * PATIENCE)
+    assert running.returncode == 0, errors
+    assert "4 of 6 federations are done" in errors
+    now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "there" / "runs").iterdir()}
+    assert kept.items() <= now.items()
+    assert len(now) == 6
+    assert results(tmp_path / "there").keys() == here.keys()
