@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import StatisticsError, fmean, stdev
 
 from promptfed.experiments.protocols import Protocol
 from promptfed.experiments.results import Run
@@ -84,10 +84,14 @@ def scores_of(protocol: Protocol, runs: Sequence[Run]) -> tuple[dict[str, dict[s
             split, _, variant = accuracy.split.partition(VARIANT)
             by_trial = by_variant.setdefault(variant, {})
             by_trial.setdefault(run.trial, []).append(replace(accuracy, split=split))
-    scores = {
-        variant: protocol.scores(by_variant[variant], lambda accuracy: accuracy.accuracy)
-        for variant in sorted(by_variant)
-    }
+    scores = {}
+    for variant in sorted(by_variant):
+        try:
+            scores[variant] = protocol.scores(by_variant[variant], lambda accuracy: accuracy.accuracy)
+        except StatisticsError:
+            # A further classifier may be one that only trainers have: where a protocol looks at evaluators, no row.
+            if not variant:
+                raise
     own = by_variant[""]
     if any(accuracy.zero_shot is None for accuracies in own.values() for accuracy in accuracies):
         return scores, None

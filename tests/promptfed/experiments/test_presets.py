@@ -42,9 +42,13 @@ def test_a_preset_describes_a_table_that_can_be_run(name: str) -> None:
         assert "{" not in "".join(bench.setting.data).replace("{domain}", "").replace("{}", "")
         labels = {entry.label for entry in bench.entries}
         printed = set(preset.paper[panel])
-        assert printed & labels, "nothing of ours to compare with"
+        if printed:
+            assert printed & labels, "nothing of ours to compare with"
+        else:
+            assert "printed figures are left out" in preset.notes
         for entry in bench.entries:
-            resolved = resolve_spec(entry.spec({"name": "x", **preset.spec}, preset.m))
+            named = {"name": "x", "class_names": ["a", "b"], **preset.spec}  # as the protocols give them
+            resolved = resolve_spec(entry.spec(named, preset.m))
             assert resolved.training.epochs == preset.spec["training"]["epochs"]
         for row in preset.figures(panel):
             assert all(0 < value <= 1 for value in row.scores[0].values())
@@ -218,7 +222,8 @@ def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         folder = out / panel if len(small.panels()) > 1 else out
         whole = json.loads((folder / "results.json").read_text())
         assert {run["label"] for run in whole["runs"]} == set(small.methods)
-        assert all(run["rounds"] == 2 for run in whole["runs"])
+        once = {"tip_adapter", "fedgda"}  # which train nothing
+        assert all(run["rounds"] == (1 if run["label"] in once else 2) for run in whole["runs"])
         table = (folder / "table.md").read_text()
         assert all(f"{label} (paper)" in table for label in small.paper[panel])
 
