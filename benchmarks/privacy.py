@@ -6,6 +6,8 @@ global state. Runs are appended to ``--out`` as they end, seeds outermost, so th
 
     python -m benchmarks.privacy run --out privacy.jsonl --seeds 0,1,2
     python -m benchmarks.privacy plot --out privacy.jsonl --picture privacy.png
+    python -m benchmarks.privacy table --out privacy.jsonl
+    python -m benchmarks.privacy step
 
 Rates: the best of 0.02 to 0.3 (SGD, each for itself with and without noise) and of 1e-3 and 3e-3 (Adam) on seed 7.
 """
@@ -14,16 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness import integers
+from benchmarks.harness import Batch, client_context, integers
 from promptfed.client_service.training.data import TEST, TRAIN, ClientData
 from promptfed.experiments.membership import attack, losses
 from promptfed.experiments.simulation import simulate
@@ -32,6 +36,10 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data import open_source
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.protection import Protection
+from promptfed.shared.privacy.noise import SeededNoise
+from promptfed.shared.spec import TrainingSpec
 
 CLIENTS, ROUNDS, BATCH, DELTA = 5, 5, 40, 1e-4
 DATA = "symbols:neon?topic=weather&per_class=200&test_per_class=200&partition=iid&clients=5&client={}"
@@ -84,6 +92,33 @@ def attacked(result: FederationResult, backbone: Backbone, cache: FeatureCache) 
             "epsilon_bound": found.epsilon}  # fmt: skip
 
 
+def step_seconds(repeats: int) -> dict[str, float]:
+    """Median CPU seconds of a step of promptfl, batch 32, 10 classes, cached features: plain, and with DP-SGD."""
+    names = tuple(f"class {number}" for number in range(10))
+    torch.set_num_threads(1)
+    backbone = load_backbone(tiny.MODEL, tiny.PRETRAINED)
+    draws = torch.Generator().manual_seed(1)
+    drawn, steps = Batch.drawn(backbone, 32, len(names), draws), 10
+    features = torch.nn.functional.normalize(torch.randn(32, backbone.d_e, generator=draws), dim=-1)
+    batch = replace(drawn, encoded=features)
+    found: dict[str, list[float]] = {"plain": [], "private": []}
+    method = make_method({"name": "promptfl", "m": 16})
+    start = {"context": torch.randn(16, backbone.d_t, generator=draws) * 0.02}
+    training = TrainingSpec(epochs=steps, batch_size=32)
+    for number in range(repeats + 1):
+        for way, seconds in found.items():
+            context = client_context(backbone, names, batch, training=training)
+            if way == "private":
+                own = Protection(0.3, 1.0, 32, 32, steps, SeededNoise(number).stream())
+                context = replace(context, protection=own)
+            begun = time.process_time()
+            method.train(context, start, {})
+            if number:  # the first fills caches
+                seconds.append((time.process_time() - begun) / steps)
+    told = {way: statistics.median(seconds) for way, seconds in found.items()}
+    return told | {"times": told["private"] / told["plain"]}
+
+
 def run(out: Path, methods: list[str], epsilons: list[float | None], seeds: tuple[int, ...], features: Path) -> None:
     """Every run that ``out`` does not hold yet."""
     torch.set_num_threads(1)
@@ -128,7 +163,7 @@ def summary(lines: list[dict[str, Any]]) -> str:
     """A table in Markdown: accuracy and AUC by method and ε, mean ± standard deviation over the seeds."""
     rows = ["| method | ε | z | accuracy | AUC of the loss attack | TPR at 1 % | bound on ε | seeds |",
             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    zero = statistics.fmean(one["zero_shot"] for one in lines) if lines else math_nan()
+    zero = statistics.fmean(one["zero_shot"] for one in lines) if lines else math.nan
     rows.append(f"| zero-shot | 0 | – | {zero:.1%} | – | – | – | – |")
     keys = sorted({(one["method"], -(one["epsilon"] or 1e9)) for one in lines})
     for method, negative in keys:
@@ -144,11 +179,6 @@ def summary(lines: list[dict[str, Any]]) -> str:
             f"{_spread([one['auc'] for one in same], 1, 3)} | {rate} | {bound:.2f} | {len(same)} |"
         )
     return "\n".join(rows) + "\n"
-
-
-def math_nan() -> float:
-    """Where nothing was run."""
-    return float("nan")
 
 
 def _spread(values: list[float], scale: float, digits: int) -> str:
@@ -186,7 +216,7 @@ def plot(lines: list[dict[str, Any]], picture: Path) -> None:
 def main() -> None:
     """Run, or draw what was run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "plot", "table"])
+    parser.add_argument("what", choices=["run", "plot", "table", "step"])
     parser.add_argument("--out", type=Path, default=Path("privacy.jsonl"))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--epsilons", default="inf,8,4,2,1")
@@ -197,6 +227,8 @@ def main() -> None:
     epsilons = [None if one == "inf" else float(one) for one in given.epsilons.split(",")]
     if given.what == "run":
         run(given.out, given.methods.split(","), epsilons, given.seeds, given.features)
+    elif given.what == "step":
+        print(json.dumps(step_seconds(9)))
     elif given.what == "plot":
         plot(read(given.out), given.picture)
     else:

@@ -134,7 +134,7 @@ class Joining:
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
         allowed = self.parts.plain_evaluations or (policy is not None and policy.metrics.accuracy == "plain")
-        plain = allowed and info.privacy is not None and info.privacy.evaluations == "plain"
+        plain = allowed and info.privacy is not None and info.privacy.evaluations == "plain" and not method.fine_tunes
         work = self._work(backbone, agreement, source, tests)
         work.protection, work.plain_evaluations = protection, plain
         work.policy, work.asked = policy, asked

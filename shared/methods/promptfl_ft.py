@@ -38,6 +38,7 @@ class PromptFLFT(PromptFL):
     paper = "Cheng et al., Fine-tuning is Fine in Federated Learning, 2021; PromptFL as above"
     personal = True
     protects = True
+    fine_tunes = True
     Hyper = PromptFLFTHyper
     hyper: PromptFLFTHyper
 

@@ -225,6 +225,7 @@ class Method(ABC):
     one_payload: bool = True  # whether all clients of a phase, and all of an evaluation, are given the same tensors
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports: no other is sent
     protects: ClassVar[bool] = False  # whether `train` can be differentially private for every record of a client
+    fine_tunes: ClassVar[bool] = False  # whether classifiers are trained once more, without noise, on a client's images
     unprotected: ClassVar[str] = "its training has not been looked at for this"  # why not, one clause
     Own: ClassVar[type[OwnOptions]] = OwnOptions  # what each client may choose for itself
 

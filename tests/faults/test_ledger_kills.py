@@ -1,0 +1,98 @@
+"""Kill -9 on a real protected client at every point of its ledger: spends are the releases sent, each once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from promptfed.client_service.exits import Exit
+from promptfed.client_service.faults import POINTS, VARIABLE
+from promptfed.client_service.ledger import Ledger
+from promptfed.client_service.protection import reported
+from promptfed.shared.privacy.accounting import epsilon_of
+from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.spec import TrainingSpec
+from tests.client_service.conftest import MakeCoordinator
+from tests.client_service.conftest import backbone as backbone
+from tests.client_service.conftest import make_coordinator as make_coordinator
+from tests.support.client_processes import ClientProcess, served, wait_for
+from tests.support.fake_coordinator import TOKEN, FakeCoordinator
+from tests.support.waiting import PATIENCE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+ROUNDS, RANDOM_KILLS = 3, 6
+PRIVACY = PrivacySpec(level="sample", clip=0.3, noise_multiplier=4.0, delta=1e-3).model_dump()
+
+
+def coordinator_of(make_coordinator: MakeCoordinator) -> FakeCoordinator:
+    training = TrainingSpec(epochs=3, batch_size=8).model_dump()
+    return make_coordinator(class_names=None, rounds=ROUNDS, training=training, privacy=PRIVACY)
+
+
+def client(folder: Path, url: str) -> ClientProcess:
+    (folder / "token").write_text(TOKEN)
+    return ClientProcess(
+        folder / "client",
+        coordinator=url,
+        federation="pets",
+        name="hospital-a",
+        data="digits?shots=2",
+        enrolment_token_file=str(folder / "token"),
+        ledger=str(folder / "ledger.jsonl"),
+    )
+
+
+def assert_spends_are_the_releases(folder: Path, coordinator: FakeCoordinator) -> None:
+    ledger = Ledger(folder / "ledger.jsonl")
+    sent = [body for body in coordinator.received if b"payload_sha256" in body]
+    released = {hashlib.sha256(body).hexdigest() for body in sent}
+    spends = ledger.spends()
+    assert {one.release for one in spends} == released
+    assert len(spends) == len(released) == len(coordinator.accepted) == ROUNDS
+    events = [event for one in spends for event in one.events]
+    assert spends[-1].epsilon == pytest.approx(epsilon_of(events, 1e-3))
+    assert all(reported(body) is not None for body in sent)
+
+
+@pytest.mark.parametrize("place", [f"{name}:{count}" for name in POINTS for count in (1, 2)])
+def test_at_every_point(
+    place: str, tmp_path: Path, make_coordinator: MakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = coordinator_of(make_coordinator)
+    with served(coordinator.app) as url:
+        monkeypatch.setenv(VARIABLE, place)
+        process = client(tmp_path, url)
+        try:
+            assert process.wait(PATIENCE) == -signal.SIGKILL, process.text()
+            monkeypatch.delenv(VARIABLE)
+            process.start()
+            assert process.wait(PATIENCE) == Exit.OK, process.text()
+        finally:
+            process.stop()
+    assert_spends_are_the_releases(tmp_path, coordinator)
+
+
+def test_at_random_moments(tmp_path: Path, make_coordinator: MakeCoordinator) -> None:
+    coordinator, moments = coordinator_of(make_coordinator), random.Random(5)
+    with served(coordinator.app) as url:
+        process = client(tmp_path, url)
+        try:
+            for _ in range(RANDOM_KILLS):
+                before = len(coordinator.calls)
+                wanted = before + moments.randint(1, 6)
+                wait_for(lambda wanted=wanted: len(coordinator.calls) >= wanted or process.process.poll() is not None)
+                if process.process.poll() is not None:
+                    break
+                os.kill(process.process.pid, signal.SIGKILL)
+                process.process.wait(30)
+                process.start()
+            assert process.wait(PATIENCE) == Exit.OK, process.text()
+        finally:
+            process.stop()
+    assert_spends_are_the_releases(tmp_path, coordinator)
