@@ -19,6 +19,7 @@ from promptfed.shared.methods.diprompt import DiPrompt
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.methods.fedapt import FedAPT
 from promptfed.shared.methods.fedavg import FedAvg
+from promptfed.shared.methods.fedbabu import FedBABU
 from promptfed.shared.methods.fedclip import FedCLIP
 from promptfed.shared.methods.fedcocoop import FedCoCoOp
 from promptfed.shared.methods.fedgda import FedGDA
@@ -34,9 +35,12 @@ from promptfed.shared.methods.fedplot import FedPLOT
 from promptfed.shared.methods.fedpr import FedPR
 from promptfed.shared.methods.fedprograd import FedProGrad
 from promptfed.shared.methods.fedprox import FedProx
+from promptfed.shared.methods.fedrep import FedRep
+from promptfed.shared.methods.fedrod import FedRoD
 from promptfed.shared.methods.fedtpg import FedTPG
 from promptfed.shared.methods.fedvpt import FedVPT
 from promptfed.shared.methods.fedvpt_deep import FedVPTDeep
+from promptfed.shared.methods.perfedavg import PerFedAvg
 from promptfed.shared.methods.pfedmma import PFedMMA
 from promptfed.shared.methods.pfedmoap import PFedMoAP
 from promptfed.shared.methods.pfedpg import PFedPG
@@ -50,6 +54,7 @@ from promptfed.shared.methods.promptfl_prox import PromptFLProx
 from promptfed.shared.methods.promptfolio import PromptFolio
 from promptfed.shared.methods.rates import swept_rate
 from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod, description
+from promptfed.shared.methods.singleset_full import SingleSetFull
 from promptfed.shared.methods.singleset_vpt import SingleSetVPT
 from promptfed.shared.methods.tip_adapter import TipAdapter
 from promptfed.shared.methods.zero_shot import ZeroShot
@@ -83,6 +88,11 @@ _KINDS: tuple[type[Method], ...] = (
     SingleSetVPT,
     FedAvg,
     FedProx,
+    SingleSetFull,
+    FedRep,
+    FedBABU,
+    FedRoD,
+    PerFedAvg,
     FedLoRA,
     PFedPG,
     TipAdapter,

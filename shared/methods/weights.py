@@ -35,6 +35,7 @@ from promptfed.shared.methods.core.heads import (
     LinearHead,
     TextHead,
     head_start,
+    head_width,
     shared_classes,
 )
 from promptfed.shared.methods.core.trained_tower import (
@@ -76,16 +77,21 @@ class TowerHyper(VisualHyper):
     ] = "float32"
 
 
-class WeightsHyper(TowerHyper):
-    """Which weights are trained under which head, and which of them stay with each client."""
+class HeadHyper(TowerHyper):
+    """Which weights are trained under which head."""
 
     head: Annotated[
         Literal["text", "linear"],
         Field(
             description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
-            "feature, trained from scratch and shared, over the spec's class_names"
+            "feature, trained from scratch; where it is shared, over the spec's class_names"
         ),
     ] = "text"
+
+
+class WeightsHyper(HeadHyper):
+    """Which weights are trained under which head, and which of them stay with each client."""
+
     private: Annotated[
         Literal["none", "norms"],
         Field(description="norms: each client's layer norms are its own and never sent, FedBN's idea for this tower"),
@@ -168,6 +174,19 @@ class WeightMethod(Method):
 
     def check(self, spec: FederationSpec) -> None:
         """Refuse options that contradict each other, and a shared head without classes."""
+        self.check_options(spec)
+        hyper = self.hyper
+        if getattr(hyper, "private", "none") == "norms" and not self.private_kinds:
+            raise MethodError(f"private: norms is for what trains norms: trainable: {hyper.trainable} does not")
+        if not self.state_tensors():
+            raise MethodError("private: norms with trainable: norms leaves nothing to share: take trainable: all")
+        if self.shares_head:
+            shared_classes(self.name, spec.class_names)
+            if hyper.label_space == "client":
+                raise MethodError("a shared linear head is trained over all of its classes: label_space: federation")
+
+    def check_options(self, spec: FederationSpec) -> None:
+        """Refuse what cannot be trained."""
         hyper = self.hyper
         if hyper.projected and not self.is_linear:
             raise MethodError("projected is for a linear head: take head: linear with it, or leave it out")
@@ -176,14 +195,6 @@ class WeightMethod(Method):
         if hyper.trainable == "all" and spec.backbone.precision != "fp32":
             text = f"a backbone in {spec.backbone.precision} cannot hold the small steps that trainable: all takes"
             raise MethodError(f"{text}: take precision fp32, with autocast: bf16 to save memory")
-        if getattr(hyper, "private", "none") == "norms" and not self.private_kinds:
-            raise MethodError(f"private: norms is for what trains norms: trainable: {hyper.trainable} does not")
-        if not self.shared_kinds and not self.shares_head and self.private_kinds:
-            raise MethodError("private: norms with trainable: norms leaves nothing to share: take trainable: all")
-        if self.shares_head:
-            shared_classes(self.name, spec.class_names)
-            if hyper.label_space == "client":
-                raise MethodError("a shared linear head is trained over all of its classes: label_space: federation")
 
     def check_backbone(self, shape: BackboneShape) -> None:
         """And a tower whose sizes are known: a ResNet has batch norms, whose running means are no weights."""
@@ -273,9 +284,13 @@ class WeightMethod(Method):
         names = context.label_space or context.class_names
         return LinearHead.shared(names, {name: payload[name].float() for name in HEAD})
 
-    def start_head(self, context: ClientContext, payload: Tensors) -> Head:
-        """The head that this method's training begins with."""
-        return self.shared_head(context, payload) if self.shares_head else TextHead.of(context)
+    def start_head(self, context: ClientContext, payload: Tensors, private: Tensors) -> Head:
+        """The head that this method's training begins with: shared, the client's own, or the template's text."""
+        if self.shares_head:
+            return self.shared_head(context, payload)
+        if self.is_linear:
+            return LinearHead.of(context, private, head_width(context.backbone, self.hyper.projected))
+        return TextHead.of(context)
 
     def features(self, tower: TrainedTower, images: Tensor) -> Tensor:
         """What the head takes: normalised ``(B, d_e)``, or pooled as they are."""
@@ -287,10 +302,22 @@ class WeightMethod(Method):
             parts = torch.split(torch.arange(len(context.train)), visual.CHUNK)
             return torch.cat([self.features(tower, context.train.images(part)) for part in parts])
 
-    def fit(self, context: ClientContext, tower: TrainedTower, head: Head, extra: visual.Term | None = None) -> float:
+    def fit(
+        self,
+        context: ClientContext,
+        tower: TrainedTower,
+        head: Head,
+        extra: visual.Term | None = None,
+        *,
+        what: Literal["all", "tower", "head"] = "all",
+        epochs: int | None = None,
+    ) -> float:
         """Minimise CE(H(f(x)), y) + ``extra`` over W and a linear head, in place; the mean loss of the last epoch."""
-        parameters = [*tower.leaves.values(), *head.parameters]
-        if tower.leaves:
+        parameters = [
+            *(tower.leaves.values() if what != "head" else ()),
+            *(head.parameters if what != "tower" else ()),
+        ]
+        if tower.leaves and what != "head":
             return visual.train_on_images(
                 context, parameters, lambda images: head.logits(self.features(tower, images)), extra
             )
@@ -302,7 +329,7 @@ class WeightMethod(Method):
             value = F.cross_entropy(scores, labels[rows])
             return value if extra is None else value + extra(indices, features, scores)
 
-        return train(context, parameters, loss)
+        return train(context, parameters, loss, epochs=epochs)
 
     def sent(self, start: Tensors, tower: TrainedTower, head: Head | None, begun: Head | None) -> Tensors:
         """What goes up: the changes of all kinds that travel, and of a shared head."""
@@ -322,19 +349,21 @@ class WeightMethod(Method):
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """E epochs from the received weights; sends what they have changed."""
         start = self.changes(context, payload, private)
-        tower, begun = (
-            TrainedTower.of(context.backbone, self.hyper, start).trainable(),
-            self.start_head(context, payload),
-        )
+        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        begun = self.start_head(context, payload, private)
         head = begun.trainable(context.backbone.device) if isinstance(begun, LinearHead) else begun
         loss = self.fit(context, tower, head, self.extra_loss(tower, head))
+        return TrainResult(self.sent(start, tower, head, begun), self.kept(start, tower, head), {"loss": loss})
+
+    def kept(self, start: Tensors, tower: TrainedTower, head: Head) -> Tensors:
+        """What stays with the client: changes of its own, and a linear head that is not shared."""
         changes = tower.changes_from(start) if self.private_kinds else {}
         own = {kind: start[kind] + changes[kind] for kind in self.private_kinds}
-        return TrainResult(self.sent(start, tower, head, begun), own, {"loss": loss})
+        return own if self.shares_head else own | head.private()
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the global weights (and the client's own norms) and the head of all."""
-        head = self.start_head(context, payload)
+        head = self.start_head(context, payload, private)
         return self.classify(self.tower(context, payload, private), head, context)
 
     def classify(self, tower: TrainedTower, head: Head, context: ClientContext) -> ImageClassifier:

@@ -1,0 +1,72 @@
+"""FedRoD: a tower and a generic head that all share, trained for balance, and a private head on top of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import ClientContext, TrainResult
+from promptfed.shared.methods.core.heads import LinearHead
+from promptfed.shared.methods.core.trained_tower import TrainedTower
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.visual import ImageClassifier
+from promptfed.shared.methods.weights import TowerHyper, WeightMethod
+from promptfed.shared.tensors import Tensors
+
+OWN_HEAD = "own_head"  # Q, (C, d_h): rows in the order of the shared head's
+ABSENT = -1e9  # in the place of log 0
+
+
+class FedRoD(WeightMethod):
+    """CE(G(f) + log π, y) over the tower and the shared G; beside it CE(sg[G(f)] + Q·sg[f], y) over the private Q.
+
+    π are the client's shares of classes, over those that it has. Trainers predict by G + Q, evaluators by G. Source:
+    Chen & Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022.
+    """
+
+    name = "fedrod"
+    summary = "A shared image tower and a balanced generic head, and a private head beside it."
+    paper = "Chen & Chao, On Bridging Generic and Personalized Federated Learning (FedRoD), 2022"
+    personal = True
+    Hyper = TowerHyper
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs of both losses in the same steps."""
+        start, device = self.changes(context, payload, private), context.backbone.device
+        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        begun = self.shared_head(context, payload)
+        head = begun.trainable(device)
+        own = private.get(OWN_HEAD, torch.zeros_like(begun.weight)).to(device).clone().requires_grad_()
+        labels = context.train.labels.to(device)
+        shares = log_shares(labels, len(begun.names))
+
+        def loss(indices: Tensor) -> Tensor:
+            features, wanted = self.features(tower, context.train.images(indices)), labels[indices.to(device)]
+            generic = head.logits(features)
+            personal = generic.detach() + features.detach() @ own.T
+            return F.cross_entropy(generic + shares, wanted) + F.cross_entropy(personal, wanted)
+
+        final = train(context, [*tower.leaves.values(), *head.parameters, own], loss)
+        return TrainResult(self.sent(start, tower, head, begun), {OWN_HEAD: own.detach().cpu()}, {"loss": final})
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+        """By G + Q; by G where the client has no Q."""
+        head = self.shared_head(context, payload)
+        if OWN_HEAD in private:
+            head = LinearHead(head.names, head.weight + private[OWN_HEAD], head.bias)
+        return self.classify(self.tower(context, payload, private), head, context)
+
+    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, ImageClassifier]:
+        """``generic``: by G alone, for those who have a Q."""
+        if OWN_HEAD not in private:
+            return {}
+        head = self.shared_head(context, payload)
+        return {"generic": self.classify(self.tower(context, payload, private), head, context)}
+
+
+def log_shares(labels: Tensor, classes: int) -> Tensor:
+    """``(C,)`` log of each class's share of ``labels``; of classes without images so low that no softmax has them."""
+    counts = torch.bincount(labels, minlength=classes).double()
+    shares = (counts / counts.sum()).clamp_min(1e-300).log().float()
+    return torch.where(counts > 0, shares, torch.full_like(shares, ABSENT))

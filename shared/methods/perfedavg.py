@@ -1,0 +1,174 @@
+"""Per-FedAvg: weights from which one step on a client's own images leads far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core.base import ClientContext, MethodError, TrainResult
+from promptfed.shared.methods.core.heads import LinearHead
+from promptfed.shared.methods.core.trained_tower import TrainedTower
+from promptfed.shared.methods.core.training import TaskCancelled, batches, learning_rate
+from promptfed.shared.methods.core.visual import ImageClassifier
+from promptfed.shared.methods.weights import Head, WeightMethod, WeightsHyper
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors
+
+BatchLoss = Callable[[Tensor], Tensor]
+DELTA = 1e-3  # of the finite difference
+
+
+class PerFedAvgHyper(WeightsHyper):
+    """FedAvg's hyperparameters, the two rates, and how long a client adapts."""
+
+    inner_learning_rate: Annotated[
+        float | None, Field(gt=0, le=1000, description="α, of the step that is looked ahead; default: the training's")
+    ] = None
+    adapt_steps: Annotated[
+        int, Field(ge=1, le=1000, description="steps of rate α on own training images before a trainer classifies")
+    ] = 1
+    hessian: Annotated[
+        bool, Field(description="the Hessian's product with the gradient as well, by a finite difference")
+    ] = False
+
+
+class PerFedAvg(WeightMethod):
+    """Consecutive batches B, B′: W̃ = W − α∇L_B(W), then W ← W − β∇L_B′(W̃), β the training's rate. Plain SGD.
+
+    Source: Fallah et al., "Personalized Federated Learning with Theoretical Guarantees", NeurIPS 2020 (first order;
+    with ``hessian`` its finite-difference variant). Trainers classify with a copy adapted on own training images,
+    which is not kept; evaluators with the global weights.
+    """
+
+    name = "perfedavg"
+    summary = "Image tower weights from which one step on a client's own images leads far (first-order MAML)."
+    paper = "Fallah et al., Personalized Federated Learning with Theoretical Guarantees (Per-FedAvg), 2020"
+    Hyper = PerFedAvgHyper
+    hyper: PerFedAvgHyper
+    personal = True
+    defaults: ClassVar[dict[str, Any]] = WeightMethod.defaults | {
+        "training": {
+            "optimizer": "sgd",
+            "learning_rate": 1e-3,
+            "momentum": 0.0,
+            "weight_decay": 0.0,
+            "batch_size": 32,
+            "epochs": 1,
+        }
+    }
+
+    def check(self, spec: FederationSpec) -> None:
+        """The steps are plain ones."""
+        super().check(spec)
+        training = spec.training
+        if training.optimizer != "sgd" or training.momentum or training.weight_decay:
+            raise MethodError("perfedavg takes plain steps: leave out optimizer, momentum and weight_decay")
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs over pairs of batches; a last one without a partner is left out."""
+        start, device = self.changes(context, payload, private), context.backbone.device
+        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        begun = self.start_head(context, payload, private)
+        head: Head = begun.trainable(device) if isinstance(begun, LinearHead) else begun
+        count, size = len(context.train), context.training.batch_size
+        if math.ceil(count / size) < 2:
+            raise MethodError(
+                f"perfedavg needs two batches, and client {context.client!r} has {count} images in batches of {size}: "
+                "lower training.batch_size"
+            )
+        beta = learning_rate(context.training, context.round, context.rounds)
+        alpha, loss = self._alpha(context), self._loss(context, tower, head)
+        parameters = [*tower.leaves.values(), *head.parameters]
+        context.count_trained(sum(parameter.numel() for parameter in parameters))
+        values: list[float] = []
+        for epoch in range(context.training.epochs):
+            draws = generator(context.seed, context.round, context.phase, context.client, "batches", epoch)
+            given = list(batches(count, size, 1, draws))
+            values = []
+            for first, second in zip(given[::2], given[1::2], strict=False):
+                if context.cancelled():
+                    raise TaskCancelled
+                values.append(step(loss, parameters, first, second, alpha, beta, hessian=self.hyper.hessian))
+        mean = sum(values) / len(values)
+        if not math.isfinite(mean):
+            raise MethodError(f"the loss is not finite in round {context.round}: lower training.learning_rate")
+        return TrainResult(self.sent(start, tower, head, begun), self.kept(start, tower, head), {"loss": mean})
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+        """With the copy that ``adapt_steps`` on own training images lead to; evaluators with the global weights."""
+        if not len(context.train):
+            return super().classifier(context, payload, private)
+        own = context.for_training()
+        with torch.enable_grad():  # evaluations run without gradients
+            tower = self.tower(own, payload, private).trainable()
+            begun = self.start_head(own, payload, private)
+            head: Head = begun.trainable(own.backbone.device) if isinstance(begun, LinearHead) else begun
+            loss, parameters = self._loss(own, tower, head), [*tower.leaves.values(), *head.parameters]
+            draws = generator(own.seed, own.round, own.client, "adapt")
+            endless = batches(len(own.train), own.training.batch_size, self.hyper.adapt_steps, draws)
+            for _, indices in zip(range(self.hyper.adapt_steps), endless, strict=False):
+                descend(parameters, torch.autograd.grad(loss(indices), parameters), self._alpha(own))
+        if not isinstance(head, LinearHead):
+            head = self.start_head(context, payload, private)
+        return self.classify(tower, head, context)
+
+    def _alpha(self, context: ClientContext) -> float:
+        given = self.hyper.inner_learning_rate
+        return learning_rate(context.training, context.round, context.rounds) if given is None else given
+
+    def _loss(self, context: ClientContext, tower: TrainedTower, head: Head) -> BatchLoss:
+        labels = context.train.labels.to(context.backbone.device)
+
+        def loss(indices: Tensor) -> Tensor:
+            scores = head.logits(self.features(tower, context.train.images(indices)))
+            return F.cross_entropy(scores, labels[indices.to(labels.device)])
+
+        return loss
+
+
+def step(
+    loss: BatchLoss, parameters: Sequence[Tensor], first: Any, second: Any, alpha: float, beta: float, *, hessian: bool
+) -> float:
+    """W ← W − β·g with g = ∇L_second(W − α∇L_first(W)), in place; the loss there.
+
+    ``hessian``: g − α·∇²L_first(W)·g, its product by the difference of gradients at W ± δg.
+    """
+    begun = [parameter.detach().clone() for parameter in parameters]
+    descend(parameters, torch.autograd.grad(loss(first), parameters), alpha)
+    value = loss(second)
+    slopes = list(torch.autograd.grad(value, parameters))
+    if hessian:
+        ahead, behind = (_slopes_at(loss, parameters, begun, slopes, first, sign * DELTA) for sign in (1, -1))
+        pairs = zip(slopes, ahead, behind, strict=True)
+        slopes = [slope - alpha * (plus - minus) / (2 * DELTA) for slope, plus, minus in pairs]
+    _put(parameters, begun)
+    descend(parameters, slopes, beta)
+    return float(value.detach())
+
+
+def descend(parameters: Sequence[Tensor], slopes: Sequence[Tensor], rate: float) -> None:
+    """One plain step, in place."""
+    with torch.no_grad():
+        for parameter, slope in zip(parameters, slopes, strict=True):
+            parameter.sub_(slope, alpha=rate)
+
+
+def _slopes_at(
+    loss: BatchLoss, parameters: Sequence[Tensor], begun: list[Tensor], slopes: list[Tensor], batch: Any, size: float
+) -> tuple[Tensor, ...]:
+    _put(parameters, begun)
+    descend(parameters, slopes, -size)
+    return torch.autograd.grad(loss(batch), parameters)
+
+
+def _put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
