@@ -222,19 +222,23 @@ class RayCrews:
 
     def check(self) -> None:
         """Raise CommandError for one that has failed."""
-        working = self._working or []
-        done, _ = self.cluster.ray.wait(working, num_returns=len(working), timeout=0)
-        for one in done:
+        for one in self._ended(0)[0]:
             self._result(one)
 
     def outcomes(self, seconds: float) -> list[Outcomes]:
         """All that they have kept, once they have ended."""
-        working = self._working or []
-        done, missing = self.cluster.ray.wait(working, num_returns=len(working), timeout=seconds)
+        done, missing = self._ended(seconds)
         if missing:
             text = f"{len(missing)} crews go on {seconds:.0f} s after their federation has ended"
             raise CommandError(text, Exit.FAILED)
         return [outcomes for one in done for outcomes in self._result(one)]
+
+    def _ended(self, seconds: float) -> tuple[list[Any], list[Any]]:
+        """Those that have ended within so many seconds, and the others; none where there was nothing left to do."""
+        if not self._working:
+            return [], []
+        done, others = self.cluster.ray.wait(self._working, num_returns=len(self._working), timeout=seconds)
+        return done, others
 
     def _result(self, reference: Any) -> list[Outcomes]:
         found: list[Outcomes] | Failed = self._of(reference)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ import torch
 from promptfed.experiments.cluster import crew
 from promptfed.experiments.cluster.certificate import make_certificate
 from promptfed.experiments.cluster.crew import Assignment, work
-from promptfed.experiments.cluster.run import Conductor, Share
+from promptfed.experiments.cluster.run import Conductor, RayCrews, Share
 from promptfed.experiments.cluster.run_folder import RunFolder
 from promptfed.experiments.preparation import simulated_spec
 from promptfed.experiments.simulation import reproducible, simulate
@@ -151,6 +152,18 @@ def test_a_run_that_never_began_begins_anew(tmp_path: Path) -> None:
         conducted(tmp_path, SITES, 1, Dying())
     result = conducted(tmp_path, SITES, 1, spec={**SPEC, "rounds": 1})
     assert {one.client for one in result.accuracies()} == {site.name for site in SITES}
+
+
+def test_crews_that_had_nothing_to_do_have_ended() -> None:
+    """Of a run that had finished before; Ray refuses to wait for nothing."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("wait() expected a list of ray.ObjectRef")
+
+    nothing: Any = SimpleNamespace(ray=SimpleNamespace(wait=refuse))
+    crews = RayCrews(nothing, [], [])
+    crews.check()
+    assert crews.outcomes(1.0) == []
 
 
 def test_another_machines_crews_talk_tls_to_a_coordinator_that_they_know(tmp_path: Path) -> None:
