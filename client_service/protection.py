@@ -152,7 +152,7 @@ def plan(
             raise PrivacyError(f"{method.name} cannot be trained under protection: {method.unprotected}")
         loops = training_loops(method, info.rounds or 0)
         shape = training_event(units, training.batch_size, training.epochs, 1.0, loops)
-        z = _planned_noise(state, units) or _noise(privacy, wanted, shape)
+        z = privacy.noise_multiplier or _planned_noise(state, privacy, shape) or _noise(privacy, wanted, shape)
         event = Event("gaussian", shape.q, z, shape.count)
         others = [
             one
@@ -174,18 +174,20 @@ def expect_room(plan: Plan, dataset: str, partial: bool = False) -> None:
         raise ClientError(Exit.LEDGER, f"{text}: raise --max-epsilon, or ask for fewer rounds or more noise")
 
 
-def keep(state: PrivateState, plan: Plan) -> None:
+def keep(state: PrivateState, plan: Plan, privacy: PrivacySpec) -> None:
     """Remember what was planned, for later starts of this client."""
-    state.write_note(FILE, json.dumps(vars(plan)))
+    state.write_note(FILE, json.dumps(vars(plan) | {"epsilon_asked": privacy.epsilon}))
 
 
-def _planned_noise(state: PrivateState | None, units: int) -> float | None:
+def _planned_noise(state: PrivateState | None, privacy: PrivacySpec, shape: Event) -> float | None:
+    """The noise that an earlier start of this client calibrated for the very same schedule and ε."""
     raw = state.read_note(FILE) if state is not None else None
     if state is None or raw is None:
         return None
     try:
         kept = json.loads(raw)
-        return float(kept["noise_multiplier"]) if kept["units"] == units else None
+        same = (kept["epsilon_asked"], kept["steps"], kept["q"]) == (privacy.epsilon, shape.count, shape.q)
+        return float(kept["noise_multiplier"]) if same else None
     except (ValueError, KeyError, TypeError):
         raise state.damaged(FILE) from None
 

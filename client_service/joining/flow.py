@@ -303,7 +303,7 @@ class Joining:
     def _open_ledger(self, protection: SiteProtection) -> None:
         """Begin the ledger, now that its owner has agreed, and keep what was planned."""
         protection.ledger.open(protection.plan.delta)
-        keep(self.state, protection.plan)
+        keep(self.state, protection.plan, protection.privacy)
 
     async def _agreement(
         self,

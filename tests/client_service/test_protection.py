@@ -237,6 +237,18 @@ def test_an_update_that_waits_is_paid_after_a_restart_with_the_same_bytes(
     assert len(coordinator.accepted) == 1
 
 
+def test_noise_that_was_planned_for_other_terms_is_not_kept(
+    make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
+) -> None:
+    """The same client, asked for more noise after its owner agreed anew: the spec's multiplier holds."""
+    first = protected(make_coordinator, rounds=1)
+    asyncio.run(make_worker(first, settings=own).run())
+    second = protected(make_coordinator, privacy=PRIVACY | {"noise_multiplier": 4.0}, epoch="second")
+    second.client = first.client
+    asyncio.run(make_worker(second, settings=own).run())
+    assert [one.events[0].z for one in Ledger(own.ledger_file).spends()] == [2.0, 4.0, 4.0]
+
+
 @pytest.mark.slow
 def test_a_budget_of_the_spec_calibrates_the_noise_once_and_keeps_it(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings
