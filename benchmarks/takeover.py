@@ -32,20 +32,18 @@ from typing import Any
 import httpx
 
 from benchmarks.harness import machine, parser, write
-from promptfed.shared.methods import METHODS as METHODS_KNOWN
 from tests.support.coordinators import ForkedCoordinator, in_thread
 from tests.support.kill_campaign import CASES, FILES, Case, play_case
 from tests.support.object_store import ObjectStoreServer
 from tests.support.postgres import PostgresServer
 from tests.support.resending import ResendingApi
 from tests.support.several import OPERATOR, AnyOf, as_arguments, own_options, shared_options
-from tests.support.two_phase import TwoPhase
 from tests.support.waiting import PATIENCE
 
 COORDINATORS = 3
 PAUSE_SECONDS = 8.0  # of one that is stopped: a lease lasts 5
-ROUNDS = 40
-METHODS = ("promptfl", "pfedmoap", "two_phase", "promptfl with adam")
+ROUNDS = 25
+METHODS = ("promptfl with adam", "promptfl", "pfedmoap")
 LOOK_SECONDS = 0.05
 
 
@@ -260,7 +258,6 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=ROUNDS, help="of each federation")
     command.add_argument("--seed", type=int, default=0)
     options = command.parse_args()
-    METHODS_KNOWN["two_phase"] = TwoPhase
     load = os.getloadavg()
     found = run(options.kills, options.stops, options.rounds, METHODS, options.seed)
     numbers = {"machine": machine() | {"cores": os.cpu_count()}, "load": [load, os.getloadavg()], **found}

@@ -1,4 +1,4 @@
-"""The manifests of ``deploy/kubernetes``: valid for the API, built by Kustomize, with options that the services have."""
+"""The manifests of ``deploy/kubernetes``: valid for the API, built by Kustomize, with options that there are."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def selected(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", manifests(), ids=lambda path: f"{path.parent.name}-{path.stem}")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_it_is_valid_for_the_api(path: Path, version: str) -> None:
@@ -44,6 +45,7 @@ def test_it_is_valid_for_the_api(path: Path, version: str) -> None:
     validate.validate(selected(read(path)), version, strict=True)
 
 
+@pytest.mark.slow
 def test_a_wrong_manifest_is_found() -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="manifests: pip install kubernetes-validate")
     wrong = selected(read(FOLDER / "coordinator" / "deployment.yaml"))
