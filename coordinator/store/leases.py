@@ -23,7 +23,6 @@ from promptfed.coordinator.store.tables import DELETING, CoordinatorRow, Federat
 LEASE_SECONDS = 5.0
 RENEW_SECONDS = 1.0
 FORGOTTEN_SECONDS = 3600.0  # after which a coordinator that was not seen is no longer listed
-AGAIN_SECONDS = 0.2  # between two looks that requests ask for
 NOW = literal_column("extract(epoch FROM clock_timestamp())::double precision", Float)
 
 
@@ -64,6 +63,7 @@ class Leases:
         self._renewed = float("-inf")
         self._looked = float("-inf")
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
         self._places: dict[str, Place] = {}
 
     @property
@@ -96,6 +96,7 @@ class Leases:
 
     def look(self) -> Look:
         """Look at all leases. Raises SQLAlchemyError."""
+        begun = time.monotonic()
         before = set(self.held)
         with self._session() as session:
             alive = and_(LeaseRow.holder == CoordinatorRow.id, CoordinatorRow.seen > NOW - LEASE_SECONDS)
@@ -120,13 +121,15 @@ class Leases:
         shown = [row for row in rows if row.state != DELETING]
         by_id = {row.id: Place(row.id, row.name, row.url) for row in shown}
         self._places = {row.name: by_id[row.id] for row in shown} | by_id
-        self._looked = time.monotonic()
+        self._looked = begun
         return Look(lost, free)
 
     def look_again(self) -> None:
-        """Look, unless somebody just has. Raises SQLAlchemyError."""
-        if time.monotonic() - self._looked > AGAIN_SECONDS:
-            self.look()
+        """See what had been committed when this was called; however many ask, one looks. Raises SQLAlchemyError."""
+        asked = time.monotonic()
+        with self._looking:
+            if self._looked < asked:
+                self.look()
 
     def take(self, id: str) -> bool:
         """Take a lease that nobody holds, or whose holder is silent; whether it is this coordinator's now.

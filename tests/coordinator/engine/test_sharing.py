@@ -94,6 +94,14 @@ def test_a_request_is_sent_on_to_the_holder_with_its_token(start: Start) -> None
     assert (problem.status_code, kind(problem)) == (409, "name-taken")
 
 
+def test_what_one_has_just_created_the_others_know(start: Start) -> None:
+    one, two = start(), start()
+    for number in range(20):
+        assert two.http.get("/v1/federations/nobody-s", headers=OPERATOR).status_code == 404
+        id = one.create(name=f"eyes-{number}")
+        assert two.http.get(f"/v1/federations/{id}", headers=OPERATOR).status_code == 307
+
+
 def test_an_idempotency_key_is_known_by_all(start: Start) -> None:
     one, two = start(), start()
     spec = {"name": "eyes", "method": {"name": "promptfl", "m": 4}, "rounds": 2, "participation": {"min_clients": 2}}
