@@ -27,7 +27,7 @@ CLASSES = ("bird", "feather", "headphones", "ice cream", "teapot", "tiger", "wha
 SHRUNK = """
 rounds: 2
 backbone: {model: promptfed-tiny, pretrained: embedded}
-training: {epochs: 1}
+training: {epochs: 1, batch_size: 4}
 """
 
 
