@@ -9,7 +9,8 @@ global state. Runs are appended to ``--out`` as they end, seeds outermost, so th
     python -m benchmarks.privacy table --out privacy.jsonl
     python -m benchmarks.privacy step
 
-Rates: the best of 0.02 to 0.3 (SGD, each for itself with and without noise) and of 1e-3 and 3e-3 (Adam) on seed 7.
+Rates of promptfl (0.02 to 0.3, with and without noise) and fedclip (1e-3, 3e-3, without) were chosen on seed 7; fedpgp
+has promptfl's, untuned.
 """
 
 from __future__ import annotations
