@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.private_state import PrivateState
-from promptfed.shared.messages import EnrolmentInfo, Message, Protected, Role, Task, TaskConfig
+from promptfed.shared.messages import EnrolmentInfo, Message, Protected, Role, Secure, Task, TaskConfig
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.plain_text import plain
@@ -59,6 +59,7 @@ class Terms(Message):
     training: dict[str, Any]
     evaluate_every: int
     privacy: Protected = None
+    secure_aggregation: Secure = None
     sends: dict[str, list[str]]
     metrics: list[str]
     accuracies: list[str]
@@ -122,6 +123,7 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         training=training,
         evaluate_every=info.evaluate_every,
         privacy=info.privacy,
+        secure_aggregation=info.secure_aggregation,
         sends=sends,
         metrics=_metrics(method, info) if role == "trainer" else [],
         accuracies=["test", *sorted(tests)],
@@ -251,7 +253,7 @@ class Agreement:
             found.append(f"backbone.fingerprint is {_short(fingerprint)} instead of {self.consent.fingerprint}")
         if found:
             raise NotAgreed("the task is not what this client's owner agreed to: " + "; ".join(found))
-        if task.kind == "train":
+        if task.kind != "evaluate":
             self._expect_training(task)
         elif task.round > terms.rounds or not (task.round % terms.evaluate_every == 0 or task.round == terms.rounds):
             raise NotAgreed(f"no evaluation was agreed to after round {task.round} of {terms.rounds}")
@@ -263,13 +265,26 @@ class Agreement:
             raise ClientError(Exit.WITHDRAWN, "this client's owner has called consent back: it takes part no longer")
 
     def _agreed(self) -> dict[str, Any]:
-        wanted = ("method", "backbone", "class_names", "template", "rounds", "training", "privacy")
+        wanted = (
+            "method",
+            "backbone",
+            "class_names",
+            "template",
+            "rounds",
+            "training",
+            "privacy",
+            "secure_aggregation",
+        )
         return self.consent.terms.model_dump(mode="json", include=set(wanted))
 
     def _expect_training(self, task: Task) -> None:
         terms = self.consent.terms
         if terms.role != "trainer":
             raise NotAgreed("this client evaluates: its owner agreed to no training")
+        if (task.secure is None) != (terms.secure_aggregation is None) or (
+            task.secure is None and task.kind != "train"
+        ):
+            raise NotAgreed("the task is not one of the secure sums that were agreed to, or there are none")
         names = [phase.name for phase in make_method(terms.method).phases(task.round, terms.rounds)]
         if not 1 <= task.round <= terms.rounds or task.phase not in names:
             raise NotAgreed(
@@ -348,6 +363,8 @@ def _asked(config: TaskConfig) -> dict[str, Any]:
     except ValidationError:
         training = config.training
     protected = {} if config.privacy is None else {"privacy": config.privacy.model_dump(mode="json")}
+    if config.secure_aggregation is not None:
+        protected["secure_aggregation"] = config.secure_aggregation.model_dump(mode="json")
     return {
         **protected,
         "method": method,

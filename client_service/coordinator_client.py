@@ -159,6 +159,12 @@ class CoordinatorClient:
         headers = {"Content-Type": "application/octet-stream", "Content-Digest": f"sha-256=:{digest}:"}
         await self._call("PUT", self._task_path(task_id, "update"), token=self.token, body=body, headers=headers)
 
+    async def send_exchange(self, task_id: str, body: bytes) -> None:
+        """Answer a step of a secure sum; returns when the coordinator has just these bytes."""
+        digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
+        headers = {"Content-Type": "application/octet-stream", "Content-Digest": f"sha-256=:{digest}:"}
+        await self._call("PUT", self._task_path(task_id, "exchange"), token=self.token, body=body, headers=headers)
+
     async def send_evaluation(self, task_id: str, evaluation: EvaluationRequest) -> None:
         """Send accuracies."""
         body = evaluation.model_dump_json().encode()

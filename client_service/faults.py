@@ -15,6 +15,22 @@ VARIABLE = "PROMPTFED_CLIENT_FAULT"
 #: Every point there is, in the order in which a protected task reaches them.
 POINTS = ("task-affordable", "pending-written", "spend-locked", "spend-half-written", "spend-written", "update-sent")
 
+#: Those that secure sums reach besides, in their order.
+SECURE_POINTS = (
+    "secure-work-written",
+    "keys-written",
+    "keys-sent",
+    "share-written",
+    "share-sent",
+    "mask-written",
+    "mask-sent",
+    "confirm-written",
+    "confirm-sent",
+    "reveal-marked",
+    "unmask-written",
+    "unmask-sent",
+)
+
 _reached: Counter[str] = Counter()
 
 

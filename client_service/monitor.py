@@ -13,7 +13,9 @@ from promptfed.client_service.coordinator_client import Traffic
 
 log = logging.getLogger("promptfed.client")
 
-Stage = Literal["starting", "enrolling", "waiting", "training", "sending", "evaluating", "ended", "failed", "stopped"]
+Stage = Literal[
+    "starting", "enrolling", "waiting", "training", "summing", "sending", "evaluating", "ended", "failed", "stopped"
+]
 Hook = Callable[[str, Mapping[str, Any]], None]
 
 

@@ -301,6 +301,19 @@ class PrivateState:
         except (OSError, UnicodeDecodeError):
             raise self.damaged(name) from None
 
+    def write_file(self, name: str, content: bytes) -> None:
+        """A file of bytes, on the disk when this returns."""
+        self._write(name, content)
+
+    def read_file(self, name: str) -> bytes | None:
+        """What `write_file` wrote; None where there is nothing. Raises ClientError: STATE where it cannot be read."""
+        try:
+            return (self.folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError:
+            raise self.damaged(name) from None
+
     def remove_note(self, name: str) -> None:
         """Take away what `write_note` wrote, if it is there."""
         (self.folder / name).unlink(missing_ok=True)
@@ -310,7 +323,8 @@ class PrivateState:
         """Delete private tensors, the update that waits, prompts to predict with and features: all but who this is."""
         for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        for pattern in ("committed.safetensors*", "serving*", "last-refusal.json*"):
+        own = ("secure-work*", "secure-attempt*", "secure-masked*")
+        for pattern in ("committed.safetensors*", "serving*", "last-refusal.json*", *own):
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -20,6 +21,7 @@ from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.faults import point
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.private_state import Pending, PrivateState
+from promptfed.client_service.secure import Answer, SecureWork
 from promptfed.client_service.training.data import TEST, Cancelled
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork
@@ -30,7 +32,7 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.spec import SpecError
-from promptfed.shared.tensors import TensorError
+from promptfed.shared.tensors import TensorError, decode
 
 log = logging.getLogger("promptfed.client")
 
@@ -59,6 +61,10 @@ class TaskLoop:
     _epoch: str = ""
     _again: dict[str, int] = field(default_factory=dict)  # how often an accepted update was sent again, by its task
 
+    def __post_init__(self) -> None:
+        terms = self.agreement.consent.terms
+        self._secure = SecureWork(self.state, terms.federation_id) if terms.secure_aggregation is not None else None
+
     async def take_part(self) -> None:
         """Carry out tasks, first of all sending what an earlier run left unsent.
 
@@ -66,6 +72,7 @@ class TaskLoop:
             Refused: 410 when the federation has ended, 401 or 403 when this client is no longer part of it.
         """
         await self._send_pending()
+        await self._send_unsent()
         while True:
             self.monitor.stage("waiting")
             asked = time.monotonic()
@@ -88,6 +95,12 @@ class TaskLoop:
             self.work.expect_policy()
             self.agreement.expect(task)
             payload = await self.coordinator.payload(task)
+            if self._secure is not None:
+                secure = self._secure
+                await self.compute.run(lambda: secure.settle(task))
+            if self._secure is not None and task.kind != "evaluate":
+                await self._exchange(self._secure, task, payload)
+                return
             self._compare(task)
             await (self._train if task.kind == "train" else self._evaluate)(task, payload)
         except Refused as refused:
@@ -116,6 +129,52 @@ class TaskLoop:
         self.monitor.tell("trained", **facts, payload=task.payload.sha256, **metrics)
         await self._send_pending()
 
+    async def _exchange(self, secure: SecureWork, task: Task, payload: bytes) -> None:
+        """Answer a step of a secure sum with what is on the disk before it leaves."""
+        secure.expect(task)
+        if task.kind == "train" and not secure.is_trained(task):
+            self._compare(task)
+            trained = await self._watched(task, lambda cancelled: self.work.trained(task, payload, cancelled))
+            await self.compute.run(lambda: secure.keep(task, decode(payload)[0], trained))
+            facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
+            self.monitor.tell("trained", **facts, payload=task.payload.sha256, **trained.metrics)
+        elif task.kind != "train":
+            self.monitor.task(task.round, task.phase, "summing")
+        act = secure.keys if task.kind == "train" else partial(secure.answer, told=payload)
+        answer = await self.compute.run(lambda: act(task))
+        self._note_sending(task)
+        try:
+            await self._send_answer(secure, answer)
+        except Refused as refused:
+            # The sum was opened before, by others' shares: nothing is amiss.
+            if (task.kind, refused.kind) != ("unmask", "phase-closed"):
+                raise
+        self._settled.add(task.task_id)
+        if task.kind == "mask":
+            self.monitor.tell("accepted", round=task.round, phase=task.phase, bytes=len(answer.body))
+
+    async def _send_answer(self, secure: SecureWork, answer: Answer) -> None:
+        try:
+            await self.coordinator.send_exchange(answer.task_id, answer.body)
+        except Refused as refused:
+            if refused.status not in (401, 403) and refused.status >= 400:
+                secure.note_refused(answer)
+            raise
+        point("keys-sent" if answer.kind == "train" else f"{answer.kind}-sent")
+        secure.note_accepted(answer)
+
+    async def _send_unsent(self) -> None:
+        """An answer that was under way when this client was killed: the same bytes, which may have arrived."""
+        answer = self._secure.unsent() if self._secure is not None else None
+        if self._secure is None or answer is None:
+            return
+        try:
+            await self._send_answer(self._secure, answer)
+        except Refused as refused:
+            if refused.status in (401, 403, 410) or refused.status < 400:
+                raise
+            log.info("the answer that was under way was refused: %s", refused)
+
     async def _evaluate(self, task: Task, payload: bytes) -> None:
         result = await self._watched(task, lambda cancelled: self.work.evaluate(task, payload, cancelled))
         self._note_sending(task)
@@ -131,7 +190,7 @@ class TaskLoop:
     async def _send_pending(self) -> None:
         """Send the stored update until it is settled: accepted commits its private state, a refusal discards it."""
         pending = self.state.pending()
-        if pending is None:
+        if pending is None or self._secure is not None:  # with secure sums no update leaves in the clear
             return
         self.monitor.task(pending.round, pending.phase, "sending")
         if not await self._paid(pending):

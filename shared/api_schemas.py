@@ -267,6 +267,25 @@ class MeasuredView(BaseModel):
     clients: dict[str, dict[str, float]] = {}
 
 
+class SecureStepReport(BaseModel):
+    """One of the five steps of a secure sum: how many were asked, and how many answered."""
+
+    kind: TaskKind
+    asked: int
+    answered: int
+    seconds: float | None
+
+
+class SecureReport(BaseModel):
+    """An attempt at a secure sum. Of single updates nothing is known: no norm, no agreement, no verdict."""
+
+    attempt: int
+    steps: list[SecureStepReport]
+    sum_clients: int | None = Field(description="clients in the sum")
+    sum_weight: int | None
+    mean_norm: float | None = Field(description="L2 norm of the mean change")
+
+
 class PhaseReport(StageReport):
     """One phase of a round."""
 
@@ -278,6 +297,9 @@ class PhaseReport(StageReport):
     state_hash: str | None = Field(description="the state after this phase")
     metrics: dict[str, float] = Field(description="clients' metrics, averaged with the counted weights")
     measured: MeasuredView = Field(description="the method's own numbers, such as PLAN's attention shares γ")
+    secure: SecureReport | None = Field(
+        default=None, exclude_if=lambda given: given is None, description="of a secure sum, one phase an attempt"
+    )
 
 
 class ClientEvaluation(BaseModel):

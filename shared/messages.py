@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -9,14 +10,22 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from promptfed.shared.class_descriptions import ClassDescriptions
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
+from promptfed.shared.spec import (
+    BackboneShape,
+    BackboneSpec,
+    ClassName,
+    Name,
+    SecureAggregationSpec,
+    check_class_names,
+)
+from promptfed.shared.tensors import canonical_json
 
 PROTOCOL_VERSION = 1
 PROBLEM_BASE = "https://promptfed.invalid/problems/"
 
 FederationState = Literal["enrolling", "running", "paused", "finished", "failed", "cancelled"]
 Role = Literal["trainer", "evaluator"]
-TaskKind = Literal["train", "evaluate"]
+TaskKind = Literal["train", "share", "mask", "confirm", "unmask", "evaluate"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MethodPackage = Annotated[
     str | None,
@@ -40,6 +49,17 @@ Protected = Annotated[
         description="how training is to be protected; left out where it is not, and unknown to older clients",
     ),
 ]
+
+
+Secure = Annotated[
+    SecureAggregationSpec | None,
+    Field(
+        exclude_if=lambda given: given is None,
+        description="how updates become a sum that nobody sees into; left out where they are sent in the clear",
+    ),
+]
+IdentityKey = Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$", exclude_if=lambda given: given is None)]
+Signature = Annotated[str | None, Field(pattern=r"^[0-9a-f]{128}$", exclude_if=lambda given: given is None)]
 
 
 class Message(BaseModel):
@@ -75,11 +95,19 @@ class EnrolRequest(Message):
     backbone_shape: BackboneShape
     device: Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")] = "cpu"  # PostgreSQL's text holds no NUL
     protocol_version: int = PROTOCOL_VERSION
+    identity_key: Annotated[IdentityKey, Field(description="Ed25519, hex: for federations with secure sums")] = None
+    identity_proof: Annotated[Signature, Field(description="its signature, purpose identity, of name and secret")] = (
+        None
+    )
 
     @field_validator("class_names")
     @classmethod
     def _class_names_are_distinct(cls, names: list[str]) -> list[str]:
         return check_class_names(names)
+
+    def proof_body(self) -> dict[str, str]:
+        """What ``identity_proof`` signs besides the purpose: the key is this client's, under this name."""
+        return {"name": self.name, "secret_sha256": hashlib.sha256(self.secret.encode()).hexdigest()}
 
 
 class EnrolResponse(Message):
@@ -106,6 +134,7 @@ class EnrolmentInfo(Message):
     evaluate_every: Annotated[int, Field(ge=1, le=100_000)] | None = None
     class_descriptions: Described = None
     privacy: Protected = None
+    secure_aggregation: Secure = None
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -130,6 +159,12 @@ class TaskConfig(Message):
     peers: list[Peer]
     class_descriptions: Described = None
     privacy: Protected = None
+    secure_aggregation: Secure = None
+
+    def terms(self) -> str:
+        """SHA-256, in hex, of all that clients of one secure sum must have been asked alike."""
+        asked = self.model_dump(mode="json", exclude={"peers"})
+        return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 
 
 class PayloadRef(Message):
@@ -138,6 +173,14 @@ class PayloadRef(Message):
     url: str
     bytes: int
     sha256: Digest
+
+
+class SecurePart(Message):
+    """A client's part of a secure sum: which attempt this is, and its weight in the mean."""
+
+    phase: Annotated[str, Field(max_length=100)]
+    attempt: Annotated[int, Field(ge=1, le=10)]
+    weight: Annotated[int, Field(ge=1, le=65_535)]
 
 
 class Task(Message):
@@ -152,6 +195,7 @@ class Task(Message):
     payload: PayloadRef
     config: TaskConfig
     epoch: Annotated[str, Field(max_length=100)] = ""  # of the coordinator's process: another one after a restart
+    secure: Annotated[SecurePart | None, Field(exclude_if=lambda given: given is None)] = None
     common_payload: Digest | None = None  # of all payloads of this phase, where they are the same; none: not told
 
 

@@ -26,7 +26,7 @@ from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec_hints import meant
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-RESERVED = {"secure_aggregation": "'secure_aggregation' is reserved for a later release: leave it out"}
+RESERVED: dict[str, str] = {}
 
 Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame"]
 TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
@@ -357,6 +357,7 @@ class FederationSpec(Section):
     training: TrainingSpec = TrainingSpec()
     participation: ParticipationSpec = ParticipationSpec()
     aggregation: AggregationSpec = AggregationSpec()
+    secure_aggregation: Annotated[SecureAggregationSpec | None, Field(exclude_if=lambda given: given is None)] = None
     evaluation: EvaluationSpec = EvaluationSpec()
     admission: AdmissionSpec = AdmissionSpec()
     privacy: Annotated[PrivacySpec, Field(exclude_if=lambda given: given.level == "none")] = PrivacySpec()

@@ -147,6 +147,10 @@ class Disclosure:
             ]
         if self.plan is not None:
             work += self.plan.lines()
+        if terms.secure_aggregation is not None:
+            least = terms.secure_aggregation.minimum
+            text = f"changes leave under masks; the operator learns sums of at least {least} clients"
+            work += [("sums", f"{text}; other sites learn a key and a weight, no name")]
         template = f"{terms.template!r}" if terms.template else "the data's own"
         work += [("classes", f"told apart among {classes}; template {template}")]
         return [*work, ("evaluate", f"every {terms.evaluate_every} rounds, before the first and after the last")]

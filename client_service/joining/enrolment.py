@@ -20,6 +20,7 @@ from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, E
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.methods.registry import INSTALL
+from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.spec import BackboneSpec, SpecError
 
 ENDED = ("finished", "failed", "cancelled")
@@ -157,14 +158,14 @@ def declaration(settings: Settings, source: Source, domain: Domain | None, backb
     )
 
 
-def enrol_request(declared: Declared, secret: str, backbone: Backbone) -> EnrolRequest:
-    """What was declared, with the secret and the weights that were loaded.
+def enrol_request(declared: Declared, secret: str, backbone: Backbone, identity: bytes | None = None) -> EnrolRequest:
+    """What was declared, with the secret and the weights that were loaded; with ``identity``, a key, it signs.
 
     Raises:
         ClientError: BAD_INPUT where the class names cannot be declared.
     """
     try:
-        return EnrolRequest(
+        request = EnrolRequest(
             name=declared.name,
             secret=secret,
             role=declared.role,
@@ -179,6 +180,10 @@ def enrol_request(declared: Declared, secret: str, backbone: Backbone) -> EnrolR
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ClientError(Exit.BAD_INPUT, f"the data cannot be declared: {place}: {first['msg']}") from None
+    if identity is None:
+        return request
+    proof = sign(identity, "identity", request.proof_body()).hex()
+    return request.model_copy(update={"identity_key": public_identity(identity).hex(), "identity_proof": proof})
 
 
 def explain(refused: Refused, settings: Settings) -> ClientError:

@@ -33,6 +33,7 @@ from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.policy import Policy, enforce, facts_of, read_policy
 from promptfed.client_service.private_state import Identity, PrivateState
 from promptfed.client_service.protection import SiteProtection, expect_room, keep, plan
+from promptfed.client_service.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.training.data import (
@@ -140,7 +141,9 @@ class Joining:
         work.policy, work.asked = policy, asked
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
-        request = enrol_request(replace(declared, device=describe_device(backbone.device)), identity.secret, backbone)
+        signing = identity_of(self.state) if info.secure_aggregation is not None else None
+        declared = replace(declared, device=describe_device(backbone.device))
+        request = enrol_request(declared, identity.secret, backbone, signing)
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work

@@ -21,6 +21,7 @@ from promptfed.client_service.faults import point
 from promptfed.client_service.policy import Facts, Policy, refusals
 from promptfed.client_service.private_state import PrivateState, Provenance, Serving
 from promptfed.client_service.protection import SiteProtection
+from promptfed.client_service.secure import Trained
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
@@ -69,7 +70,21 @@ class TaskWork:
         self.served: ServedParts | None = None  # what the last evaluation's classifier was made of
 
     def train(self, task: Task, payload: bytes, cancelled: Cancelled) -> dict[str, float]:
-        """Train from committed state and leave the update in ``state.pending()``; its metrics.
+        """Train from committed state and leave the update in ``state.pending()``; its metrics. Raises as `trained`."""
+        trained = self.trained(task, payload, cancelled)
+        about = UpdateMetadata(
+            task_id=task.task_id,
+            payload_sha256=task.payload.sha256,
+            metrics=dict(trained.metrics),
+            privacy=trained.spent,
+        )
+        body = encode(trained.update, about.model_dump())
+        self.state.write_pending(body, trained.private, trained.provenance)
+        point("pending-written")
+        return dict(trained.metrics)
+
+    def trained(self, task: Task, payload: bytes, cancelled: Cancelled) -> Trained:
+        """Train from committed state; nothing of it is written down.
 
         Raises:
             MethodError: the method cannot carry out this task.
@@ -96,13 +111,11 @@ class TaskWork:
             measured = {"trained_parameters": sum(trained)}
         metrics = self._agreed_metrics(measured)
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        about = UpdateMetadata(task_id=task.task_id, payload_sha256=task.payload.sha256, metrics=finite)
+        spent = None
         if self.protection is not None and protection is not None:
-            about = about.model_copy(update={"privacy": self.protection.report(protection.event)})
+            spent = self.protection.report(protection.event)
         provenance = Provenance(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
-        self.state.write_pending(encode(update, about.model_dump()), result.private, provenance)
-        point("pending-written")
-        return finite
+        return Trained(update, result.private, provenance, finite, spent)
 
     def _protection(self, task: Task, context: ClientContext) -> Protection | None:
         """The attempt's differential privacy, which the budget can afford; None where none was agreed to.

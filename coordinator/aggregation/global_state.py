@@ -19,7 +19,7 @@ from promptfed.coordinator.aggregation.server_optimizer import ServerOptimizer, 
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
-from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.methods.core.base import ClientUpdate, Combine, Phase, ServerContext
 from promptfed.shared.methods.core.rule_checks import check_flame_noise
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec import AggregationSpec
@@ -105,8 +105,20 @@ def after_phase(
 
     The spec's server optimizer takes its step on what the rule gives.
     """
+    return after_combined(federation, state, phase, rule, context, updates)
+
+
+def after_combined(
+    federation: Federation,
+    state: Tensors,
+    phase: Phase,
+    combine: Combine,
+    context: ServerContext,
+    updates: Iterable[ClientUpdate] = (),
+) -> Tensors:
+    """The state after ``phase``, whatever ``combine`` makes of the updates; of a secure sum there are none."""
     optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
-    after = federation.method.aggregate(method_part(state), phase, updates, optimizer.wrap(rule), context)
+    after = federation.method.aggregate(method_part(state), phase, updates, optimizer.wrap(combine), context)
     after = after | server_part(state) | optimizer.moments
     check_state(federation, after, context)
     return after

@@ -26,7 +26,7 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.http.certificates import check_certificate
-from promptfed.coordinator.operations import federations
+from promptfed.coordinator.operations import enrolment, federations, masked
 from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports.federations import client_view
@@ -58,6 +58,9 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
             problems.SecretTaken,
             problems.OtherBackbone,
             problems.ProtocolVersion,
+            enrolment.IdentityMissing,
+            enrolment.BadProof,
+            enrolment.KeyTaken,
             problems.LateJoin,
             problems.WrongState,
             problems.CannotStart,
@@ -109,7 +112,7 @@ def list_clients(registry: RegistryOf, federation: Viewed, limit: Limit = 100, a
 @router.delete(
     "/clients/{client_id}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=described.for_callers(problems.WrongState, problems.StorageFull),
+    responses=described.for_callers(problems.WrongState, problems.StorageFull, masked.UpdatesMasked),
 )
 def withdraw_client(
     registry: RegistryOf,
@@ -118,6 +121,8 @@ def withdraw_client(
     discard: Annotated[bool, Query(description="drop its accepted update of the open phase too")] = False,
 ) -> None:
     """Take a client out: its open task is cancelled, it is not asked again, and it is refused from now on."""
+    if discard:
+        masked.expect_discardable(federation)
     federations.withdraw(registry, federation.id, client_id, discard)
 
 

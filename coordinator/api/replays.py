@@ -10,7 +10,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Operated, RegistryOf
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.operations import replay
+from promptfed.coordinator.operations import masked, replay
 from promptfed.shared.replay_schemas import ReplayedState, ReplayedUpdate, ReplayReport, ReplayRequest
 from promptfed.shared.spec import AggregationSpec
 from promptfed.shared.tensors import encode
@@ -29,7 +29,9 @@ ONLY_THIS_PHASE = (
     response_model=ReplayReport,
     responses={
         200: {"content": {TENSORS: {}}, "description": "the report, or the round's last state where Accept asks"},
-        **described.for_callers(problems.NoState, problems.NotAMean, problems.TooFewUpdates, problems.UpdatesGone),
+        **described.for_callers(
+            problems.NoState, problems.NotAMean, problems.TooFewUpdates, problems.UpdatesGone, masked.UpdatesMasked
+        ),
     },
 )
 async def replay_round(

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
 
 from promptfed.coordinator import problems
+from promptfed.coordinator.aggregation.secure_sums import weights
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
@@ -19,10 +20,10 @@ from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.http.uploads import Incoming, Uploads, announced_digest, expect_digest
-from promptfed.coordinator.operations import submissions
+from promptfed.coordinator.operations import exchanges, submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api_schemas import Receipt, UpdateReceipt
-from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task, TaskConfig
+from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
@@ -99,6 +100,11 @@ def _message(registry: Registry, federation: Federation, task: OpenTask) -> str:
         "epoch": registry.epoch,
         "common_payload": federation.common_payload,
     }
+    plan = federation.rules.plan(task.round, task.step) if task.kind != "evaluate" else None
+    if plan is not None and plan.secure is not None:
+        weight = weights(federation).get(task.client, 1)
+        own["phase"] = plan.secure.phase
+        own["secure"] = {"phase": plan.secure.phase, "attempt": plan.secure.attempt, "weight": weight}
     return f'{json.dumps(own)[:-1]}, "config": {_config(registry, federation)}}}'
 
 
@@ -107,21 +113,7 @@ def _config(registry: Registry, federation: Federation) -> str:
     known = registry.configs.get(federation.id)
     if known is not None and known[0] is federation.run.members and known[1] is federation.clients:
         return known[2]
-    config = TaskConfig(
-        method=federation.spec.method,
-        training=federation.spec.training.model_dump(),
-        backbone=federation.spec.backbone.model_copy(
-            update={"fingerprint": federation.fingerprint, "shape": federation.shape}
-        ),
-        class_names=federation.spec.class_names,
-        class_descriptions=federation.spec.class_descriptions,
-        template=federation.spec.template,
-        rounds=federation.spec.rounds,
-        seed=federation.spec.seed,
-        # Where no method asks, sites need not know of each other; and a thousand of them would make every task long.
-        peers=federation.peers() if federation.method.needs.domain_descriptions else [],
-        privacy=federation.privacy,
-    ).model_dump_json()
+    config = exchanges.config_of(federation).model_dump_json()
     registry.configs[federation.id] = (federation.run.members, federation.clients, config)
     return config
 
@@ -230,6 +222,49 @@ async def take_evaluation(
     """Admit an evaluation; the receipt, and whether it is new."""
     new = await submissions.accept_evaluation(registry, caller.federation, caller.client, task_id, evaluation)
     return Receipt(task_id=task_id, status="accepted"), new
+
+
+@router.put(
+    "/tasks/{task_id}/exchange",
+    status_code=status.HTTP_201_CREATED,
+    response_model=UpdateReceipt,
+    responses={
+        200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"},
+        **described.documented(
+            *CLIENT,
+            problems.DigestMissing,
+            problems.DigestMismatch,
+            problems.WrongTaskKind,
+            problems.AlreadyAnswered,
+            problems.PhaseClosed,
+            problems.BodyTooLarge,
+            problems.StorageFull,
+            exchanges.NotSecure,
+            exchanges.BadExchange,
+            exchanges.BadSignature,
+            exchanges.WrongRoster,
+            exchanges.LooksUnmasked,
+        ),
+    },
+    openapi_extra=TENSOR_BODY,
+)
+async def put_exchange(
+    request: Request,
+    registry: RegistryOf,
+    caller: Calling,
+    task_id: TaskId,
+    response: Response,
+    content_digest: Annotated[str | None, Header(description="`sha-256=:<base64>:` (RFC 9530)")] = None,
+) -> UpdateReceipt:
+    """Answer a step of a secure sum: JSON, or in step ``mask`` the masked vector as safetensors."""
+    announced, uploads = announced_digest(content_digest), request.app.state.uploads
+    with registry.committer.coming():
+        async with uploads.receive(Incoming.of(request), exchanges.limit(caller.federation)) as upload:
+            expect_digest(upload, announced)
+            new = await exchanges.accept(registry, caller.federation, caller.client, task_id, upload)
+    if not new:
+        response.status_code = status.HTTP_200_OK
+    return UpdateReceipt(task_id=task_id, status="accepted", sha256=upload.sha256)
 
 
 @router.post(

@@ -85,6 +85,21 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class AnsweredLast:
+    """The same, and with it the secure sum can be opened: nobody else needs to answer."""
+
+    name: str
+    now: float
+
+
+@dataclass(frozen=True)
+class SumInvalid:
+    """The secure sum that was opened cannot be one of honest clients; nobody can tell who spoilt it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Failed:
     """A client said that it cannot answer."""
 
@@ -125,6 +140,8 @@ Event = (
     | Mended
     | Withdraw
     | Answered
+    | AnsweredLast
+    | SumInvalid
     | Failed
     | Tick
     | JobDone

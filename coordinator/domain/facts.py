@@ -66,6 +66,13 @@ class Closed:
 
 
 @dataclass(frozen=True)
+class AttemptFailed:
+    """Too few answered a step of a secure sum: what was sent for this attempt is of no use, another one begins."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Completed:
     """The closed stage is done with: its state is committed, or it was an evaluation."""
 
@@ -77,4 +84,4 @@ class Joined:
     names: tuple[str, ...]
 
 
-Fact = Moved | Opened | Asked | Extended | DeadlineSet | Settled | Closed | Completed | Joined
+Fact = Moved | Opened | Asked | Extended | DeadlineSet | Settled | Closed | AttemptFailed | Completed | Joined

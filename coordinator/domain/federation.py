@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
+from promptfed.coordinator.domain.secure_steps import steps_of
 from promptfed.shared.messages import Domain, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
 from promptfed.shared.methods.core.base import ClientInfo, Hyperparameters, Method, MethodError, Phase, ServerContext
@@ -19,7 +20,7 @@ from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
 
 @dataclass(frozen=True)
 class Client:
-    """An enrolled client; ``secret_digest`` is None after a reset."""
+    """An enrolled client; ``secret_digest`` is None after a reset. ``identity_key``: with which it signs, in hex."""
 
     id: str
     name: str
@@ -28,6 +29,7 @@ class Client:
     num_samples: int
     class_names: tuple[str, ...]
     domain: Domain | None
+    identity_key: str | None = None
 
     def info(self) -> ClientInfo:
         """The client as a method sees it: one object, however often it is asked for."""
@@ -201,7 +203,9 @@ class Federation:
 
     def method_phase(self, round: int, step: int) -> Phase:
         """The method's phase at ``step`` of ``round``."""
-        return self.method.phases(round, self.spec.rounds)[step]
+        plan = self.rules.plan(round, step)
+        number = step if plan is None or plan.secure is None else plan.secure.number
+        return self.method.phases(round, self.spec.rounds)[number]
 
     def with_named(self, class_names: Iterable[str]) -> Federation:
         """This federation with ``class_names`` among those that clients have named."""
@@ -239,7 +243,8 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
     part = spec.participation
 
     def phases(round: int) -> tuple[PhasePlan, ...]:
-        return tuple(PhasePlan(phase.name, phase.ask) for phase in method.phases(round, spec.rounds))
+        plans = tuple(PhasePlan(phase.name, phase.ask) for phase in method.phases(round, spec.rounds))
+        return plans if spec.secure_aggregation is None else steps_of(plans, spec.secure_aggregation)
 
     return Rules(
         draw=spec.seed,
@@ -251,7 +256,8 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         on_missed_quorum=part.on_missed_quorum,
         evaluate_every=spec.evaluation.every,
         phases=phases,
-        join_when_extended=method.needs.join_when_extended,
+        join_when_extended=method.needs.join_when_extended and spec.secure_aggregation is None,
+        secure=spec.secure_aggregation,
     )
 
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from promptfed.coordinator.domain import events, facts
+from promptfed.coordinator.domain import events, facts, secure_steps
 from promptfed.coordinator.domain.run_state import (
     DAMAGED,
     ENDED,
     EVALUATION,
+    MOST_CLIENTS,
     QUORUM_MISSED,
     AskStatus,
     Member,
     PhasePlan,
     Rules,
     Run,
+    SecureStep,
     Stage,
 )
 from promptfed.shared.messages import FederationState, Role, TaskKind
@@ -98,6 +100,11 @@ class Machine:
                 self._withdraw(name, discard, now)
             case events.Answered(name, now):
                 self._settle_open(name, "answered", now)
+            case events.AnsweredLast(name, now):
+                self._answered_last(name, now)
+            case events.SumInvalid(reason):
+                self._expect("running")
+                self._move("paused", reason)
             case events.Failed(name, now):
                 self._settle_open(name, "failed", now)
             case events.JobDone(now):
@@ -172,13 +179,23 @@ class Machine:
         self._settle(name, status)
         self._go_on(now)
 
+    def _answered_last(self, name: str, now: float) -> None:
+        stage = self.run.stage
+        if stage is None or stage.kind != "unmask" or stage.closed or stage.asks.get(name) != "open":
+            raise WrongMoment(self.run.state)
+        self._settle(name, "answered")
+        assert self.run.stage is not None
+        self._close(self.run.stage, self.run.stage.sample_size)
+        self._set(due_job="aggregate")
+
     def _job_done(self, now: float) -> None:
         if self.run.due_job == "join":
             self._join(self.run.joining)
             self._set(due_job=None, joining=())
         elif self.run.due_job == "aggregate":
-            self._set(due_job=None)
-            self._complete()
+            self._set(due_job=None, cohort=(), previous=())
+            plan = self._plan()
+            self._complete(plan.secure.after if plan is not None and plan.secure is not None else None)
         else:
             raise WrongMoment(self.run.state)
         self._go_on(now)
@@ -204,7 +221,7 @@ class Machine:
             active = sorted(name for name, member in run.members.items() if member.active and member.joined)
             self._open("evaluate", EVALUATION, active, len(active), now)
         elif run.round < self.rules.rounds:
-            self._set(round=run.round + 1, step=0, answered_first=(), sample_size=0)
+            self._set(round=run.round + 1, step=0, answered_first=(), sample_size=0, cohort=(), previous=())
         else:
             self._end("finished", None)
         return True
@@ -212,29 +229,36 @@ class Machine:
     def _open_phase(self, plan: PhasePlan, now: float) -> None:
         run = self.run
         eligible = run.eligible()
-        if run.step == 0:
+        if plan.secure is not None and plan.is_fixed:
+            asked = run.previous if plan.secure.index else run.cohort
+            names = [name for name in asked if run.members[name].active]
+            size = len(names)
+        elif run.step == 0:
             size = self.rules.sample_size(len(eligible))
             names = sampling_order(self.rules.draw, run.round, eligible)[:size]
         else:
             gone = sum(not run.members[name].active for name in run.answered_first)
             size = max(1, run.sample_size - gone)
             names = eligible if plan.ask == "all" else [n for n in run.answered_first if run.members[n].active]
-        self._open("train", plan.name, names, size, now)
+        self._open(plan.kind, plan.name, names, size, now)
 
     def _open(self, kind: TaskKind, name: str, names: Iterable[str], size: int, now: float) -> None:
         asked = tuple(sorted(names))
-        deadline = now + self.rules.deadline_seconds
-        stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, deadline)
+        seconds = self._seconds()
+        stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, now + seconds)
         self._set(stage=stage)
         self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size))
-        self.facts.append(facts.DeadlineSet(self.rules.deadline_seconds))
+        self.facts.append(facts.DeadlineSet(seconds))
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
         if now < stage.deadline and "open" in stage.asks.values():
             return False
+        plan = self._plan()
         if stage.kind == "evaluate":
             self._close(stage, stage.sample_size)
             self._complete()
+        elif plan is not None and plan.secure is not None:
+            self._close_secure(stage, plan.secure, now)
         elif len(stage.having("answered")) >= self._needed(stage):
             self._close(stage, self._present(stage))
             self._set(due_job="aggregate")
@@ -245,6 +269,32 @@ class Machine:
         else:
             self._end("failed", QUORUM_MISSED)
         return True
+
+    def _close_secure(self, stage: Stage, step: SecureStep, now: float) -> None:
+        """Go on to the next step with enough answers, else to the next attempt. After a reveal there is none.
+
+        Step unmask closes with the answer that opens the sum (`AnsweredLast`), never here.
+        """
+        assert self.rules.secure is not None
+        answered = len(stage.having("answered"))
+        wanted = secure_steps.needed(self.rules.secure, step, len(self.run.cohort))
+        first = step.index == secure_steps.TRAIN and step.attempt == 1
+        if first:
+            wanted = max(wanted, self._needed(stage))
+        if answered >= wanted and step.index != secure_steps.UNMASK:
+            self._close(stage, self._present(stage) if first else stage.sample_size)
+            self._complete()
+        elif not stage.extended:
+            self._extend(stage, now)
+        elif step.following is not None and not first and step.index != secure_steps.UNMASK:
+            for name in stage.having("open"):
+                self._settle(name, "expired")
+            self.facts.append(facts.AttemptFailed(step.attempt))
+            self._set(stage=None, step=step.following, previous=())
+        elif self.rules.on_missed_quorum == "pause":
+            self._move("paused", QUORUM_MISSED)
+        else:
+            self._end("failed", QUORUM_MISSED)
 
     def _present(self, stage: Stage) -> int:
         """K without those who were withdrawn and not replaced: the operator has said that nobody waits for them."""
@@ -257,12 +307,15 @@ class Machine:
         return max(1, ceil_fraction(self.rules.quorum, self._present(stage)))
 
     def _extend(self, stage: Stage, now: float) -> None:
+        plan = self._plan()
+        assert plan is not None
         first = self.run.step == 0
         if first and self.rules.join_when_extended and self.run.newcomers():
             self._set(due_job="join", joining=self.run.newcomers())
             return
-        plan = self.rules.phases(self.run.round)[self.run.step]
-        added = [n for n in self.run.eligible() if n not in stage.asks] if first or plan.ask == "all" else []
+        more = not plan.is_fixed and (first or plan.ask == "all")
+        added = [n for n in self.run.eligible() if n not in stage.asks] if more else []
+        added = added if plan.secure is None else added[: MOST_CLIENTS - len(stage.asks)]
         self._set_stage(extended=True, asks={**stage.asks, **dict.fromkeys(added, "open")})
         self.facts.append(facts.Extended(True))
         if added:
@@ -274,12 +327,20 @@ class Machine:
             self._settle(name, "expired")
         counted = tuple(stage.having("answered"))
         self._set_stage(closed=True, sample_size=sample_size)
+        plan = self._plan()
+        secure = plan.secure if plan is not None else None
+        if secure is not None:
+            self._set(previous=counted)
+            if secure.index == secure_steps.TRAIN:
+                self._set(cohort=counted)
+            if secure.index == secure_steps.MASK and secure.number == 0:
+                self._set(answered_first=counted)
         if stage.kind == "train" and self.run.step == 0:
             self._set(answered_first=counted, sample_size=sample_size)
         self.facts.append(facts.Closed(counted, sample_size))
 
-    def _complete(self) -> None:
-        self._set(stage=None, step=self.run.step + 1)
+    def _complete(self, following: int | None = None) -> None:
+        self._set(stage=None, step=self.run.step + 1 if following is None else following)
         self.facts.append(facts.Completed())
 
     def _end(self, state: FederationState, reason: str | None) -> None:
@@ -311,8 +372,16 @@ class Machine:
 
     def _set_deadline(self, now: float) -> None:
         if self.run.stage is not None and not self.run.stage.closed:
-            self._set_stage(deadline=now + self.rules.deadline_seconds)
-            self.facts.append(facts.DeadlineSet(self.rules.deadline_seconds))
+            seconds = self._seconds()
+            self._set_stage(deadline=now + seconds)
+            self.facts.append(facts.DeadlineSet(seconds))
+
+    def _plan(self) -> PhasePlan | None:
+        return self.rules.plan(self.run.round, self.run.step)
+
+    def _seconds(self) -> float:
+        plan = self._plan()
+        return self.rules.deadline_seconds if plan is None or plan.seconds is None else plan.seconds
 
     def _join(self, names: tuple[str, ...]) -> None:
         known = {name: replace(self.run.members[name], joined=True) for name in names}

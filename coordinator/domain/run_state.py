@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from promptfed.shared.messages import FederationState, Role, TaskKind
-from promptfed.shared.spec import ceil_fraction
+from promptfed.shared.spec import SecureAggregationSpec, ceil_fraction
 
 AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
 DueJob = Literal["join", "aggregate"]
@@ -16,14 +16,43 @@ QUORUM_MISSED = "quorum_missed"
 DAMAGED = "damaged: "
 """How the reason begins for which a federation waits until stored bytes are again what they were."""
 EVALUATION = "evaluation"
+MOST_CLIENTS = 1024  # of a secure sum, which is exact up to so many
+
+
+@dataclass(frozen=True)
+class SecureStep:
+    """One of the five steps of a secure sum: ``index`` 0 to 4 of an ``attempt`` (from 1) at the method's ``phase``.
+
+    In numbers of steps of the round: ``first`` of this attempt; ``following``, where the next one begins, if there is
+    one; ``after``, where the round goes on when the sum is there. ``number`` counts the method's phases from 0.
+    """
+
+    index: int
+    attempt: int
+    number: int
+    phase: str
+    first: int
+    following: int | None
+    after: int
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A phase as the method declares it: whom it asks if it is not the round's first."""
+    """A phase as the method declares it: whom it asks if it is not the round's first; or one step of its secure sum.
+
+    ``seconds``: its own deadline, where it has one.
+    """
 
     name: str
     ask: Literal["answered", "all"] = "answered"
+    kind: TaskKind = "train"
+    seconds: float | None = None
+    secure: SecureStep | None = None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it asks whom an earlier step of its secure sum says, and nobody is added."""
+        return self.secure is not None and (self.secure.index > 0 or self.secure.attempt > 1)
 
 
 @dataclass(frozen=True)
@@ -43,6 +72,7 @@ class Rules:
     evaluate_every: int
     phases: Callable[[int], tuple[PhasePlan, ...]]
     join_when_extended: bool = True
+    secure: SecureAggregationSpec | None = None
 
     def evaluates(self, round: int) -> bool:
         """Whether the state after ``round`` is evaluated."""
@@ -50,7 +80,13 @@ class Rules:
 
     def sample_size(self, eligible: int) -> int:
         """K = max(min_clients, ⌈fraction·eligible⌉)."""
-        return max(self.min_clients, ceil_fraction(self.fraction, eligible))
+        size = max(self.min_clients, ceil_fraction(self.fraction, eligible))
+        return size if self.secure is None else min(size, MOST_CLIENTS)
+
+    def plan(self, round: int, step: int) -> PhasePlan | None:
+        """The stage at ``step`` of ``round``; None for its evaluation."""
+        plans = self.phases(round) if round > 0 else ()
+        return plans[step] if step < len(plans) else None
 
 
 @dataclass(frozen=True)
@@ -81,7 +117,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Run:
-    """Where a federation stands. ``step`` counts a round's phases from 0; the last step is its evaluation."""
+    """Where a federation stands. ``step`` counts a round's phases from 0; the last step is its evaluation.
+
+    Of a secure sum: ``cohort`` sent keys for the latest attempt, ``previous`` answered its last step.
+    """
 
     state: FederationState = "enrolling"
     reason: str | None = None
@@ -93,6 +132,8 @@ class Run:
     joining: tuple[str, ...] = ()
     answered_first: tuple[str, ...] = ()
     sample_size: int = 0
+    cohort: tuple[str, ...] = ()
+    previous: tuple[str, ...] = ()
 
     @property
     def is_damaged(self) -> bool:

@@ -10,7 +10,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sqlalchemy import select
@@ -22,7 +22,8 @@ from promptfed.coordinator.aggregation.rules import Judged
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine import secure_jobs
+from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.batch import serve_tasks
 from promptfed.coordinator.store.fault_points import point
@@ -31,6 +32,7 @@ from promptfed.coordinator.store.tensor_blobs import Stored, put_tensors, room
 from promptfed.shared.methods.core.base import Method, MethodError, NeedsBackbone, Phase, ServerContext
 from promptfed.shared.methods.core.insights import Measured, MeasuresPhases
 from promptfed.shared.methods.core.sizes import check_sizes, needed_bytes
+from promptfed.shared.secagg import SecureError
 from promptfed.shared.tensors import TensorError, Tensors, encode, method_part, state_hash
 
 FORGOTTEN = "forget"  # the origin of a state from which a client's own part was taken
@@ -160,8 +162,19 @@ def forget(registry: Registry, id: str, client: str) -> None:
             change.emit("client-forgotten", client=client)
 
 
+@dataclass(frozen=True)
+class _Computed:
+    """What an aggregation comes to: the state, what the report keeps, what the rule made of each counted client."""
+
+    after: Tensors
+    measured: dict[str, Any]
+    judged: Mapping[str, Judged]
+    clients: list[str]
+    summed: secure_jobs.Summed | None = None
+
+
 def aggregate(registry: Registry, id: str) -> None:
-    """Compute the state after the closed phase from its stored updates, and commit it once."""
+    """Compute the state after the closed phase from its stored updates, or its secure sum, and commit it once."""
     federation = registry.get(id)
     point("phase-closed")
     run = federation.run
@@ -170,35 +183,56 @@ def aggregate(registry: Registry, id: str) -> None:
         phase_id, phase_name = _closed_phase(session, federation)
         updates = global_state.counted(session, phase_id)
     global_state.use_threads(federation)
-    phase = federation.method_phase(run.round, run.step)
-    context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
-    with registry.metrics.job_seconds.labels("aggregate").time(), room(registry.blobs) as rule.room:
-        changed: dict[str, float] = {}
-        stream = changes.measured(
-            global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
-        )
-        after = global_state.after_phase(federation, state, phase, stream, rule, context)
-        method = federation.method
-        measures = _measured(method, method_part(state), phase, method_part(after), context)
-        measures = replace(measures, phase=measures.phase | rule.measured)
-        measured = {**_finite(measures), "changes": _finite_numbers(changed)}
+    with registry.metrics.job_seconds.labels("aggregate").time():
+        try:
+            computed = _computed(registry, federation, state, phase_id, updates)
+        except SecureError as error:
+            with registry.change(id) as change:
+                change.send(events.SumInvalid(f"{error.kind}: {error}"))
+            return
     point("aggregate-computed")
     with registry.blobs.hold() as held:
-        stored = put_tensors(registry.blobs, held, after)
+        stored = put_tensors(registry.blobs, held, computed.after)
         with registry.change(id) as change:
             now = change.federation.run
             if (now.due_job, now.round, now.step) != ("aggregate", run.round, run.step):
                 return
             change.keep(held)
-            _commit_state(change, after, stored, phase_name, phase_id)
-            change.session.get_one(PhaseRow, phase_id).measured = measured
-            _note_judged(change.session, phase_id, rule.judged)
+            _commit_state(change, computed.after, stored, phase_name, phase_id)
+            change.session.get_one(PhaseRow, phase_id).measured = computed.measured
+            _note_judged(change.session, phase_id, computed.judged)
+            if computed.summed is not None:
+                change.session.add(computed.summed.row(phase_id))
+                secure_jobs.forget_answers(change.session, federation, run.round)
             change.send(events.JobDone(clock.monotonic()))
             point("state-before-commit")
     point("state-committed")
-    verdicts = Counter(rule.judged[client].verdict if client in rule.judged else "counted" for client, _, _ in updates)
+    if computed.summed is not None:
+        point("exchanges-deleted")
+    verdicts = Counter(computed.judged[c].verdict if c in computed.judged else "counted" for c in computed.clients)
     for verdict, number in verdicts.items():
         registry.metrics.updates.labels(verdict).inc(number)
+
+
+def _computed(
+    registry: Registry, federation: Federation, state: Tensors, phase_id: int, updates: list[global_state.Counted]
+) -> _Computed:
+    run = federation.run
+    if federation.spec.secure_aggregation is not None:
+        summed = secure_jobs.summed(registry, federation, state, run.round, run.step)
+        return _Computed(summed.after, summed.measured(), {}, [], summed)
+    phase = federation.method_phase(run.round, run.step)
+    context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
+    changed: dict[str, float] = {}
+    with room(registry.blobs) as rule.room:
+        stream = changes.measured(
+            global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
+        )
+        after = global_state.after_phase(federation, state, phase, stream, rule, context)
+    measures = _measured(federation.method, method_part(state), phase, method_part(after), context)
+    measures = replace(measures, phase=measures.phase | rule.measured)
+    measured = {**_finite(measures), "changes": _finite_numbers(changed)}
+    return _Computed(after, measured, rule.judged, [client for client, _, _ in updates])
 
 
 def _note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
@@ -260,6 +294,11 @@ def fill_payloads(registry: Registry, id: str) -> None:
         last: tuple[Tensors, Stored] | None = None
         with registry.metrics.job_seconds.labels("payloads").time():
             for task in pending:
+                if task.kind not in ("train", "evaluate"):
+                    content = secure_jobs.told(registry, federation, task)
+                    digest = held.put(content)
+                    made[task.id] = replace(task, payload_sha256=digest, payload_bytes=len(content))
+                    continue
                 phase = federation.method_phase(task.round, task.step) if task.kind == "train" else None
                 tensors = federation.method.payload(state, phase, federation.clients[task.client].info(), context)
                 if last is None or not _are_the_same(last[0], tensors):
@@ -282,6 +321,8 @@ def payload_again(registry: Registry, federation: Federation, digest: str) -> by
             return None
         state = method_part(current_state(registry, session, federation.id))
     task, stage = found
+    if stage.kind not in ("train", "evaluate"):
+        return secure_jobs.told(registry, federation, open_task(task, stage))
     phase = federation.method_phase(stage.round, stage.step) if stage.kind == "train" else None
     info = federation.clients[task.client].info()
     return encode(federation.method.payload(state, phase, info, federation.context()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -19,6 +19,7 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.store.batch import Batch, Row, count_tasks, insert_tasks
 from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow
+from promptfed.shared.messages import TaskKind
 
 
 @dataclass
@@ -162,6 +163,8 @@ class _Recorder:
                 self._settled(name, status)
             case facts.Closed():
                 self._closed(fact)
+            case facts.AttemptFailed(attempt):
+                self._attempt_failed(attempt)
             case facts.Completed():
                 self._completed()
             case facts.Joined(names):
@@ -220,7 +223,7 @@ class _Recorder:
             task = OpenTask(
                 id=secrets.token_hex(16),
                 client=name,
-                kind="train" if stage.kind == "train" else "evaluate",
+                kind=cast(TaskKind, stage.kind),
                 round=stage.round,
                 step=stage.step,
                 phase=stage.name,
@@ -255,7 +258,7 @@ class _Recorder:
         tasks = {row.client: row.id for row in self._session.execute(latest)}
         federation = self._change.federation
         weights: dict[str, float] = {}
-        if stage.kind == "train":
+        if stage.kind in ("train", "mask"):
             weights = shares(
                 {name: federation.clients[name].num_samples for name in fact.counted}, federation.spec.aggregation
             )
@@ -269,6 +272,13 @@ class _Recorder:
         seconds = clock.seconds_between(stage.opened_at, stage.completed_at)
         self._change.completed.append((stage.kind, seconds or 0.0))
         self._change.emit("phase-completed", **self._where())
+        self._phase = None
+
+    def _attempt_failed(self, attempt: int) -> None:
+        stage = self._stage()
+        stage.closed_at = stage.completed_at = clock.now()
+        self._change.federation = replace(self._change.federation, tasks={}, deadline=None)
+        self._change.emit("attempt-failed", **self._where(), attempt=attempt)
         self._phase = None
 
     def _joined(self, names: tuple[str, ...]) -> None:
@@ -298,7 +308,7 @@ def open_task(row: TaskRow, stage: PhaseRow) -> OpenTask:
     return OpenTask(
         id=row.id,
         client=row.client,
-        kind="train" if stage.kind == "train" else "evaluate",
+        kind=cast(TaskKind, stage.kind),
         round=stage.round,
         step=stage.step,
         phase=stage.name,

@@ -19,11 +19,12 @@ from promptfed.coordinator.domain.federation import (
     federation_of,
     kept_method,
 )
-from promptfed.coordinator.domain.run_state import ENDED, AskStatus, DueJob, Member, Run, Stage
+from promptfed.coordinator.domain.run_state import ENDED, AskStatus, DueJob, Member, Rules, Run, Stage
+from promptfed.coordinator.domain.secure_steps import KINDS, MASK
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
-from promptfed.shared.messages import Domain, FederationState, Role
+from promptfed.shared.messages import Domain, FederationState, Role, TaskKind
 from promptfed.shared.spec import BackboneShape, FederationSpec
 
 
@@ -66,7 +67,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
     is_open = stage_row is not None and stage_row.closed_at is None
     loaded = replace(
         federation.with_clients(*map(client_of, clients)),
-        run=_run(session, row, clients, _stage(stage_row, tasks, now)),
+        run=_run(session, row, clients, _stage(stage_row, tasks, now), federation.rules),
         fingerprint=row.fingerprint,
         shape=BackboneShape.model_validate(row.shape) if row.shape else None,
         supplied_state=row.supplied_state,
@@ -133,6 +134,7 @@ def client_of(row: ClientRow) -> Client:
         num_samples=row.num_samples,
         class_names=tuple(row.class_names),
         domain=Domain.model_validate(row.domain) if row.domain else None,
+        identity_key=row.identity_key,
     )
 
 
@@ -158,7 +160,7 @@ def _stage(row: PhaseRow | None, tasks: dict[str, TaskRow], now: float) -> Stage
     if row is None:
         return None
     return Stage(
-        kind="train" if row.kind == "train" else "evaluate",
+        kind=cast(TaskKind, row.kind),
         name=row.name,
         asks={name: cast(AskStatus, task.status) for name, task in tasks.items()},
         sample_size=row.sample_size,
@@ -168,7 +170,7 @@ def _stage(row: PhaseRow | None, tasks: dict[str, TaskRow], now: float) -> Stage
     )
 
 
-def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: Stage | None) -> Run:
+def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: Stage | None, rules: Rules) -> Run:
     members = {client.name: Member(cast(Role, client.role), client.active, client.joined) for client in clients}
     first = session.scalars(
         select(PhaseRow).where(
@@ -183,7 +185,7 @@ def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: 
     if first is not None:
         mine = (TaskRow.phase_id == first.id, TaskRow.counted)
         counted = tuple(session.scalars(select(TaskRow.client).where(*mine).order_by(TaskRow.client)))
-    return Run(
+    run = Run(
         state=cast(FederationState, row.state),
         reason=row.reason,
         round=row.round,
@@ -195,3 +197,28 @@ def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: 
         answered_first=counted,
         sample_size=first.sample_size if first is not None else 0,
     )
+    return run if rules.secure is None else _with_sets(session, row, rules, run)
+
+
+def _with_sets(session: Session, row: FederationRow, rules: Rules, run: Run) -> Run:
+    """The run with who sent keys for the latest attempt of a secure sum, and who answered its step before this one."""
+    assert rules.secure is not None
+    # Of the round's first phase, the attempt that came furthest last says whose vectors were taken.
+    for attempt in range(rules.secure.attempts):
+        taken = _counted(session, row, MASK + len(KINDS) * attempt)
+        run = replace(run, answered_first=taken or run.answered_first)
+    plan = rules.plan(row.round, row.step)
+    step = plan.secure if plan is not None else None
+    if step is None:
+        return run
+    cohort: tuple[str, ...] = ()
+    for first in range(step.first, step.first - len(KINDS) * step.attempt, -len(KINDS)):
+        cohort = cohort or _counted(session, row, first)
+    before = row.step if row.work == "aggregate" else row.step - 1
+    return replace(run, cohort=cohort, previous=_counted(session, row, before) if step.index else ())
+
+
+def _counted(session: Session, row: FederationRow, step: int) -> tuple[str, ...]:
+    here = (PhaseRow.federation_id == row.id, PhaseRow.round == row.round, PhaseRow.step == step, TaskRow.counted)
+    query = select(TaskRow.client).join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(*here)
+    return tuple(session.scalars(query.order_by(TaskRow.client)))

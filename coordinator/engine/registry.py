@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
@@ -84,6 +85,7 @@ class Registry:
         self.retired: dict[str, int] = {}
         self.damaged: dict[str, DamagedBlob] = {}
         self.configs: dict[str, tuple[object, object, str]] = {}
+        self.attempts: dict[str, tuple[tuple[int, int], Attempt]] = {}  # the latest at a secure sum, by federation
         self.epoch = ""  # another one each time the store is taken up: clients may have seen more than it holds
         self.ready = False
         self.leftovers = True
@@ -325,6 +327,7 @@ class Registry:
         with self._turn:
             gone = self.federations.get(id)
             self.configs.pop(id, None)
+            self.attempts.pop(id, None)
             self.federations = {key: federation for key, federation in self.federations.items() if key != id}
         self.wake([(id, EVENTS), *((id, name) for name in (gone.clients if gone else ()))])
 

@@ -18,6 +18,7 @@ from promptfed.shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequ
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.methods.core.sizes import check_sizes
+from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.spec import BackboneShape
 
 # All different names of a federation together, in UTF-8; ImageNet-21k's have 0.4 MB. They are kept in memory, go to
@@ -44,6 +45,7 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         training=federation.spec.training.model_dump(),
         evaluate_every=federation.spec.evaluation.every,
         privacy=federation.privacy,
+        secure_aggregation=federation.spec.secure_aggregation,
     )
 
 
@@ -58,6 +60,18 @@ async def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest
     if new:
         point("client-enrolled")
     return registry.get(id).clients[request.name], new
+
+
+class IdentityMissing(problems.Refusal, status=422, kind="identity-missing", title="The identity key is missing"):
+    """A client without an identity key, in a federation with secure sums."""
+
+
+class BadProof(problems.Refusal, status=422, kind="bad-signature", title="The signature is not the client's"):
+    """An identity key without the signature that proves it."""
+
+
+class KeyTaken(problems.Refusal, status=409, kind="key-taken", title="Another client has this identity key"):
+    """An identity key that another client has."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +178,23 @@ def _check(federation: Federation, request: EnrolRequest, newcomer: bool) -> Non
         raise problems.NoSamples("a trainer needs at least one training sample: enrol as evaluator, or give it data")
     if needs.domain_descriptions and request.role == "trainer" and request.domain is None:
         raise problems.DomainMissing(f"{federation.method.name} needs each trainer's domain with its description")
+    _check_identity(federation, request)
     _check_class_names(federation, request)
+
+
+def _check_identity(federation: Federation, request: EnrolRequest) -> None:
+    """A client of secure sums signs: its key must be its own, and nobody else's."""
+    if federation.spec.secure_aggregation is None:
+        return
+    if request.identity_key is None or request.identity_proof is None:
+        text = f"{federation.name} has secure sums, and this client sends no identity key"
+        raise IdentityMissing(f"{text}: install a version of promptfed that has them")
+    key, proof = bytes.fromhex(request.identity_key), bytes.fromhex(request.identity_proof)
+    if not is_signed(key, proof, "identity", request.proof_body()):
+        raise BadProof("identity_proof is not the identity key's signature of this name and secret")
+    others = (client for client in federation.clients.values() if client.name != request.name)
+    if any(client.identity_key == request.identity_key for client in others):
+        raise KeyTaken("another client of this federation has this identity key: every client makes its own")
 
 
 def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
@@ -214,6 +244,7 @@ def _client(request: EnrolRequest, id: str) -> Client:
         num_samples=request.num_samples,
         class_names=tuple(request.class_names),
         domain=request.domain,
+        identity_key=request.identity_key,
     )
 
 
@@ -229,6 +260,7 @@ def _store(change: Change, client: Client, request: EnrolRequest, token_id: str)
         "active": True,
         "token_id": token_id,
         "last_seen": clock.now(),
+        "identity_key": client.identity_key,
     }
     if client.name in change.federation.clients:
         row = change.client_row(client.name)

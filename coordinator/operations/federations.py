@@ -22,6 +22,7 @@ from promptfed.coordinator.engine import audit, jobs, recovery, retention
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import tokens
 from promptfed.coordinator.operations.client_names import client_name
+from promptfed.coordinator.operations.masked import is_summed
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow
 from promptfed.shared.methods import check_fits, resolve_spec
@@ -225,6 +226,7 @@ def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
             name = client_name(change.federation, client)
             if not change.federation.run.members[name].active:
                 return
+            discard = discard and not is_summed(change.federation)
             change.send(events.Withdraw(name, discard, clock.monotonic()))
             row = change.client_row(name)
             row.active = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -17,10 +18,12 @@ from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.aggregation.weights import shares
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.engine import secure_jobs
 from promptfed.coordinator.engine.jobs import FORGOTTEN
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.operations.masked import UpdatesMasked
 from promptfed.coordinator.problems import NoState, NotAMean, NotFound, TooFewUpdates, UpdatesGone
-from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow
+from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.rule_checks import check_flame, check_krum, check_means
 from promptfed.shared.spec import AggregationSpec
@@ -54,6 +57,7 @@ class Step:
     updates: tuple[global_state.Counted, ...] = ()
     gone: frozenset[str] = frozenset()
     forgotten: str | None = None
+    total: SumRow | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,10 @@ def replay(registry: Registry, federation: Federation, round: int, what_if: What
     """Every state of a completed round, computed again; with ``what_if`` those of its phases. It takes its time.
 
     Raises:
-        NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone: see each; nothing is computed then.
+        NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone, UpdatesMasked: see each; nothing is computed then.
     """
+    if what_if and federation.spec.secure_aggregation is not None:
+        raise UpdatesMasked(f"{federation.name} has secure sums: what a sum would be without a part of it is not known")
     _check(federation, what_if)
     run = federation.run
     if not (round < run.round or (round == run.round and run.state in ENDED)):
@@ -169,7 +175,8 @@ def _step(
     phase = session.get_one(PhaseRow, row.phase_id)
     updates = tuple(global_state.counted(session, row.phase_id))
     gone = frozenset(global_state.no_longer_kept(session, row.phase_id))
-    return Step(row.origin, row, before, tuple(roster), (), phase.step, updates, gone)
+    total = session.get(SumRow, row.phase_id)
+    return Step(row.origin, row, before, tuple(roster), (), phase.step, updates, gone, total=total)
 
 
 # Computing it
@@ -213,6 +220,9 @@ def computed(
     if step.newcomers:
         return global_state.joined(federation, before, step.roster, step.newcomers)
     phase = federation.method_phase(step.state.round, step.step)
+    if step.total is not None:
+        total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
+        return secure_jobs.state_after(federation, before, phase, total, step.total.weight, context)[0]
     stream = global_state.stored_updates(registry.blobs, updates)
     return global_state.after_phase(federation, before, phase, stream, rule, context)
 

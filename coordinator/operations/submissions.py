@@ -22,7 +22,7 @@ from promptfed.coordinator.operations import mending
 from promptfed.coordinator.store.blobs import Blobs, Held, digest_of
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
 from promptfed.shared.privacy.accounting import training_event
@@ -60,6 +60,8 @@ def asked_task(session: Session | Database, federation: Federation, client: Clie
         raise problems.NotFound(f"this client has no task {task_id[:100]!r}")
     row, phase = row_and_phase
     accepted = select(UpdateRow.sha256).where(UpdateRow.task_id == row.id)
+    if federation.spec.secure_aggregation is not None and phase.kind != "evaluate":
+        accepted = select(ExchangeRow.digest).where(ExchangeRow.task_id == row.id)
     if phase.kind == "evaluate":
         accepted = select(EvaluationRow.digest).where(EvaluationRow.task_id == row.id)
     return AskedTask(
@@ -117,7 +119,7 @@ def _admit(
 ) -> tuple[float, dict[str, Any]] | None:
     """Norm and metrics of an update that may be entered; None for the twin of one that has been."""
     task = asked_task(registry.database, federation, client, task_id)
-    if _decided(federation, task, "train", None if upload.too_large else upload.sha256):
+    if decided(federation, task, "train", None if upload.too_large else upload.sha256):
         return None
     if upload.too_large:
         limit = federation.update_limit
@@ -141,8 +143,8 @@ class _Update:
 
     def enter(self, change: Change) -> bool:
         """Enter it, if its task is open still: the phase may have closed, or a twin of the request been faster."""
-        task = _task_in(change, self.client, self.task_id)
-        if _decided(change.federation, task, "train", self.upload.sha256):
+        task = task_in(change, self.client, self.task_id)
+        if decided(change.federation, task, "train", self.upload.sha256):
             return False
         change.keep(self.held)
         change.batch.updates.append(
@@ -182,8 +184,8 @@ class _Evaluation:
 
     def enter(self, change: Change) -> bool:
         """As of an update."""
-        task = _task_in(change, self.client, self.task_id)
-        if _decided(change.federation, task, "evaluate", self.digest):
+        task = task_in(change, self.client, self.task_id)
+        if decided(change.federation, task, "evaluate", self.digest):
             return False
         row = {"task_id": task.id, "digest": self.digest, "body": self.body, "received_at": clock.now()}
         change.batch.evaluations.append(row)
@@ -192,7 +194,7 @@ class _Evaluation:
         return True
 
 
-def _task_in(change: Change, client: Client, task_id: str) -> AskedTask:
+def task_in(change: Change, client: Client, task_id: str) -> AskedTask:
     task = change.federation.tasks.get(client.name)
     if task is None or task.id != task_id:
         change.flush()  # Its answer may have been entered in this very group.
@@ -204,7 +206,7 @@ def accept_failure(
 ) -> None:
     """Note that a client cannot carry out its task; saying so again changes nothing."""
     with registry.change(federation.id) as change:
-        task = _task_in(change, client, task_id)
+        task = task_in(change, client, task_id)
         if task.status == "failed":
             return
         if task.accepted is not None:
@@ -218,10 +220,16 @@ def _note_failure(change: Change, task: AskedTask, request: FailureRequest) -> N
     change.session.get_one(TaskRow, task.id).failure = request.model_dump()
 
 
-def _decided(federation: Federation, task: AskedTask, kind: str, digest: str | None) -> bool:
-    """Whether just this answer has been accepted before; refuses what can no longer be one."""
-    if task.kind != kind:
+def decided(federation: Federation, task: AskedTask, kind: str | None, digest: str | None) -> bool:
+    """Whether just this answer has been accepted before; refuses what can no longer be one.
+
+    ``kind`` None: an answer to a step of a secure sum, whose tasks take nothing else.
+    """
+    exchanged = federation.spec.secure_aggregation is not None and task.kind != "evaluate"
+    if exchanged != (kind is None) or (kind is not None and task.kind != kind):
         wanted = "an update" if task.kind == "train" else "an evaluation"
+        if exchanged:
+            wanted = f"the exchange of step {task.kind}: its federation takes no update in the clear"
         raise problems.WrongTaskKind(f"this task wants {wanted}")
     if task.accepted is not None and task.accepted == digest:
         return True

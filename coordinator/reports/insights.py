@@ -107,6 +107,9 @@ class Insights:
         self, federation: Federation, plan: _Plan, missing: list[schemas.Missing]
     ) -> list[schemas.Similarity]:
         similarities = []
+        if federation.spec.secure_aggregation is not None:
+            why = "Of its updates only the sum is known (secure aggregation): how alike they are, nobody sees"
+            missing.append(schemas.Missing(what="similarity", why=why))
         for exchange in plan.exchanges:
             try:
                 job = _cosines_job(self._registry, federation, exchange)

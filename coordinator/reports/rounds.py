@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from pydantic_core import to_json
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation.changes import far_off
@@ -16,6 +16,7 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.problems import NoState, NotFound
+from promptfed.coordinator.reports import secure_rounds
 from promptfed.coordinator.reports.pieces import AT_ONCE, json_pieces, separated
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
@@ -83,7 +84,11 @@ def round_report(session: Session, federation: Federation, round: int) -> schema
     stages = list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.step)))
     if not stages:
         raise NotFound(f"{federation.name} has just been deleted")
-    phases = [_phase_report(session, federation, stage) for stage in stages if stage.kind == "train"]
+    if federation.spec.secure_aggregation is None:
+        phases = [_phase_report(session, federation, stage) for stage in stages if stage.kind == "train"]
+    else:
+        tried = secure_rounds.attempts(federation, stages)
+        phases = [_secure_report(session, federation, attempt) for attempt in tried]
     evaluations = [_evaluation_report(session, federation, stage) for stage in stages if stage.kind == "evaluate"]
     state = _state_row(session, federation, round) if _has_state(federation, round) else None
     over = round < federation.run.round or federation.run.state in ENDED
@@ -186,6 +191,25 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
                 [(task.weight or 0.0, _plain_metrics(update.metrics)) for task, update in counted]
             ),
             "measured": stage.measured or {},
+        }
+    )
+
+
+def _secure_report(session: Session, federation: Federation, stages: list[PhaseRow]) -> schemas.PhaseReport:
+    """One attempt at a secure sum: its training as a phase, the sum in the place of the updates."""
+    first, last = stages[0], stages[-1]
+    report = _phase_report(session, federation, first)
+    state = session.scalar(select(StateRow.state_hash).where(StateRow.phase_id == last.id))
+    down = session.scalar(select(func.sum(TaskRow.bytes_down)).where(TaskRow.phase_id.in_([s.id for s in stages])))
+    return report.model_copy(
+        update={
+            "completed_at": clock.parse(last.completed_at) if last.completed_at is not None else None,
+            "seconds": clock.seconds_between(first.opened_at, last.completed_at),
+            "counted": secure_rounds.counted(session, stages),
+            "bytes_up": secure_rounds.bytes_up(session, stages),
+            "bytes_down": int(down or 0),
+            "state_hash": state,
+            "secure": secure_rounds.secure_report(session, federation, stages),
         }
     )
 

@@ -18,6 +18,7 @@ from promptfed.coordinator.store.tables import (
     ClientRow,
     EvaluationRow,
     EventRow,
+    ExchangeRow,
     ObjectRow,
     TaskRow,
     TokenRow,
@@ -66,6 +67,7 @@ _COUNT = (
 _TASKS = insert(TaskRow.__table__)  # type: ignore[arg-type]
 _UPDATES = insert(UpdateRow.__table__)  # type: ignore[arg-type]
 _EVALUATIONS = insert(EvaluationRow.__table__)  # type: ignore[arg-type]
+_EXCHANGES = insert(ExchangeRow.__table__)  # type: ignore[arg-type]
 _EVENTS = insert(EventRow.__table__).inline()  # type: ignore[arg-type]  # nobody asks for their numbers
 _CLIENTS = insert(ClientRow.__table__)  # type: ignore[arg-type]
 _AUDIT = insert(AuditRow.__table__)  # type: ignore[arg-type]
@@ -80,6 +82,7 @@ class Batch:
         self.superseded: list[str] = []  # keys whose bytes have another one, for removal after the commit
         self.updates: list[Row] = []
         self.evaluations: list[Row] = []
+        self.exchanges: list[Row] = []
         self.events: list[Row] = []
         self.clients: list[Row] = []
         self.tokens: dict[str, int] = {}  # by digest: how often each has been used
@@ -118,6 +121,7 @@ class Batch:
             (_SETTLE, self._settled),
             (_UPDATES, self.updates),
             (_EVALUATIONS, self.evaluations),
+            (_EXCHANGES, self.exchanges),
             (_EVENTS, self.events),
         ):
             if waiting:

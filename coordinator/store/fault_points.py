@@ -45,6 +45,9 @@ OF_ROWS = ("blob-row-written",)
 #: Those of a federation's deletion, in their order; the second comes once for each transaction.
 DELETION_POINTS = ("federation-hidden", "federation-rows-deleted")
 
+#: Those that only secure sums reach.
+SECURE_POINTS = ("exchange-before-commit", "exchange-committed", "sum-computed", "exchanges-deleted")
+
 _armed = os.environ.get(VARIABLE, "")
 _reached: Counter[str] = Counter()
 _lock = threading.Lock()

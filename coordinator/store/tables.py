@@ -152,6 +152,7 @@ class ClientRow(Base):
     refusals: Mapped[int]
     token_id: Mapped[str | None]
     last_refusal: Mapped[dict[str, Any] | None]
+    identity_key: Mapped[str | None]
 
 
 class PhaseRow(Base):
@@ -224,6 +225,32 @@ class EvaluationRow(Base):
     digest: Mapped[str]
     body: Mapped[dict[str, Any]]
     received_at: Mapped[str]
+
+
+class ExchangeRow(Base):
+    """The one accepted answer to a step of a secure sum. ``body`` goes once the sum is committed; the digest stays."""
+
+    __tablename__ = "exchanges"
+
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id", ondelete="CASCADE"), primary_key=True)
+    digest: Mapped[str]
+    body: Mapped[bytes | None]
+    bytes: Mapped[int]
+    received_at: Mapped[str]
+
+
+class SumRow(Base):
+    """A secure sum: ``body`` is ``(d,)`` little-endian int64, Σ w·x of ``count`` clients, ``weight`` is Σ w."""
+
+    __tablename__ = "sums"
+
+    phase_id: Mapped[int] = mapped_column(
+        ForeignKey("phases.id", ondelete="CASCADE"), primary_key=True, autoincrement=False
+    )
+    sha256: Mapped[str]
+    body: Mapped[bytes]
+    count: Mapped[int]
+    weight: Mapped[int]
 
 
 class StateRow(Base):

@@ -15,6 +15,7 @@ from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.methods.core.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.privacy_checks import check_privacy
 from promptfed.shared.methods.core.rule_checks import check_rule
+from promptfed.shared.methods.core.secure_checks import check_secure
 from promptfed.shared.methods.diprompt import DiPrompt
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.methods.fedapt import FedAPT
@@ -183,6 +184,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     checks: list[tuple[str, Callable[[], object]]] = [
         ("method", lambda: method.check(resolved)),
         ("aggregation", lambda: check_rule(method, resolved)),
+        ("secure_aggregation", lambda: check_secure(method, resolved)),
         ("privacy", lambda: check_privacy(method, resolved)),
     ]
     if resolved.class_names is not None:

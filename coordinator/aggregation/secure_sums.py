@@ -1,0 +1,153 @@
+"""One attempt at a secure sum as it is stored: what each step tells its clients, and the sum that comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation.weights import shares
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.run_state import SecureStep
+from promptfed.coordinator.domain.secure_steps import CONFIRM, MASK, SHARE, TRAIN, UNMASK
+from promptfed.coordinator.store.database import Database
+from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, TaskRow
+from promptfed.shared.messages import TaskKind
+from promptfed.shared.methods.core.base import Phase
+from promptfed.shared.secagg import opening
+from promptfed.shared.secagg.encoding import Whole, signed_sum, whole_weights
+from promptfed.shared.secagg.masks import Words
+from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, KeysAnswer, SharesAnswer, UnmaskAnswer
+from promptfed.shared.secagg.roster import Roster, make_roster
+from promptfed.shared.tensors import Shape, decode
+
+MASKED = "masked"
+
+
+class Attempt:
+    """An attempt of ``federation`` at ``round``, from ``step.first`` on; stages that have closed never change."""
+
+    def __init__(self, database: Database, federation: Federation, round: int, step: SecureStep):
+        self._database = database
+        self._id, self._round, self._first = federation.id, round, step.first
+        assert federation.spec.secure_aggregation is not None
+        self._spec = federation.spec.secure_aggregation
+        self._uniform = federation.spec.aggregation.weighting == "uniform"
+
+    def _answers(self, index: int) -> dict[str, bytes]:
+        with self._database.read() as session:
+            return answers(session, self._id, self._round, self._first + index)
+
+    @cached_property
+    def _made(self) -> tuple[Roster, dict[int, KeysAnswer], dict[str, int]]:
+        given = {client: KeysAnswer.model_validate_json(body) for client, body in self._answers(TRAIN).items()}
+        roster, signed = make_roster(given.values(), self._spec, self._uniform)
+        return roster, signed, {client: roster.place_of(answer.entry) for client, answer in given.items()}
+
+    @property
+    def roster(self) -> Roster:
+        """Whose keys are there."""
+        return self._made[0]
+
+    def place(self, client: str) -> int:
+        """Where ``client`` stands in the roster."""
+        return self._made[2][client]
+
+    @cached_property
+    def _shares(self) -> dict[int, SharesAnswer]:
+        return {self.place(c): SharesAnswer.model_validate_json(body) for c, body in self._answers(SHARE).items()}
+
+    @cached_property
+    def confirm(self) -> ConfirmJob:
+        """Who has shared, and whose masked vectors are there of these."""
+        with self._database.read() as session:
+            masked = answered(session, self._id, self._round, self._first + MASK)
+        return opening.confirm_job(list(self._shares), [self.place(client) for client in masked])
+
+    @cached_property
+    def _confirmed(self) -> dict[int, ConfirmAnswer]:
+        return {self.place(c): ConfirmAnswer.model_validate_json(body) for c, body in self._answers(CONFIRM).items()}
+
+    def told(self, client: str, kind: TaskKind) -> bytes:
+        """What the step ``kind`` tells ``client``, as JSON."""
+        place = self.place(client)
+        if kind == "share":
+            return self.roster.message(self._made[1], place).model_dump_json().encode()
+        if kind == "mask":
+            return opening.mask_job(self.roster, place, self._shares).model_dump_json().encode()
+        if kind == "confirm":
+            return self.confirm.model_dump_json().encode()
+        return opening.unmask_job(self.roster, place, self._confirmed).model_dump_json().encode()
+
+    def can_open(self, clients: list[str]) -> bool:
+        """Whether the shares of ``clients`` open every secret that the sum needs."""
+        return opening.can_open(self.roster, self._shares, {self.place(client) for client in clients})
+
+    @property
+    def weight(self) -> int:
+        """Σ w of those whose vectors are in the sum."""
+        return sum(self.roster.entries[place].weight for place in self.confirm.alive)
+
+    def total(self) -> Whole:
+        """``(d,)`` int64: the sum. Raises SecureError: ``bad-shares`` or ``sum-invalid``."""
+        reveals = {self.place(c): UnmaskAnswer.model_validate_json(body) for c, body in self._answers(UNMASK).items()}
+        return signed_sum(opening.open_sum(self.roster, self.confirm, self._vectors(), reveals))
+
+    def _vectors(self) -> Iterator[Words]:
+        with self._database.read() as session:
+            clients = answered(session, self._id, self._round, self._first + MASK)
+        for client in clients:
+            with self._database.read() as session:
+                body = answers(session, self._id, self._round, self._first + MASK, client)[client]
+            yield vector_of(body)
+
+
+def vector_of(body: bytes) -> Words:
+    """``(d,)`` uint64 of a masked vector as it is sent. Raises TensorError, KeyError."""
+    words: Words = decode(body)[0][MASKED].numpy().view(np.uint64)
+    return words
+
+
+def answered(session: Session, id: str, round: int, step: int) -> list[str]:
+    """The clients whose answers to a closed step count, in order of name."""
+    here = (PhaseRow.federation_id == id, PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted)
+    query = select(TaskRow.client).join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(*here)
+    return list(session.scalars(query.order_by(TaskRow.client)))
+
+
+def answers(session: Session, id: str, round: int, step: int, client: str | None = None) -> dict[str, bytes]:
+    """The counted answers to a closed step by client, or that of ``client``."""
+    here = [PhaseRow.federation_id == id, PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted]
+    if client is not None:
+        here.append(TaskRow.client == client)
+    query = (
+        select(TaskRow.client, ExchangeRow.body)
+        .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+        .join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+        .where(*here)
+        .order_by(TaskRow.client)
+    )
+    return {row.client: row.body for row in session.execute(query) if row.body is not None}
+
+
+def weights(federation: Federation) -> dict[str, int]:
+    """Each trainer's whole weight among those that the state knows."""
+    names = [name for name, member in federation.run.members.items() if member.role == "trainer" and member.joined]
+    samples = {name: federation.clients[name].num_samples for name in names}
+    return whole_weights(shares(samples, federation.spec.aggregation)) if samples else {}
+
+
+def shapes(federation: Federation, phase: Phase) -> dict[str, Shape]:
+    """The tensors of a phase's updates, which are one vector in order of name."""
+    context = federation.context()
+    dims = federation.method.dims(context)
+    return {spec.name: spec.resolve(dims) for spec in phase.up}
+
+
+def size_of(tensors: dict[str, Shape]) -> int:
+    """How many numbers there are."""
+    return sum(math.prod(shape) for shape in tensors.values())

@@ -1,0 +1,114 @@
+"""Tensor work of secure sums: what the steps tell their clients, and the state that follows from a sum."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation import global_state, secure_sums
+from promptfed.coordinator.aggregation.secure_sums import Attempt
+from promptfed.coordinator.domain.federation import Federation, OpenTask
+from promptfed.coordinator.domain.run_state import SecureStep
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
+from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.secagg import SecureError
+from promptfed.shared.secagg.encoding import Whole, as_tensors, mean_change
+from promptfed.shared.tensors import Tensors, method_part
+
+
+def attempt_of(registry: Registry, federation: Federation, round: int, step: int) -> Attempt:
+    """The attempt that ``step`` belongs to; what was read of the latest one is kept in memory."""
+    secure = _secure(federation, round, step)
+    key = (round, secure.first)
+    known = registry.attempts.get(federation.id)
+    if known is None or known[0] != key:
+        known = key, Attempt(registry.database, federation, round, secure)
+        registry.attempts[federation.id] = known
+    return known[1]
+
+
+def _secure(federation: Federation, round: int, step: int) -> SecureStep:
+    plan = federation.rules.plan(round, step)
+    assert plan is not None, "only the steps of a phase are secure"
+    assert plan.secure is not None, "only the steps of a secure sum are asked for"
+    return plan.secure
+
+
+def told(registry: Registry, federation: Federation, task: OpenTask) -> bytes:
+    """What a task after the training tells its client."""
+    return attempt_of(registry, federation, task.round, task.step).told(task.client, task.kind)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A secure sum that was opened, and the state that follows from it."""
+
+    after: Tensors
+    total: Whole
+    weight: int
+    clients: int
+    norm: float
+
+    def measured(self) -> dict[str, Any]:
+        """What the round's report keeps: nothing of any one client."""
+        return {
+            "phase": {"sum_clients": self.clients, "sum_weight": self.weight, "mean_norm": self.norm},
+            "clients": {},
+        }
+
+    def row(self, phase_id: int) -> SumRow:
+        """The sum as it is kept."""
+        body = self.total.astype("<i8").tobytes()
+        digest = "sha256:" + hashlib.sha256(body).hexdigest()
+        return SumRow(phase_id=phase_id, sha256=digest, body=body, count=self.clients, weight=self.weight)
+
+
+def summed(registry: Registry, federation: Federation, state: Tensors, round: int, step: int) -> Summed:
+    """Open the sum of a closed attempt.
+
+    Raises:
+        SecureError: ``bad-shares`` or ``sum-invalid``: it cannot be a sum of honest clients.
+    """
+    attempt = attempt_of(registry, federation, round, step)
+    total, phase = attempt.total(), federation.method_phase(round, step)
+    after, norm = state_after(federation, state, phase, total, attempt.weight, federation.context())
+    point("sum-computed")
+    return Summed(after, total, attempt.weight, len(attempt.confirm.alive), norm)
+
+
+def state_after(
+    federation: Federation, state: Tensors, phase: Phase, total: Whole, weight: int, context: ServerContext
+) -> tuple[Tensors, float]:
+    """The state after ``phase``, whose payload changes by total/(2³²·weight); and the L2 norm of that change."""
+    mean = mean_change(total, weight)
+    norm, limit = float(np.linalg.norm(mean)), federation.spec.admission.max_update_norm
+    if limit is not None and norm > limit:
+        text = f"the mean's norm is {norm:.6g}; {limit:g} is allowed (admission.max_update_norm)"
+        raise SecureError("sum-invalid", text)
+    # The method has one payload for all: any client's will do.
+    anybody = next(iter(federation.clients.values())).info()
+    payload = federation.method.payload(method_part(state), phase, anybody, context)
+    tensors = as_tensors(mean, payload, secure_sums.shapes(federation, phase))
+
+    def combine(updates: Iterable[ClientUpdate]) -> Tensors:
+        return dict(tensors)
+
+    return global_state.after_combined(federation, state, phase, combine, context), norm
+
+
+def forget_answers(session: Session, federation: Federation, round: int) -> None:
+    """Delete the bodies of a round's exchanges: the sum is there, and nothing else is of use. Digests stay."""
+    stages = select(PhaseRow.id).where(PhaseRow.federation_id == federation.id, PhaseRow.round == round)
+    tasks = select(TaskRow.id).where(TaskRow.phase_id.in_(stages))
+    blindly = {"synchronize_session": False}
+    session.execute(
+        update(ExchangeRow).where(ExchangeRow.task_id.in_(tasks)).values(body=None), execution_options=blindly
+    )

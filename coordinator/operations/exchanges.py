@@ -1,0 +1,197 @@
+"""The door for the answers of a secure sum's steps: stored in the transaction that settles their task, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anyio.to_thread import run_sync
+from pydantic import ValidationError
+
+from promptfed.coordinator import problems
+from promptfed.coordinator.aggregation import secure_sums
+from promptfed.coordinator.domain import clock, events
+from promptfed.coordinator.domain.federation import Client, Federation
+from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.engine.secure_jobs import attempt_of
+from promptfed.coordinator.operations.submissions import AskedTask, asked_task, decided, task_in
+from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.upload import Upload
+from promptfed.shared.messages import TaskConfig
+from promptfed.shared.secagg import SecureError, opening
+from promptfed.shared.secagg.encoding import looks_unmasked
+from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer
+from promptfed.shared.secagg.roster import is_entry_signed
+from promptfed.shared.tensors import TensorError, decode
+
+MOST_BYTES = 4 << 20  # of an answer that is no vector
+
+
+class NotSecure(problems.Refusal, status=409, kind="not-secure", title="This federation has no secure sums"):
+    """An exchange in a federation without secure aggregation, or an update in the clear in one with it."""
+
+
+class BadExchange(problems.Refusal, status=422, kind="bad-exchange", title="The answer is not what the step asks for"):
+    """An answer that is not what its step of a secure sum asks for."""
+
+
+class BadSignature(problems.Refusal, status=422, kind="bad-signature", title="The signature is not the client's"):
+    """A signature that is not that of the client's identity key."""
+
+
+class WrongRoster(problems.Refusal, status=422, kind="wrong-roster", title="The answer is for another roster"):
+    """An answer for another roster than this attempt's."""
+
+
+class LooksUnmasked(problems.Refusal, status=422, kind="looks-unmasked", title="The vector is not masked"):
+    """A vector in the clear: nothing of it was stored."""
+
+
+REFUSALS = {kind.kind: kind for kind in (BadExchange, BadSignature, WrongRoster, LooksUnmasked)}
+
+
+def limit(federation: Federation) -> int:
+    """The most bytes that an answer may have: a masked vector has twice those of an update."""
+    return max(MOST_BYTES, 2 * federation.spec.admission.max_bytes)
+
+
+def config_of(federation: Federation) -> TaskConfig:
+    """The part of a task that is the same for all clients."""
+    spec = federation.spec
+    return TaskConfig(
+        method=spec.method,
+        training=spec.training.model_dump(),
+        backbone=spec.backbone.model_copy(update={"fingerprint": federation.fingerprint, "shape": federation.shape}),
+        class_names=spec.class_names,
+        class_descriptions=spec.class_descriptions,
+        template=spec.template,
+        rounds=spec.rounds,
+        seed=spec.seed,
+        # Where no method asks, sites need not know of each other; and a thousand of them would make every task long.
+        peers=federation.peers() if federation.method.needs.domain_descriptions else [],
+        privacy=federation.privacy,
+        secure_aggregation=spec.secure_aggregation,
+    )
+
+
+async def accept(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bool:
+    """Admit an answer; whether it is new."""
+    body = await run_sync(_admit, registry, federation, client, task_id, upload)
+    if body is None:
+        return False
+    entry = _Exchange(registry, federation.id, client, task_id, upload.sha256, body)
+    new = await registry.committer.submit(entry)
+    point("exchange-committed")
+    if new:
+        registry.metrics.bytes_up.inc(upload.size)
+    return new
+
+
+def _admit(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bytes | None:
+    """What may be entered; None for the twin of what has been."""
+    if federation.spec.secure_aggregation is None:
+        raise NotSecure(f"{federation.name} has no secure aggregation: its tasks want updates and evaluations")
+    task = asked_task(registry.database, federation, client, task_id)
+    if decided(federation, task, None, None if upload.too_large else upload.sha256):
+        return None
+    if upload.too_large:
+        raise problems.BodyTooLarge(f"an answer may have {limit(federation)} bytes; this one has more")
+    body = upload.read()
+    try:
+        _examine(registry, federation, client, task, body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "(body)"
+        raise BadExchange(f"step {task.kind}: {place}: {first['msg']}") from None
+    except SecureError as error:
+        raise REFUSALS.get(error.kind, BadExchange)(f"step {task.kind}: {error}") from None
+    return body
+
+
+def _examine(registry: Registry, federation: Federation, client: Client, task: AskedTask, body: bytes) -> None:
+    if task.kind == "train":
+        _examine_keys(federation, client, task, KeysAnswer.model_validate_json(body))
+        return
+    attempt = attempt_of(registry, federation, task.round, task.step)
+    roster, place = attempt.roster, attempt.place(client.name)
+    if task.kind == "share":
+        opening.check_shares(roster, place, SharesAnswer.model_validate_json(body))
+    elif task.kind == "mask":
+        _examine_vector(federation, task, body, roster.sha256.hex())
+    elif task.kind == "confirm":
+        opening.check_confirmation(roster, place, attempt.confirm.alive, ConfirmAnswer.model_validate_json(body))
+    else:
+        opening.check_reveal(roster, place, attempt.confirm, UnmaskAnswer.model_validate_json(body))
+
+
+def _examine_keys(federation: Federation, client: Client, task: AskedTask, answer: KeysAnswer) -> None:
+    plan = federation.rules.plan(task.round, task.step)
+    assert plan is not None, "only the steps of a phase are secure"
+    assert plan.secure is not None, "only the steps of a phase are secure"
+    wanted = {
+        "federation_id": federation.id,
+        "round": task.round,
+        "phase": plan.secure.phase,
+        "attempt": plan.secure.attempt,
+        "identity_key": client.identity_key,
+        "weight": secure_sums.weights(federation).get(client.name, 1),
+        "payload_sha256": task.payload_sha256,
+        "terms": config_of(federation).terms(),
+    }
+    given = answer.entry.model_dump()
+    other = [name for name, value in wanted.items() if given[name] != value]
+    if other:
+        raise BadExchange(f"the entry has another {', '.join(other)} than the task: take the task's own")
+    if not is_entry_signed(answer):
+        raise BadSignature("the entry is not signed with the identity key that this client enrolled")
+
+
+def _examine_vector(federation: Federation, task: AskedTask, body: bytes, roster: str) -> None:
+    try:
+        tensors, about = decode(body)
+    except TensorError as error:
+        raise BadExchange(str(error)) from None
+    size = secure_sums.size_of(secure_sums.shapes(federation, federation.method_phase(task.round, task.step)))
+    vector = tensors.get(secure_sums.MASKED)
+    if len(tensors) != 1 or vector is None or str(vector.dtype) != "torch.int64" or tuple(vector.shape) != (size,):
+        raise BadExchange(f"one tensor {secure_sums.MASKED!r} of {size} int64 numbers is expected")
+    if about != {"roster_sha256": roster}:
+        raise WrongRoster("the metadata is not just the roster's SHA-256 under roster_sha256")
+    if looks_unmasked(secure_sums.vector_of(body)):
+        raise LooksUnmasked("most of its numbers are small: it was sent without masks, and was not stored")
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """An examined answer, to be entered."""
+
+    registry: Registry
+    federation: str
+    client: Client
+    task_id: str
+    digest: str
+    body: bytes
+
+    def enter(self, change: Change) -> bool:
+        """Enter it, if its task is open still."""
+        task = task_in(change, self.client, self.task_id)
+        if decided(change.federation, task, None, self.digest):
+            return False
+        change.batch.exchanges.append(
+            {
+                "task_id": task.id,
+                "digest": self.digest,
+                "body": self.body,
+                "bytes": len(self.body),
+                "received_at": clock.now(),
+            }
+        )
+        name, now = self.client.name, clock.monotonic()
+        stage = change.federation.run.stage
+        last = False
+        if task.kind == "unmask" and stage is not None:
+            attempt = attempt_of(self.registry, change.federation, task.round, task.step)
+            last = attempt.can_open([*stage.having("answered"), name])
+        change.send(events.AnsweredLast(name, now) if last else events.Answered(name, now))
+        point("exchange-before-commit")
+        return True

@@ -1,0 +1,74 @@
+"""What a round's report tells of a secure sum: who answered each step, and the sum's own figures. No client has any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.domain import clock
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.domain.secure_steps import MASK, TRAIN
+from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
+from promptfed.shared import api_schemas as schemas
+
+
+def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[PhaseRow]]:
+    """The stages of each attempt, in order of step."""
+    found: list[list[PhaseRow]] = []
+    for stage in stages:
+        plan = federation.rules.plan(stage.round, stage.step)
+        if plan is not None and plan.secure is not None:
+            if plan.secure.index == TRAIN:
+                found.append([])
+            found[-1].append(stage)
+    return found
+
+
+def secure_report(session: Session, federation: Federation, stages: Sequence[PhaseRow]) -> schemas.SecureReport:
+    """One attempt; ``stages`` are those of its steps that have begun."""
+    plan = federation.rules.plan(stages[0].round, stages[0].step)
+    assert plan is not None, "it is an attempt's first step"
+    assert plan.secure is not None, "it is an attempt's first step"
+    steps = [_step(session, stage) for stage in stages]
+    total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
+    measured = (stages[-1].measured or {}).get("phase", {})
+    return schemas.SecureReport(
+        attempt=plan.secure.attempt,
+        steps=steps,
+        sum_clients=total.count if total is not None else None,
+        sum_weight=total.weight if total is not None else None,
+        mean_norm=measured.get("mean_norm"),
+    )
+
+
+def _step(session: Session, stage: PhaseRow) -> schemas.SecureStepReport:
+    rows = session.execute(select(TaskRow.client, TaskRow.status).where(TaskRow.phase_id == stage.id)).all()
+    return schemas.SecureStepReport(
+        kind="train" if stage.kind == "train" else stage.kind,  # type: ignore[arg-type]
+        asked=len({row.client for row in rows}),
+        answered=sum(row.status == "answered" for row in rows),
+        seconds=clock.seconds_between(stage.opened_at, stage.completed_at),
+    )
+
+
+def counted(session: Session, stages: Sequence[PhaseRow]) -> list[schemas.CountedUpdate]:
+    """Whose masked vectors are in the sum, with their digests: of these bytes nothing of an update can be read."""
+    masks = [stage.id for stage in stages[MASK : MASK + 1]]
+    query = (
+        select(TaskRow.client, TaskRow.weight, ExchangeRow.digest)
+        .join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+        .where(TaskRow.phase_id.in_(masks), TaskRow.counted)
+        .order_by(TaskRow.client)
+    )
+    return [
+        schemas.CountedUpdate(client=row.client, sha256=row.digest, weight=row.weight or 0.0)
+        for row in session.execute(query)
+    ]
+
+
+def bytes_up(session: Session, stages: Sequence[PhaseRow]) -> int:
+    """Bytes of all answers to an attempt's steps."""
+    tasks = select(TaskRow.id).where(TaskRow.phase_id.in_([stage.id for stage in stages]))
+    return sum(session.scalars(select(ExchangeRow.bytes).where(ExchangeRow.task_id.in_(tasks))))

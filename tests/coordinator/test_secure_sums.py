@@ -1,0 +1,294 @@
+"""Secure sums over the whole coordinator, with real clients' part of them: exact, whoever is lost; nothing to see."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from promptfed.client_service.exits import Failure
+from promptfed.client_service.secure import SecureWork
+from promptfed.shared.messages import Task
+from promptfed.shared.secagg import encoding, member
+from promptfed.shared.tensors import Tensors, decode, encode
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import trained, update_body
+from tests.support.secure_clients import SecureClient
+from tests.support.waiting import PATIENCE
+
+TEN = tuple("abcdefghij")
+Leap = Callable[[InThread, float], None]
+
+
+def federation_of(coordinator: InThread, *names: str, secure: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    """A started federation of one round, and its clients."""
+    given = {"participation": {"min_clients": len(names), "quorum": 0.5}, "rounds": 1} | changes
+    federation = coordinator.create(secure_aggregation={"step_seconds": 40} | dict(secure or {}), **given)
+    token = coordinator.token(federation)
+    clients = [SecureClient(coordinator.http, federation, name) for name in names]
+    for number, client in enumerate(clients):
+        assert client.enrol(token, num_samples=10 + number).status_code == 201
+    coordinator.post(f"{federation}/start")
+    return federation, clients
+
+
+def step(client: SecureClient, lost: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Answer one task, unless the client is lost in it; what it was, or ``ended``."""
+    response = client.task()
+    if response.status_code == 410:
+        return "ended"
+    if response.status_code != 200:
+        return None
+    task = response.json()
+    if client.name in lost.get(task["kind"], ()):
+        return None
+    answer = client.answer(task)
+    assert answer.status_code in (200, 201), answer.text
+    return str(task["kind"])
+
+
+def drive(
+    coordinator: InThread,
+    clients: list[SecureClient],
+    leap: Leap,
+    lost: Mapping[str, tuple[str, ...]] | None = None,
+    until: str = "",
+) -> None:
+    """To the federation's end, or a stage; who is lost in a step is lost for good, and its deadline passes."""
+    federation, end = clients[0].federation, time.monotonic() + PATIENCE
+    there, idle = list(clients), 0
+    while coordinator.get(federation)["state"] == "running":
+        assert time.monotonic() < end
+        done = [step(client, lost or {}) for client in there]
+        idle = 0 if any(done) else idle + 1
+        stage = coordinator.get(federation)["stage"]
+        if stage is not None and stage["phase"] == until:
+            return
+        if idle > 20 and stage is not None and not stage["closing"]:
+            there = [client for client in there if client.name not in (lost or {}).get(stage["kind"], ())]
+            leap(coordinator, 61)
+            idle = 0
+        time.sleep(0.005)
+
+
+def prompts(coordinator: InThread, federation: str, round: int) -> Tensors:
+    url = f"/v1/federations/{federation}/prompts?round={round}"
+    return decode(coordinator.http.get(url, headers=coordinator.operator).content)[0]
+
+
+def expected(before: Tensors, names: list[str], weights: Mapping[str, int]) -> Tensors:
+    """The same encoding, summed in the clear."""
+    total: Any = 0
+    for name in names:
+        change = encoding.encode_change(trained(before, name, {"round": 1, "phase": "train"}), before)
+        total = total + encoding.weighted(change, weights[name])
+    mean = encoding.mean_change(encoding.signed_sum(total), sum(weights[name] for name in names))
+    return encoding.as_tensors(mean, before, {name: tuple(tensor.shape) for name, tensor in before.items()})
+
+
+@pytest.mark.parametrize("kind", ["train", "share", "mask", "confirm", "unmask"])
+def test_with_30_percent_lost_in_a_step_the_sum_is_exact(coordinator: InThread, leap: Leap, kind: str) -> None:
+    federation, clients = federation_of(coordinator, *TEN, aggregation={"weighting": "samples"})
+    drive(coordinator, clients, leap, {kind: ("b", "f", "j")})
+    report = coordinator.get(f"{federation}/rounds/1")
+    phase = report["phases"][0]
+    names = [one["client"] for one in phase["counted"]]
+    assert names == (list(TEN) if kind in ("confirm", "unmask") else list("acdeghi"))
+    weights = encoding.whole_weights({name: (10 + n) / 145 for n, name in enumerate(TEN)})
+    wanted = expected(prompts(coordinator, federation, 0), names, weights)
+    found = prompts(coordinator, federation, 1)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), "bit for bit"
+    assert phase["secure"]["sum_clients"] == len(names)
+    assert phase["secure"]["sum_weight"] == sum(weights[name] for name in names)
+    assert phase["updates"] == [], "no client has a norm"
+    assert [one["kind"] for one in phase["secure"]["steps"]] == ["train", "share", "mask", "confirm", "unmask"]
+    again = coordinator.post(f"{federation}/rounds/1/replay", {})
+    assert all(one["same"] for one in again["states"]), again
+
+
+@pytest.mark.both_databases
+def test_too_few_shares_begin_another_attempt_without_training(coordinator: InThread, leap: Leap) -> None:
+    federation, clients = federation_of(coordinator, *TEN[:5])
+    drive(coordinator, clients, leap, {"share": ("a", "b", "c")}, until="train/2")
+    drive(coordinator, clients, leap)
+    report = coordinator.get(f"{federation}/rounds/1")
+    assert [phase["secure"]["attempt"] for phase in report["phases"]] == [1, 2]
+    assert [client.trained for client in clients] == [1] * 5
+    assert report["phases"][1]["secure"]["sum_clients"] == 5
+
+
+def windows(content: bytes) -> set[bytes]:
+    return {content[at : at + 16] for at in range(len(content) - 15)}
+
+
+def seen_by(coordinator: InThread, folder: Path, clients: list[SecureClient], caplog: str) -> bytes:
+    """All that the coordinator has stored, logged and received."""
+    files = b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+    return files + caplog.encode() + b"".join(body for client in clients for body in client.bodies)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_nothing_that_the_coordinator_has_holds_a_part_of_an_update(
+    coordinator: InThread,
+    leap: Leap,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mutant: bool,
+) -> None:
+    """The mutant leaves one client's masks away, and the check at the door: the same look finds it."""
+    if mutant:
+        whole = member.mask_vector
+        monkeypatch.setattr(
+            member,
+            "mask_vector",
+            lambda own, roster, place, sharing, x: x if place == 0 else whole(own, roster, place, sharing, x),
+        )
+        monkeypatch.setattr("promptfed.coordinator.operations.exchanges.looks_unmasked", lambda vector: False)
+    federation, clients = federation_of(coordinator, *TEN[:4], aggregation={"weighting": "uniform"})
+    changes = {}
+    for _ in range(400):
+        for client in clients:
+            step(client, {"unmask": TEN})
+            if (content := client.state.read_file("secure-work.safetensors")) is not None:
+                changes[client.name] = decode(content)[0]["change"].numpy()
+        if (coordinator.get(federation)["stage"] or {}).get("kind") == "unmask":
+            break
+    assert len(changes) == 4
+    there = seen_by(coordinator, tmp_path, clients, caplog.text)
+    if not mutant:
+        drive(coordinator, clients, leap)
+        assert coordinator.get(federation)["state"] == "finished"
+        there += seen_by(coordinator, tmp_path, clients, caplog.text)
+    found = False
+    for name, change in changes.items():
+        update = trained(prompts(coordinator, federation, 0), name, {"round": 1, "phase": "train"})
+        clear = [change.tobytes(), *(tensor.numpy().tobytes() for tensor in update.values())]
+        found = found or any(window in there for content in clear for window in windows(content))
+    assert found is mutant
+
+
+def test_an_update_in_the_clear_is_not_taken(coordinator: InThread, leap: Leap) -> None:
+    federation, clients = federation_of(coordinator, "a", "b", "c", method={"name": "promptfl", "m": 16})
+    while (coordinator.get(federation)["stage"] or {}).get("kind") != "train":
+        for client in clients:
+            step(client, {"train": TEN})
+    task = coordinator.task(clients[0])
+    payload = clients[0].payload(task)
+    refused = clients[0].send(task, update_body(trained(payload, "a", task), task))
+    assert refused.status_code == 409
+    assert refused.json()["type"].endswith("/wrong-task-kind")
+    while (coordinator.get(federation)["stage"] or {}).get("kind") != "mask":
+        for client in clients:
+            step(client, {"mask": ("a",)})
+    task = coordinator.task(clients[0])
+    told = clients[0].http.get(task["payload"]["url"], headers=clients[0].headers).content
+    masked, about = decode(clients[0].prepared(Task.model_validate(task), told))
+    small = {"masked": torch.ones_like(masked["masked"])}
+    for tensors, metadata, kind in (
+        (small, about, "looks-unmasked"),
+        (masked, {"roster_sha256": "0" * 64}, "wrong-roster"),
+        ({"masked": masked["masked"][1:]}, about, "bad-exchange"),
+        ({"masked": masked["masked"].float()}, about, "bad-exchange"),
+    ):
+        answer = clients[0].exchange(task, encode(tensors, metadata))
+        assert (answer.status_code, answer.json()["type"].rsplit("/", 1)[-1]) == (422, kind), answer.text
+    drive(coordinator, clients, leap)
+    assert coordinator.get(federation)["state"] == "finished"
+
+
+def test_a_client_that_has_revealed_takes_part_in_no_other_attempt(coordinator: InThread, leap: Leap) -> None:
+    federation, clients = federation_of(coordinator, "a", "b", "c")
+    kept: dict[str, dict[str, Any]] = {}
+    while coordinator.get(federation)["state"] == "running":
+        for client in clients:
+            response = client.task()
+            if client is clients[0] and response.status_code == 200 and response.json()["kind"] != "evaluate":
+                told = client.http.get(response.json()["payload"]["url"], headers=client.headers).content
+                kept.setdefault(response.json()["kind"], response.json() | {"told": told})
+            step(client, {})
+    restarted = SecureWork(clients[0].state, federation)
+    again = {key: value for key, value in kept["train"].items() if key != "told"}
+    second = Task.model_validate(again | {"secure": again["secure"] | {"attempt": 2}})
+    for task, kind in (
+        (Task.model_validate(again), "already-revealed"),
+        (second, "already-revealed"),
+        (Task.model_validate(again | {"round": 2}), "payload-repeated"),
+    ):
+        with pytest.raises(Failure) as refused:
+            restarted.expect(task)
+        assert refused.value.kind == kind
+
+
+def test_another_list_is_neither_signed_nor_revealed_for(coordinator: InThread) -> None:
+    """What was answered once is answered again with the same bytes, whatever is asked for now."""
+    federation, clients = federation_of(coordinator, *TEN[:5])
+    while (coordinator.get(federation)["stage"] or {}).get("kind") != "confirm":
+        for client in clients:
+            step(client, {})
+    task = Task.model_validate(coordinator.task(clients[0]))
+    told = clients[0].http.get(task.payload.url, headers=clients[0].headers).content
+    first = clients[0].prepared(task, told)
+    alive = np.arange(5).tolist()
+    other = f'{{"alive": {alive[:4]}, "dropped": [4]}}'.encode()
+    restarted = SecureWork(clients[0].state, federation)
+    assert restarted.answer(task, other).body == first
+    assert restarted.unsent() is not None
+
+
+def test_what_needs_single_updates_is_refused_by_name(coordinator: InThread, leap: Leap) -> None:
+    federation, clients = federation_of(coordinator, "a", "b", "c")
+    drive(coordinator, clients, leap)
+    refused = coordinator.post(f"{federation}/rounds/1/replay", {"without": ["a"]}, status=409)
+    assert refused["type"].endswith("/updates-masked")
+    missing = {one["what"]: one["why"] for one in coordinator.get(f"{federation}/insights")["missing"]}
+    assert "only the sum is known" in missing["similarity"]
+
+
+def refusal(coordinator: InThread, **changes: Any) -> str:
+    body = {"name": "eyes", "method": {"name": "promptfl", "m": 4}, "participation": {"min_clients": 3}}
+    body |= {"secure_aggregation": {}} | changes
+    response = coordinator.http.post("/v1/federations", json=body, headers=coordinator.operator)
+    assert response.status_code == 422, response.text
+    return " ".join(f"{one['path']}: {one['detail']}" for one in response.json()["errors"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"aggregation": {"rule": "median"}}, "only their sum is known: take rule mean"),
+        ({"aggregation": {"clip_norm": 1.0}}, "clip_norm needs each update"),
+        ({"participation": {"min_clients": 2}}, "raise min_clients to 3"),
+        ({"participation": {"min_clients": 2000}}, "1024 clients at most"),
+        ({"method": {"name": "pfedpg"}}, "something else than a mean"),
+        ({"method": {"name": "plan"}}, "something else than a mean"),
+        ({"method": {"name": "promptfl_amp"}}, "only their sum is known"),
+        ({"method": {"name": "zero_shot"}}, "nothing to sum"),
+        ({"secure_aggregation": {"threshold": 0.5}}, "greater than 0.5"),
+        ({"secure_aggregation": {"neighbours": 5}}, "multiple of 2"),
+        ({"secure_aggregation": {"neighbours": 20}}, "weighting uniform"),
+        ({"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}}, "take one of the two"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused_at_creation(
+    coordinator: InThread, changes: dict[str, Any], words: str
+) -> None:
+    assert words in refusal(coordinator, **changes)
+
+
+def test_a_client_without_a_key_or_with_another_s_is_not_enrolled(coordinator: InThread) -> None:
+    federation = coordinator.create(secure_aggregation={}, participation={"min_clients": 3})
+    token = coordinator.token(federation)
+    plain = coordinator.client(federation, "a").enrol(token)
+    assert (plain.status_code, plain.json()["type"].rsplit("/", 1)[-1]) == (422, "identity-missing")
+    first, second = (SecureClient(coordinator.http, federation, name) for name in "ab")
+    assert first.enrol(token).status_code == 201
+    second.state.write_note("signing.key", first.state.read_note("signing.key") or "")
+    taken: httpx.Response = second.enrol(token)
+    assert (taken.status_code, taken.json()["type"].rsplit("/", 1)[-1]) == (409, "key-taken")
