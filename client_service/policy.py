@@ -95,9 +95,15 @@ class Metrics(Part):
 
 
 class SecureAggregation(Part):
-    """Whether updates may leave only inside a sum."""
+    """Whether updates may leave only inside a sum; of how many clients at least, and how much of it this site's own.
+
+    ``sparse``: whether a graph may do in which this site shares masks with some of the others only.
+    """
 
     require: bool = False
+    minimum: Annotated[int, Field(ge=3, le=1024)] = 3
+    max_own_share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
+    sparse: bool = False
 
 
 class Policy(Part):
@@ -128,6 +134,7 @@ class Facts:
     role: Role
     level: str
     class_names: bool  # whether the federation names them
+    sums: int | None = None  # the least number of clients in a sum; None: updates are sent in the clear
     today: date = field(default_factory=lambda: datetime.now(UTC).date())
 
 
@@ -155,6 +162,7 @@ def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int) -> 
         role=role,
         level=info.privacy.level if info.privacy is not None else "none",
         class_names=info.class_names is not None,
+        sums=info.secure_aggregation.minimum if info.secure_aggregation is not None else None,
     )
 
 
@@ -202,9 +210,16 @@ def _classes(policy: Policy, facts: Facts) -> str | None:
 
 
 def _sums(policy: Policy, facts: Facts) -> str | None:
-    if not policy.secure_aggregation.require:
+    if not policy.secure_aggregation.require or facts.role != "trainer" or facts.sums is not None:
         return None
     return "secure_aggregation.require is true, and the federation has none"
+
+
+def _minimum(policy: Policy, facts: Facts) -> str | None:
+    least = policy.secure_aggregation.minimum
+    if facts.sums is None or facts.sums >= least:
+        return None
+    return f"secure_aggregation.minimum is {least}, and the federation's sums may be of {facts.sums} clients"
 
 
 Rule = Callable[[Policy, Facts], str | None]
@@ -223,6 +238,7 @@ RULES: dict[str, Rule] = {
     "expired": _expired,
     "privacy": _privacy,
     "secure-aggregation": _sums,
+    "minimum": _minimum,
 }
 """Every rule by the last part of its refusal's name; each says what is offended, or None."""
 

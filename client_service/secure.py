@@ -234,6 +234,8 @@ class SecureWork:
         signed = KeysAnswer.model_validate_json(known["answers"]["train"])
         told = Roster.model_validate_json(known["roster"])
         roster = read_roster(told, signed, spec, max(spec.minimum, self._limits.minimum))
+        if roster.graph.neighbours is not None and not self._limits.sparse:
+            raise SecureError("policy-sparse", "this site's policy takes no sparse graph (secure_aggregation.sparse)")
         secret = {name: bytes.fromhex(value) for name, value in known["secrets"].items()}
         return roster, roster.place_of(signed.entry), Secrets(identity_of(self._state), **secret)
 

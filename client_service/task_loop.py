@@ -20,6 +20,7 @@ from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorCl
 from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.faults import point
 from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.policy import Policy
 from promptfed.client_service.private_state import Pending, PrivateState
 from promptfed.client_service.secure import Answer, SecureWork
 from promptfed.client_service.training.data import TEST, Cancelled
@@ -31,6 +32,7 @@ from promptfed.shared.messages import FailureRequest, Task
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
+from promptfed.shared.secagg.member import Limits
 from promptfed.shared.spec import SpecError
 from promptfed.shared.tensors import TensorError, decode
 
@@ -63,7 +65,9 @@ class TaskLoop:
 
     def __post_init__(self) -> None:
         terms = self.agreement.consent.terms
-        self._secure = SecureWork(self.state, terms.federation_id) if terms.secure_aggregation is not None else None
+        self._secure = None
+        if terms.secure_aggregation is not None:
+            self._secure = SecureWork(self.state, terms.federation_id, _limits(self.work.policy))
 
     async def take_part(self) -> None:
         """Carry out tasks, first of all sending what an earlier run left unsent.
@@ -322,3 +326,11 @@ class TaskLoop:
             else:
                 if current is not None and current.task_id != task.task_id:
                     gone.set()
+
+
+def _limits(policy: Policy | None) -> Limits:
+    """What the site's policy says of secure sums."""
+    if policy is None:
+        return Limits()
+    own = policy.secure_aggregation
+    return Limits(own.minimum, own.max_own_share, own.sparse)

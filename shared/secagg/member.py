@@ -51,6 +51,7 @@ class Limits:
 
     minimum: int = LEAST_CLIENTS
     max_own_share: float = 0.5
+    sparse: bool = True
 
 
 def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:

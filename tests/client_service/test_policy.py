@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,10 @@ def test_each_key_is_offended_by_what_is_just_beyond_it(tmp_path: Path, rule: st
 def test_the_other_rules() -> None:
     sums = Policy.model_validate({"version": 1, "secure_aggregation": {"require": True}})
     assert [one.kind for one in refusals(sums, FACTS)] == ["policy-secure-aggregation"]
+    assert refusals(sums, replace(FACTS, sums=3)) == []
+    five = Policy.model_validate({"version": 1, "secure_aggregation": {"require": True, "minimum": 5}})
+    assert [one.kind for one in refusals(five, replace(FACTS, sums=3))] == ["policy-minimum"]
+    assert refusals(five, replace(FACTS, sums=5)) == []
     names = Policy.model_validate({"version": 1, "allow": {"class_names": "federation"}})
     assert [one.kind for one in refusals(names, Facts(**{**vars(FACTS), "class_names": False}))] == ["policy-classes"]
     same = Policy.model_validate({"version": 1, "allow": {"coordinators": ["https://coordinator.example.org:443/"]}})
@@ -90,7 +95,7 @@ def test_the_other_rules() -> None:
         ("version: [", "is no YAML"),
         ({"limit": {}}, "limit: this version does not know it"),
         ({"payload": {"witnesses": 2}}, "payload: this version does not know it, and could not keep it"),
-        ({"secure_aggregation": {"minimum": 5}}, "secure_aggregation.minimum: this version does not know it"),
+        ({"secure_aggregation": {"peers": []}}, "secure_aggregation.peers: this version does not know it"),
         ({"privacy": {"unit": "group"}}, "privacy.unit"),
         ({"metrics": {"accuracy": "noisy"}}, "metrics.accuracy"),
         ({"limits": {"rounds": "50"}}, "limits.rounds"),
