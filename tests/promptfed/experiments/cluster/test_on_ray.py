@@ -205,7 +205,7 @@ def test_a_bench_comes_to_the_same_folder_and_goes_on_where_it_was_interrupted(n
     on_ray = ["--engine", "ray", "--address", nodes.cluster.address, "--out", tmp_path / "there"]
     told("bench", *BENCH, *on_ray)
     there = results(tmp_path / "there")
-    plots = {name for name in here if name.endswith((".svg", ".png"))}
+    plots = {name for name in here if name.endswith((".svg", ".png", ".pdf"))}
     tables = {name for name in here if name.endswith(".md")}  # hold seconds
     assert there.keys() == here.keys()
     assert {name: there[name] for name in there.keys() - plots - tables} == {
