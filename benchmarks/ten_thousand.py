@@ -144,7 +144,7 @@ async def play(port: int, pid: int, operator: str, clients: int, sockets: int, r
         "name": "many",
         "method": {"name": "promptfl", "m": SHAPES[KILOBYTES][0]},
         "rounds": rounds,
-        "participation": {"min_clients": clients, "fraction": share, "deadline_seconds": 3600},
+        "participation": {"min_clients": max(1, int(clients * share)), "fraction": share, "deadline_seconds": 3600},
         "evaluation": {"every": rounds},
         "retention": "last_round",
     }
