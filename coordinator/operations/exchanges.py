@@ -89,9 +89,9 @@ async def accept(registry: Registry, federation: Federation, client: Client, tas
 
 def _admit(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bytes | None:
     """What may be entered; None for the twin of what has been."""
+    task = asked_task(registry.database, federation, client, task_id)
     if federation.spec.secure_aggregation is None:
         raise NotSecure(f"{federation.name} has no secure aggregation: its tasks want updates and evaluations")
-    task = asked_task(registry.database, federation, client, task_id)
     if decided(federation, task, None, None if upload.too_large else upload.sha256):
         return None
     if upload.too_large:

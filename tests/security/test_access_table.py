@@ -83,7 +83,7 @@ class Door:
         }
         url = path.replace("...", FEDERATION).format(**real, name="promptfl", file="app.js")
         headers = bearer(token) if token is not None else {}
-        if path.endswith("/update"):
+        if path.endswith(("/update", "/exchange")):
             body = update_body({"context": self.payload}, self.task)
             return self.coordinator.http.put(
                 url, content=body, headers=headers | {"Content-Digest": content_digest(body)}

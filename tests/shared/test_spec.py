@@ -104,7 +104,7 @@ def test_methods_whose_phases_are_means_take_any_rule() -> None:
         ({"template": "a photo"}, "template", "exactly once"),
         ({"class_names": []}, "class_names", "at least one"),
         ({"class_names": ["a", "b", "a"]}, "class_names", "twice: a"),
-        ({"secure_aggregation": {}}, "secure_aggregation", "reserved"),
+        ({"secure_aggregation": {}}, "secure_aggregation", "raise min_clients to 3"),
         ({"privacy": {"epsilon": 1.0}}, "privacy", "level: sample"),
         ({"privacy": SAMPLE | {"clip": None}}, "privacy", "give clip"),
         ({"privacy": SAMPLE | {"epsilon": 1.0}}, "privacy", "either noise_multiplier or epsilon"),
@@ -200,7 +200,7 @@ def test_a_key_that_is_like_no_other_suggests_nothing() -> None:
 def test_all_that_is_wrong_is_told_at_once() -> None:
     raw = {
         "name": "a b",
-        "secure_aggregation": {},
+        "secure_aggregation": {"threshold": 0.5},
         "rounds": 0,
         "training": {"epoch": 1},
         "method": {"name": "promptfl", "m": 0, "mu": 1},
@@ -208,7 +208,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         resolve_spec(raw)
     paths = [error["path"] for error in caught.value.errors]
-    assert paths == ["secure_aggregation", "name", "rounds", "training.epoch", "method.m", "method.mu"]
+    assert paths == ["name", "rounds", "training.epoch", "secure_aggregation.threshold", "method.m", "method.mu"]
     with pytest.raises(UnknownMethod) as unknown:
         resolve_spec({"name": "r", "method": {"name": "promptfk"}, "rounds": 0})
     assert [error["path"] for error in unknown.value.errors] == ["method.name", "rounds"]
