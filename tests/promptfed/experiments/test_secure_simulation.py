@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,10 +47,3 @@ def test_the_state_is_that_of_the_mean_in_the_clear(method: str, backbone: Backb
     for name, tensor in clear.state.items():
         assert (summed.state[name] - tensor).abs().max() < 1e-6, name
     assert run(secure_aggregation={"threshold": 0.7}).state_hash == summed.state_hash, "masks cancel"
-
-
-def test_nothing_of_an_update_lies_on_the_coordinator_s_disk(
-    backbone: Backbone, features: FeatureCache, tmp_path: Path
-) -> None:
-    simulate(spec(secure_aggregation={}), SITES, folder=tmp_path, backbone=backbone, features=features)
-    print(sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()))
