@@ -135,6 +135,15 @@ def sockets_of(pid: int, port: int) -> int:
     return sum(row[3] == "01" for row in mine)
 
 
+async def enrol(caller: Caller, name: str, token: str) -> None:
+    """One client's enrolment."""
+    status, body = await caller.ask_as(
+        token, "POST", f"{PATH}/clients", enrolment(name), Content_Type="application/json"
+    )
+    if status != 201:
+        raise SystemExit(f"an enrolment is answered {status}: {body[:300]!r}")
+
+
 async def play(port: int, pid: int, operator: str, clients: int, sockets: int, rounds: int, share: float) -> Any:
     """The whole federation; figures."""
     seen, content = Seen(), content_of(KILOBYTES)
@@ -153,15 +162,8 @@ async def play(port: int, pid: int, operator: str, clients: int, sockets: int, r
     token = json.loads(await expect(http, 201, "POST", f"{PATH}/enrolment-tokens", uses))["token"]
     callers = [Caller(port, operator) for _ in range(sockets)]
 
-    async def enrol(caller: Caller, name: str) -> None:
-        status, body = await caller.ask_as(
-            token, "POST", f"{PATH}/clients", enrolment(name), Content_Type="application/json"
-        )
-        if status != 201:
-            raise SystemExit(f"an enrolment is answered {status}: {body[:300]!r}")
-
     begun, cpu = time.perf_counter(), cpu_seconds_of(pid)
-    await over(callers, names, enrol)
+    await over(callers, names, lambda caller, name: enrol(caller, name, token))
     enrolled = time.perf_counter() - begun
     cpu = cpu_seconds_of(pid) - cpu
     http.close()  # Unused for longer than the coordinator may keep one.

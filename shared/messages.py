@@ -10,14 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from promptfed.shared.class_descriptions import ClassDescriptions
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec import (
-    BackboneShape,
-    BackboneSpec,
-    ClassName,
-    Name,
-    SecureAggregationSpec,
-    check_class_names,
-)
+from promptfed.shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
+from promptfed.shared.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.tensors import canonical_json
 
 PROTOCOL_VERSION = 1

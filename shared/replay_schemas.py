@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.spec_aggregation import AggregationSpec
 
 
 class ReplayRequest(BaseModel):

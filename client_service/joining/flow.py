@@ -134,10 +134,8 @@ class Joining:
 
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
-        allowed = self.parts.plain_evaluations or (policy is not None and policy.metrics.accuracy == "plain")
-        plain = allowed and info.privacy is not None and info.privacy.evaluations == "plain" and not method.fine_tunes
         work = self._work(backbone, agreement, source, tests)
-        work.protection, work.plain_evaluations = protection, plain
+        work.protection, work.plain_evaluations = protection, self._plain_evaluations(info, method, policy)
         work.policy, work.asked = policy, asked
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
@@ -147,6 +145,12 @@ class Joining:
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
+
+    def _plain_evaluations(self, info: EnrolmentInfo, method: Method, policy: Policy | None) -> bool:
+        """Whether accuracies leave under protection: only where the spec and the owner both say so."""
+        if info.privacy is None or info.privacy.evaluations != "plain" or method.fine_tunes:
+            return False
+        return self.parts.plain_evaluations or (policy is not None and policy.metrics.accuracy == "plain")
 
     async def _data(self) -> tuple[Source, Mapping[str, Source]]:
         """The client's data and its test sets. One that cannot be declared is refused before anybody is asked."""

@@ -18,7 +18,7 @@ from promptfed.coordinator.aggregation.flame import flame, noise
 from promptfed.coordinator.aggregation.rows import Combined, Rows, squared_distances
 from promptfed.coordinator.aggregation.weights import capped, weighted_mean
 from promptfed.shared.methods.core.base import ClientUpdate
-from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import Shape, Tensors
 
 log = logging.getLogger("promptfed.coordinator")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.methods.core.base import ClientUpdate, Combine, Method
-from promptfed.shared.spec import ServerOptimizerSpec
+from promptfed.shared.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import SERVER, Tensors, TensorSpec
 
 MOMENTUM, SQUARE = SERVER + "momentum.", SERVER + "square."

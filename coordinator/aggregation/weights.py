@@ -11,7 +11,7 @@ from torch import Tensor
 
 from promptfed.shared.methods.core.base import ClientUpdate
 from promptfed.shared.methods.core.sizes import LARGE
-from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import Shape, Tensors, chunks, size_of
 
 Key = TypeVar("Key", str, int)

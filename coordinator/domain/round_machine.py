@@ -27,7 +27,7 @@ from promptfed.coordinator.domain.run_state import (
 )
 from promptfed.shared.messages import FederationState, Role, TaskKind
 from promptfed.shared.seeds import sampling_order
-from promptfed.shared.spec import ceil_fraction
+from promptfed.shared.spec_section import ceil_fraction
 
 
 class WrongMoment(Exception):

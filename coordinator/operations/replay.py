@@ -26,7 +26,7 @@ from promptfed.coordinator.problems import NoState, NotAMean, NotFound, TooFewUp
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.rule_checks import check_flame, check_krum, check_means
-from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import Tensors, decode, norm, state_hash
 
 

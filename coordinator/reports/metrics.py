@@ -14,6 +14,7 @@ from promptfed.coordinator.reports.pieces import batches, listed
 from promptfed.coordinator.reports.rounds import round_report, rounds
 from promptfed.coordinator.store.database import Database
 from promptfed.shared import api_schemas as schemas
+from promptfed.shared import report_schemas
 from promptfed.shared.plain_text import csv_cell
 
 FIELDS = tuple(schemas.Metric.model_fields)
@@ -56,7 +57,7 @@ def _numbers(database: Database, federation: Federation) -> Iterator[Number]:
             yield from _of_evaluation(number, report.evaluation)
 
 
-def _of_phase(round: int, phase: schemas.PhaseReport) -> Iterator[Number]:
+def _of_phase(round: int, phase: report_schemas.PhaseReport) -> Iterator[Number]:
     whole = {
         **phase.metrics,
         **phase.measured.phase,
@@ -80,7 +81,7 @@ def _of_phase(round: int, phase: schemas.PhaseReport) -> Iterator[Number]:
             yield round, phase.phase, client, None, name, float(value)
 
 
-def _of_evaluation(round: int, report: schemas.EvaluationReport) -> Iterator[Number]:
+def _of_evaluation(round: int, report: report_schemas.EvaluationReport) -> Iterator[Number]:
     for client, measured in report.clients.items():
         for name, splits in (("accuracy", measured.splits), ("zero_shot", measured.zero_shot)):
             for split, evaluated in splits.items():

@@ -20,7 +20,7 @@ from promptfed.coordinator.reports import secure_rounds
 from promptfed.coordinator.reports.pieces import AT_ONCE, json_pieces, separated
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
-from promptfed.shared import api_schemas as schemas
+from promptfed.shared import report_schemas
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def page(database: Database, federation: Federation, numbers: list[int], followi
     yield b',"next":' + to_json(following) + b"}"
 
 
-def round_report(session: Session, federation: Federation, round: int) -> schemas.RoundReport:
+def round_report(session: Session, federation: Federation, round: int) -> report_schemas.RoundReport:
     """Phases, updates, evaluation, bytes and seconds of one round, which must have begun."""
     mine = (PhaseRow.federation_id == federation.id, PhaseRow.round == round)
     stages = list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.step)))
@@ -94,7 +94,7 @@ def round_report(session: Session, federation: Federation, round: int) -> schema
     over = round < federation.run.round or federation.run.state in ENDED
     ended = stages[-1].completed_at if over else None
     everything = [*phases, *evaluations]
-    return schemas.RoundReport.model_validate(
+    return report_schemas.RoundReport.model_validate(
         {
             "round": round,
             "state_hash": state.state_hash if state is not None else None,
@@ -124,7 +124,7 @@ def _stage_report(stage: PhaseRow, tasks: list[Any]) -> dict[str, Any]:
         "asked": sorted({task.client for task in tasks}),
         "answered": those("answered", "discarded"),
         "failed": [
-            schemas.FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
+            report_schemas.FailureReport(client=task.client, type=task.failure["type"], detail=task.failure["detail"])
             for task in tasks
             if task.failure is not None
         ],
@@ -164,14 +164,14 @@ def _rows(session: Session, columns: Sequence[Any], *where: Any) -> list[Any]:
     return rows
 
 
-def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> schemas.PhaseReport:
+def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> report_schemas.PhaseReport:
     tasks = _rows(session, TASK, TaskRow.phase_id == stage.id)
     updates = {row.task_id: row for row in _rows(session, UPDATE, TaskRow.phase_id == stage.id)}
     answered = [(task, updates[task.id]) for task in tasks if task.id in updates]
     counted = [(task, update) for task, update in answered if task.counted]
     changed = (stage.measured or {}).get("changes", {})
     far = far_off(changed)
-    return schemas.PhaseReport.model_validate(
+    return report_schemas.PhaseReport.model_validate(
         {
             **_stage_report(stage, tasks),
             "phase": stage.name,
@@ -179,7 +179,7 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
             "extended": stage.extended,
             "bytes_up": sum(update.bytes for update in updates.values()),
             "counted": [
-                schemas.CountedUpdate(client=task.client, sha256=update.sha256, weight=task.weight or 0.0)
+                report_schemas.CountedUpdate(client=task.client, sha256=update.sha256, weight=task.weight or 0.0)
                 for task, update in counted
             ],
             "updates": [
@@ -195,7 +195,7 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
     )
 
 
-def _secure_report(session: Session, federation: Federation, stages: list[PhaseRow]) -> schemas.PhaseReport:
+def _secure_report(session: Session, federation: Federation, stages: list[PhaseRow]) -> report_schemas.PhaseReport:
     """One attempt at a secure sum: its training as a phase, the sum in the place of the updates."""
     first, last = stages[0], stages[-1]
     report = _phase_report(session, federation, first)
@@ -216,7 +216,7 @@ def _secure_report(session: Session, federation: Federation, stages: list[PhaseR
 
 def _update_report(
     federation: Federation, stage: PhaseRow, task: Any, update: Any, change: float | None, times: float | None
-) -> schemas.UpdateReport:
+) -> report_schemas.UpdateReport:
     judged = update.judged or {}
     if task.counted:
         verdict = judged.get("verdict", "counted")
@@ -224,7 +224,7 @@ def _update_report(
         verdict = "discarded"
     else:
         verdict = "unused" if stage.closed_at is not None or federation.run.state in ENDED else "pending"
-    return schemas.UpdateReport.model_validate(
+    return report_schemas.UpdateReport.model_validate(
         {
             "client": task.client,
             "task_id": task.id,
@@ -244,12 +244,12 @@ def _update_report(
     )
 
 
-def spent_privacy(metrics: dict[str, float]) -> schemas.SpentPrivacy | None:
+def spent_privacy(metrics: dict[str, float]) -> report_schemas.SpentPrivacy | None:
     """What an update cost its client, as it is stored among its metrics; None where it was not protected."""
     if "privacy_epsilon" not in metrics:
         return None
     noise: Literal["secret", "seeded"] = "seeded" if metrics["privacy_seeded"] else "secret"
-    return schemas.SpentPrivacy(
+    return report_schemas.SpentPrivacy(
         epsilon=metrics["privacy_epsilon"],
         delta=metrics["privacy_delta"],
         noise_multiplier=metrics["privacy_z"],
@@ -270,7 +270,7 @@ def _mean_metrics(parts: list[tuple[float, dict[str, float]]]) -> dict[str, floa
     return {name: sum(weight * metrics[name] for weight, metrics in parts) / total for name in sorted(common)}
 
 
-def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow) -> schemas.EvaluationReport:
+def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow) -> report_schemas.EvaluationReport:
     tasks = _rows(session, TASK, TaskRow.phase_id == stage.id)
     bodies = {row.task_id: row for row in _rows(session, EVALUATION, TaskRow.phase_id == stage.id)}
     clients = {
@@ -283,16 +283,16 @@ def _evaluation_report(session: Session, federation: Federation, stage: PhaseRow
     }
     mean = {role: splits["test"] for role, splits in by_split.items() if "test" in splits}
     report = {**_stage_report(stage, tasks), "bytes_up": 0, "clients": clients, "mean": mean, "by_split": by_split}
-    return schemas.EvaluationReport.model_validate(report)
+    return report_schemas.EvaluationReport.model_validate(report)
 
 
-def _roles(clients: dict[str, schemas.ClientEvaluation]) -> list[str]:
+def _roles(clients: dict[str, report_schemas.ClientEvaluation]) -> list[str]:
     return sorted({client.role for client in clients.values()})
 
 
-def _client_evaluation(federation: Federation, name: str, row: Any) -> schemas.ClientEvaluation:
+def _client_evaluation(federation: Federation, name: str, row: Any) -> report_schemas.ClientEvaluation:
     client = federation.clients[name]
-    return schemas.ClientEvaluation.model_validate(
+    return report_schemas.ClientEvaluation.model_validate(
         {
             "role": client.role,
             "domain": client.domain.name if client.domain else None,
@@ -305,7 +305,7 @@ def _client_evaluation(federation: Federation, name: str, row: Any) -> schemas.C
     )
 
 
-def _mean_accuracy(clients: list[schemas.ClientEvaluation]) -> dict[str, dict[str, float]]:
+def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, dict[str, float]]:
     """For each split the mean over the clients that have it, each counting once."""
     means: dict[str, dict[str, float]] = {}
     for split in sorted({name for client in clients for name in client.splits}):

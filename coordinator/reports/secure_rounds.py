@@ -11,7 +11,7 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.secure_steps import MASK, TRAIN
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
-from promptfed.shared import api_schemas as schemas
+from promptfed.shared import report_schemas
 
 
 def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[PhaseRow]]:
@@ -26,7 +26,7 @@ def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[Ph
     return found
 
 
-def secure_report(session: Session, federation: Federation, stages: Sequence[PhaseRow]) -> schemas.SecureReport:
+def secure_report(session: Session, federation: Federation, stages: Sequence[PhaseRow]) -> report_schemas.SecureReport:
     """One attempt; ``stages`` are those of its steps that have begun."""
     plan = federation.rules.plan(stages[0].round, stages[0].step)
     assert plan is not None, "it is an attempt's first step"
@@ -34,7 +34,7 @@ def secure_report(session: Session, federation: Federation, stages: Sequence[Pha
     steps = [_step(session, stage) for stage in stages]
     total = session.scalars(select(SumRow).where(SumRow.phase_id.in_([stage.id for stage in stages]))).one_or_none()
     measured = (stages[-1].measured or {}).get("phase", {})
-    return schemas.SecureReport(
+    return report_schemas.SecureReport(
         attempt=plan.secure.attempt,
         steps=steps,
         sum_clients=total.count if total is not None else None,
@@ -43,9 +43,9 @@ def secure_report(session: Session, federation: Federation, stages: Sequence[Pha
     )
 
 
-def _step(session: Session, stage: PhaseRow) -> schemas.SecureStepReport:
+def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
     rows = session.execute(select(TaskRow.client, TaskRow.status).where(TaskRow.phase_id == stage.id)).all()
-    return schemas.SecureStepReport(
+    return report_schemas.SecureStepReport(
         kind="train" if stage.kind == "train" else stage.kind,  # type: ignore[arg-type]
         asked=len({row.client for row in rows}),
         answered=sum(row.status == "answered" for row in rows),
@@ -53,7 +53,7 @@ def _step(session: Session, stage: PhaseRow) -> schemas.SecureStepReport:
     )
 
 
-def counted(session: Session, stages: Sequence[PhaseRow]) -> list[schemas.CountedUpdate]:
+def counted(session: Session, stages: Sequence[PhaseRow]) -> list[report_schemas.CountedUpdate]:
     """Whose masked vectors are in the sum, with their digests: of these bytes nothing of an update can be read."""
     masks = [stage.id for stage in stages[MASK : MASK + 1]]
     query = (
@@ -63,7 +63,7 @@ def counted(session: Session, stages: Sequence[PhaseRow]) -> list[schemas.Counte
         .order_by(TaskRow.client)
     )
     return [
-        schemas.CountedUpdate(client=row.client, sha256=row.digest, weight=row.weight or 0.0)
+        report_schemas.CountedUpdate(client=row.client, sha256=row.digest, weight=row.weight or 0.0)
         for row in session.execute(query)
     ]
 

@@ -45,9 +45,9 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder
 from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
-from promptfed.shared.api_schemas import RoundReport
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.report_schemas import RoundReport
 from promptfed.shared.spec import FederationSpec
 
 URL = "http://127.0.0.1"  # of a coordinator that no socket leads to
@@ -96,17 +96,8 @@ def simulate(
         cache = features if isinstance(features, FeatureCache) else FeatureCache(features or place / "features")
         shared = sources or SharedSources()
         clients = tuple(open_site(site, shared) for site in sites)
-        setup = SimulationSetup(
-            wanted,
-            initial,
-            clients,
-            place,
-            pool,
-            backbone,
-            cache,
-            progress or (lambda snapshot: None),
-            swap_prompts=swap_prompts,
-        )
+        tell = progress or (lambda snapshot: None)
+        setup = SimulationSetup(wanted, initial, clients, place, pool, backbone, cache, tell, swap_prompts=swap_prompts)
         try:
             return _in_a_thread(setup, started)
         except OSError as error:

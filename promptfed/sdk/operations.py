@@ -14,7 +14,7 @@ from promptfed.sdk.client import Answer, Operation, Request, View
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.summary import FederationList, FederationSummary, RoundList, RoundSummary
-from promptfed.shared import access_schemas
+from promptfed.shared import access_schemas, report_schemas
 from promptfed.shared import api_schemas as schemas
 from promptfed.shared.insight_schemas import InsightsView, LexiconView
 from promptfed.shared.replay_schemas import ReplayReport
@@ -25,7 +25,7 @@ Page = TypeVar(
     "Page",
     FederationList,
     schemas.ClientPage,
-    schemas.RoundPage,
+    report_schemas.RoundPage,
     RoundList,
     access_schemas.TokenPage,
     access_schemas.OperatorPage,
@@ -166,16 +166,16 @@ def _round_summaries(federation: str, after: str | None) -> Request[RoundList]:
     return Request("GET", f"{FEDERATIONS}/{federation}/rounds", RoundList, _query(after=after, limit=ROUNDS_AT_ONCE))
 
 
-def get_rounds(federation: str, after: str | None = None) -> Request[schemas.RoundPage]:
+def get_rounds(federation: str, after: str | None = None) -> Request[report_schemas.RoundPage]:
     """Reports of the rounds behind ``after``, a page of them."""
     return Request(
-        "GET", f"{FEDERATIONS}/{federation}/rounds", schemas.RoundPage, _query(after=after, limit=ROUNDS_AT_ONCE)
+        "GET", f"{FEDERATIONS}/{federation}/rounds", report_schemas.RoundPage, _query(after=after, limit=ROUNDS_AT_ONCE)
     )
 
 
-def get_round(federation: str, round: int) -> Request[schemas.RoundReport]:
+def get_round(federation: str, round: int) -> Request[report_schemas.RoundReport]:
     """The report of one round."""
-    return Request("GET", f"{FEDERATIONS}/{federation}/rounds/{round}", schemas.RoundReport)
+    return Request("GET", f"{FEDERATIONS}/{federation}/rounds/{round}", report_schemas.RoundReport)
 
 
 def get_prompts(

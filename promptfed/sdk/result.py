@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from promptfed.sdk.client import parse
-from promptfed.shared.api_schemas import ClientEvaluation, ClientView, FederationView, RoundReport
+from promptfed.shared.api_schemas import ClientView, FederationView
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
+from promptfed.shared.report_schemas import ClientEvaluation, RoundReport
 
 if TYPE_CHECKING:
     from promptfed.shared.tensors import Tensors

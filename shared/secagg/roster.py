@@ -12,7 +12,7 @@ from promptfed.shared.secagg.graph import Graph, graph_of, ring_order
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.secagg.messages import Entry, KeysAnswer
 from promptfed.shared.secagg.messages import Roster as RosterMessage
-from promptfed.shared.spec import SecureAggregationSpec
+from promptfed.shared.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.tensors import canonical_json
 
 LEAST_CLIENTS = 3

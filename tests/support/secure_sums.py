@@ -11,7 +11,7 @@ import numpy as np
 from promptfed.shared.secagg import keys, member, opening, roster
 from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, Roster, SharesAnswer, UnmaskAnswer
-from promptfed.shared.spec import SecureAggregationSpec
+from promptfed.shared.spec_aggregation import SecureAggregationSpec
 
 STEPS = ("keys", "share", "mask", "confirm", "unmask")
 ABOUT = {

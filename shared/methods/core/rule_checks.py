@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 
 from promptfed.shared.methods.core.base import Method, MethodError
-from promptfed.shared.spec import AggregationSpec, FederationSpec
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.spec_aggregation import AggregationSpec
 
 LEAST_FLAME = 3
 ROUNDING = 1e-9  # of a share times a number

@@ -16,7 +16,8 @@ from promptfed.coordinator.aggregation import flame
 from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.methods.core.base import ClientUpdate
-from promptfed.shared.spec import AggregationSpec, SpecError
+from promptfed.shared.spec import SpecError
+from promptfed.shared.spec_aggregation import AggregationSpec
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import spec, trained, update_body
 

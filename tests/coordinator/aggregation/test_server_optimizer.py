@@ -19,7 +19,8 @@ from promptfed.coordinator.aggregation.server_optimizer import (
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.base import ClientUpdate
-from promptfed.shared.spec import AggregationSpec, ServerOptimizerSpec, SpecError
+from promptfed.shared.spec import SpecError
+from promptfed.shared.spec_aggregation import AggregationSpec, ServerOptimizerSpec
 from promptfed.shared.tensors import Tensors, decode, method_part, state_hash
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import FakeClient, drive

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from promptfed.coordinator.aggregation.weights import shares, weighted_mean
 from promptfed.shared.methods.core.base import ClientUpdate
-from promptfed.shared.spec import AggregationSpec
+from promptfed.shared.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import CHUNK
 
 

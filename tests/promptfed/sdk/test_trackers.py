@@ -16,7 +16,8 @@ from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.sdk.trackers import TRACKERS, metrics_of, open_tracker, record, settings_of, track
-from promptfed.shared.api_schemas import BackboneView, ClientCounts, FederationView, RoundReport
+from promptfed.shared.api_schemas import BackboneView, ClientCounts, FederationView
+from promptfed.shared.report_schemas import RoundReport
 from promptfed.shared.spec import FederationSpec
 from tests.support.coordinators import in_thread
 from tests.support.fake_clients import drive

@@ -21,7 +21,8 @@ from promptfed.shared.methods.fedgda import FedGDA, fused
 from promptfed.shared.methods.tip_adapter import BLEND, KEYS, LABELS, TipAdapter, cropped, held_out
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec import AggregationSpec, BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 

@@ -23,7 +23,8 @@ from promptfed.shared.methods.core.base import ClientUpdate, Method, MethodError
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec import BackboneShape, ServerOptimizerSpec, SpecError, TrainingSpec
+from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
+from promptfed.shared.spec_aggregation import ServerOptimizerSpec
 from promptfed.shared.tensors import Tensors
 from tests.support.equality import assert_gradients, assert_values
 from tests.support.textless import MODEL, textless_backbone

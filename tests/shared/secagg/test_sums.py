@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 
 from promptfed.shared.secagg import SecureError, keys, member, opening, roster, shamir
 from promptfed.shared.secagg.messages import ConfirmJob, Entry, KeysAnswer, MaskJob, Roster, UnmaskJob
-from promptfed.shared.spec import SecureAggregationSpec
+from promptfed.shared.spec_aggregation import SecureAggregationSpec
 from tests.support.secure_sums import ABOUT, STEPS, Member, clear_sum, lost, members, play
 
 SPEC = SecureAggregationSpec()

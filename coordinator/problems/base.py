@@ -1,0 +1,51 @@
+"""What a refusal is: status, kind, title and a sentence, answered as RFC 9457 problem details."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fastapi.responses import JSONResponse
+
+from promptfed.shared.messages import PROBLEM_BASE
+
+MEDIA_TYPE = "application/problem+json"
+
+
+class Refusal(Exception):
+    """Base of all refusals. ``detail`` says in one sentence what is wrong and what to do."""
+
+    status: ClassVar[int]
+    kind: ClassVar[str]
+    title: ClassVar[str]
+    retry_after: ClassVar[int | None] = None
+
+    def __init_subclass__(
+        cls, *, kind: str, title: str, status: int | None = None, retry_after: int | None = None
+    ) -> None:
+        """Declare a refusal; without a ``status`` it has its base's, or each one its own. ``retry_after``: seconds."""
+        super().__init_subclass__()
+        cls.kind, cls.title = kind, title
+        if retry_after is not None:
+            cls.retry_after = retry_after
+        if status is not None:
+            cls.status = status
+
+    def __init__(self, detail: str, *, headers: dict[str, str] | None = None, **members: Any):
+        super().__init__(detail)
+        self.detail = detail
+        self.headers = headers or {}
+        if self.retry_after is not None:
+            self.headers.setdefault("Retry-After", str(self.retry_after))
+        self.members = members
+
+    def response(self, instance: str) -> JSONResponse:
+        """The answer; ``instance`` is the path that was asked for."""
+        content = {
+            "type": PROBLEM_BASE + self.kind,
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+            "instance": instance,
+            **self.members,
+        }
+        return JSONResponse(content, self.status, self.headers, MEDIA_TYPE)

@@ -1,0 +1,166 @@
+"""What the coordinator answers about rounds: phases, updates, evaluations."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from promptfed.shared.messages import Role, SplitResult, TaskKind
+
+
+class CountedUpdate(BaseModel):
+    """An update that counted."""
+
+    client: str
+    sha256: str
+    weight: float
+
+
+class SpentPrivacy(BaseModel):
+    """What an update has made of its client's ledger, by its own word. ``seeded`` noise guarantees nothing."""
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    noise: Literal["secret", "seeded"]
+
+
+class UpdateReport(BaseModel):
+    """An accepted update.
+
+    ``verdict``: counted; clipped (shortened, then counted); rejected (it was there for the quorum, and the rule gave it
+    no part in the aggregate); discarded (by a withdrawal); pending; or unused (never closed).
+    """
+
+    client: str
+    task_id: str
+    sha256: str
+    bytes: int
+    norm: float
+    change: float | None = Field(None, description="L2, from the payload; null before the phase's aggregate")
+    far: float | None = Field(None, description="how many times the median change, where it is over ten times")
+    received_at: datetime
+    verdict: Literal["counted", "clipped", "rejected", "discarded", "pending", "unused"]
+    weight: float | None
+    influence: float | None = Field(
+        description="its share of the aggregate by the rule; null: no other than the weight"
+    )
+    distance: float | None = Field(description="L2, from the aggregate; null under the plain mean")
+    metrics: dict[str, float]
+    privacy: SpentPrivacy | None = None
+
+
+class FailureReport(BaseModel):
+    """A task that its client could not carry out."""
+
+    client: str
+    type: str
+    detail: str
+
+
+class StageReport(BaseModel):
+    """What is common to phases and evaluations."""
+
+    opened_at: datetime
+    deadline: datetime
+    closed_at: datetime | None
+    completed_at: datetime | None
+    seconds: float | None
+    payload_sha256: str | None = Field(
+        None, description="of what all clients were given; null: not all the same, or none"
+    )
+    asked: list[str]
+    answered: list[str]
+    failed: list[FailureReport]
+    expired: list[str] = Field(description="asked, and silent until the end")
+    withdrawn: list[str]
+    bytes_up: int
+    bytes_down: int
+
+
+class MeasuredView(BaseModel):
+    """What the method measured at the coordinator when the phase closed: of the phase, and of clients by name."""
+
+    phase: dict[str, float] = {}
+    clients: dict[str, dict[str, float]] = {}
+
+
+class SecureStepReport(BaseModel):
+    """One of the five steps of a secure sum: how many were asked, and how many answered."""
+
+    kind: TaskKind
+    asked: int
+    answered: int
+    seconds: float | None
+
+
+class SecureReport(BaseModel):
+    """An attempt at a secure sum. Of single updates nothing is known: no norm, no agreement, no verdict."""
+
+    attempt: int
+    steps: list[SecureStepReport]
+    sum_clients: int | None = Field(description="clients in the sum")
+    sum_weight: int | None
+    mean_norm: float | None = Field(description="L2 norm of the mean change")
+
+
+class PhaseReport(StageReport):
+    """One phase of a round."""
+
+    phase: str
+    sample_size: int
+    extended: bool
+    counted: list[CountedUpdate]
+    updates: list[UpdateReport]
+    state_hash: str | None = Field(description="the state after this phase")
+    metrics: dict[str, float] = Field(description="clients' metrics, averaged with the counted weights")
+    measured: MeasuredView = Field(description="the method's own numbers, such as PLAN's attention shares γ")
+    secure: SecureReport | None = Field(
+        default=None, exclude_if=lambda given: given is None, description="of a secure sum, one phase an attempt"
+    )
+
+
+class ClientEvaluation(BaseModel):
+    """One client's accuracies."""
+
+    role: Role
+    domain: str | None
+    splits: dict[str, SplitResult]
+    zero_shot: dict[str, SplitResult]
+    metrics: dict[str, float]
+    withheld: bool = False  # measured, and kept by the site: accuracies depend on records, and no noise covers them
+    received_at: datetime
+
+
+class EvaluationReport(StageReport):
+    """The evaluation of a round's state; means are over the clients of a role, each counting once.
+
+    ``mean`` is that of the clients' own test images (split ``test``); ``by_split`` has every split.
+    """
+
+    clients: dict[str, ClientEvaluation]
+    mean: dict[Role, dict[str, float]]
+    by_split: dict[Role, dict[str, dict[str, float]]]
+
+
+class RoundReport(BaseModel):
+    """Everything about one round; round 0 has no phases, only the evaluation of the initial state."""
+
+    round: int
+    state_hash: str | None
+    started_at: datetime
+    ended_at: datetime | None
+    seconds: float | None
+    bytes_up: int
+    bytes_down: int
+    phases: list[PhaseReport]
+    evaluation: EvaluationReport | None
+
+
+class RoundPage(BaseModel):
+    """Some rounds in order; ``next`` is the following page's ``after``."""
+
+    rounds: list[RoundReport]
+    next: str | None
