@@ -5,7 +5,7 @@ The processes are the real ones: a coordinator and a client for each site, over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,19 @@ def spec(method: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def in_processes(local: LocalFederation, spec: dict[str, Any], sites: list[Site]) -> FederationResult:
-    """Run the spec with a process for each site."""
+def in_processes(
+    local: LocalFederation, spec: dict[str, Any], sites: list[Site], trouble: Callable[[], object] = lambda: None
+) -> FederationResult:
+    """Run the spec with a process for each site; ``trouble`` comes again and again while it runs."""
+
+    def watch() -> None:
+        trouble()
+        local.watch()
+
     federation = local.create(spec)
     local.enrol(federation, sites, lambda count: None)
     local.api.send(operations.steer(federation, "start"))
-    for last in follow(local.api, federation, between=local.watch):
+    for last in follow(local.api, federation, between=watch):
         assert last.state in ("enrolling", "running", "finished"), last.describe()
     return local.api.run(operations.accuracies(federation))
 
@@ -109,3 +116,26 @@ def test_the_states_are_the_same(
     wanted = spec(method, **changes)
     simulated = simulate(wanted, sites, backbone=backbone, pool=2)
     assert_same(simulated, in_processes(local, wanted, sites))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [None, "client-south", "coordinator"])
+def test_a_sum_that_nobody_sees_is_the_same(
+    killed: str | None, backbone: Backbone, local: LocalFederation, tmp_path: Path
+) -> None:
+    wanted = spec("promptfl", m=4) | {"participation": {"min_clients": 3}, "secure_aggregation": {"threshold": 1.0}}
+    seen = []
+
+    def kill_once() -> None:
+        log = (tmp_path / "client-south.log").read_text() if killed else ""
+        if "train: loss" in log and not seen:
+            seen.append(local.processes.running[killed or ""].process)
+            seen[0].kill()
+
+    real = in_processes(local, wanted, SITES, kill_once)
+    simulated = simulate(wanted, SITES, backbone=backbone, pool=2)
+    assert [process.returncode for process in seen] == ([-9] if killed else [])
+    assert simulated.state_hash == real.federation.state_hash
+    sums = [phase["secure"] for report in real.reports for phase in report["phases"]]
+    assert len(sums) == wanted["rounds"]
+    assert all(sums)
