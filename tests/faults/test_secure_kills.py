@@ -1,0 +1,108 @@
+"""Kill -9 on real processes at every named instant of a secure sum: the undisturbed state, and one reveal a client.
+
+A client or the coordinator dies at its first or second arrival at the point and is started again; on PostgreSQL too.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from promptfed.client_service import faults as client_faults
+from promptfed.coordinator.store import fault_points
+from promptfed.experiments.simulation import simulate
+from promptfed.runtime.processes import Managed, Processes
+from promptfed.runtime.services import LocalFederation, Site
+from promptfed.sdk import operations
+from promptfed.sdk.follow import follow
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"
+SITES = [Site(name, DATA.format(k)) for k, name in enumerate(("north", "south", "east"))]
+SPEC: dict[str, Any] = {
+    "name": "summed",
+    "method": {"name": "promptfl", "m": 2},
+    "rounds": 2,
+    "training": {"learning_rate": 0.02, "batch_size": 4},
+    "participation": {"min_clients": 3},
+    "secure_aggregation": {"threshold": 1.0},
+    "seed": 7,
+}
+
+
+class Armed(Processes):
+    """Processes of which one dies once at its fault point."""
+
+    victim, variable, fault = "", "", ""
+    deaths = 0
+
+    def start(self, name: str, arguments: list[str]) -> Managed:
+        common = self.environment
+        self.environment = common | ({self.variable: self.fault} if name == self.victim else {})
+        try:
+            return super().start(name, arguments)
+        finally:
+            self.environment = common
+
+    def watch(self) -> list[str]:
+        victim = self.running.get(self.victim)
+        if victim is not None and victim.ended() is not None and self.variable in victim.environment:
+            assert victim.ended() == -signal.SIGKILL, victim.tail(5)
+            self.deaths += 1
+            del victim.environment[self.variable]
+        return super().watch()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    torch.set_num_threads(1)
+    return str(simulate(SPEC, SITES).state_hash)
+
+
+@pytest.fixture
+def armed(tmp_path: Path) -> Iterator[Armed]:
+    with Armed(tmp_path, environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}) as processes:
+        yield processes
+
+
+def run(armed: Armed, folder: Path, options: list[str]) -> str:
+    """The state's hash in which the federation ends."""
+    with LocalFederation(armed, folder, options=options) as local:
+        federation = local.create(SPEC)
+        local.enrol(federation, SITES, lambda count: None)
+        local.api.send(operations.steer(federation, "start"))
+        for last in follow(local.api, federation, between=local.watch):
+            assert last.state in ("enrolling", "running", "finished"), last.describe()
+        return str(local.api.run(operations.accuracies(federation)).federation.state_hash)
+
+
+@pytest.mark.parametrize("point", client_faults.SECURE_POINTS)
+def test_a_client_dies(point: str, armed: Armed, undisturbed: str, tmp_path: Path) -> None:
+    armed.victim, armed.variable, armed.fault = "client-south", client_faults.VARIABLE, f"{point}:1"
+    assert run(armed, tmp_path, []) == undisturbed
+    assert armed.deaths == 1
+
+
+@pytest.mark.parametrize("database", [None, "postgresql"])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("point", fault_points.SECURE_POINTS)
+def test_the_coordinator_dies(
+    point: str,
+    count: int,
+    database: str | None,
+    armed: Armed,
+    undisturbed: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    often = {"sum-computed": 2, "exchanges-deleted": 2}.get(point, count)  # once a round
+    armed.victim, armed.variable, armed.fault = "coordinator", fault_points.VARIABLE, f"{point}:{min(count, often)}"
+    options = [f"--database-url={request.getfixturevalue('postgres').schema()}"] if database else []
+    assert run(armed, tmp_path, options) == undisturbed
+    assert armed.deaths == 1
