@@ -18,12 +18,12 @@ from pydantic import Field, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.private_state import PrivateState
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import EnrolmentInfo, Message, Protected, Role, Secure, Task, TaskConfig
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.plain_text import plain
 from promptfed.shared.spec import BackboneSpec, SpecError, TrainingSpec
-from promptfed.shared.tensors import canonical_json
 
 FILE, LEDGER, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
 ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.class_descriptions import ClassDescriptions
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
 from promptfed.shared.spec_aggregation import SecureAggregationSpec
-from promptfed.shared.tensors import canonical_json
 
 PROTOCOL_VERSION = 1
 PROBLEM_BASE = "https://promptfed.invalid/problems/"

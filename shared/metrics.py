@@ -90,10 +90,13 @@ def class_accuracies(labels: ArrayLike, predicted: ArrayLike) -> dict[int, float
 
 
 def macro_f1(labels: ArrayLike, predicted: ArrayLike) -> float:
-    """The mean of 2·tp/(2·tp + fp + fn) over the classes that occur among ``labels`` or ``predicted`` (N,)."""
+    """The mean of 2·tp/(2·tp + fp + fn) over the classes that occur among ``labels`` or ``predicted`` (N,).
+
+    A label of −1 is an image of none of the classes: whatever is answered to it is wrong.
+    """
     truth, answers = _pair(labels, predicted)
     size = int(max(truth.max(), answers.max())) + 1
-    told = np.bincount(truth, minlength=size) + np.bincount(answers, minlength=size)
+    told = np.bincount(truth[truth >= 0], minlength=size) + np.bincount(answers, minlength=size)
     hits = np.bincount(truth[truth == answers], minlength=size)
     return float(np.mean(2 * hits[told > 0] / told[told > 0]))
 

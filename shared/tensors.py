@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from promptfed.shared.canonical import canonical_json
+
 Tensors = dict[str, Tensor]
 Shape = tuple[int, ...]
 
@@ -68,11 +70,6 @@ def state_hash(tensors: Mapping[str, Tensor]) -> str:
             array = array.reshape(-1, tensor.element_size()).flip(1).contiguous()
         digest.update(array.numpy().data)  # as they lie in memory: no copy
     return "sha256:" + digest.hexdigest()
-
-
-def canonical_json(value: object) -> str:
-    """JSON with sorted keys and no spaces: one text for one value."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def encode(tensors: Mapping[str, Tensor], metadata: object | None = None) -> bytes:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from promptfed.client_service.training.data import TEST, Cancelled, ClientData
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods.core.base import Classifier, ClientContext, Method, Mixes, Split
 from promptfed.shared.methods.core.insights import HasVariants
@@ -16,7 +17,7 @@ from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.metrics import calibration_error, macro_f1
 from promptfed.shared.outcomes import ZERO_SHOT, Outcomes, Record
-from promptfed.shared.tensors import Tensors, canonical_json
+from promptfed.shared.tensors import Tensors
 
 EVALUATION_BATCH = 256
 SHARE = "domain_share:"  # before a domain's name: its mean share of a client's test images

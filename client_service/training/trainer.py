@@ -27,6 +27,7 @@ from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import check_payload, known_sizes, phase_of
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
 from promptfed.shared.methods import make_method
@@ -35,7 +36,7 @@ from promptfed.shared.methods.core.protection import Protection
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.outcomes import Record
 from promptfed.shared.spec import TrainingSpec
-from promptfed.shared.tensors import DTYPES, Tensors, canonical_json, decode, encode
+from promptfed.shared.tensors import DTYPES, Tensors, decode, encode
 
 log = logging.getLogger("promptfed.client")
 

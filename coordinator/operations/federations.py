@@ -25,11 +25,12 @@ from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.operations.masked import is_summed
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods import check_fits, resolve_spec
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.spec import FederationSpec, SpecError
-from promptfed.shared.tensors import TensorError, canonical_json, check, decode, state_hash
+from promptfed.shared.tensors import TensorError, check, decode, state_hash
 
 
 def resolve(raw: dict[str, Any]) -> FederationSpec:

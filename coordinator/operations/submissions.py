@@ -24,9 +24,10 @@ from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
 from promptfed.shared.privacy.accounting import training_event
-from promptfed.shared.tensors import TensorError, Tensors, canonical_json, check
+from promptfed.shared.tensors import TensorError, Tensors, check
 
 # No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
 # float32: the aggregate would be no state, and one update the end of the federation.

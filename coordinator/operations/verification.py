@@ -28,8 +28,9 @@ from promptfed.coordinator.store.tables import (
     UpdateRow,
 )
 from promptfed.shared.access_schemas import BrokenChain, check_chain
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.spec import FederationSpec
-from promptfed.shared.tensors import TensorError, canonical_json, state_hash
+from promptfed.shared.tensors import TensorError, state_hash
 
 AT_ONCE = 1000  # rows that are held of a query
 WHOLE, DAMAGED, CANNOT_LOOK, AWAY = 0, 1, 2, 3

@@ -25,7 +25,7 @@ def batches(rows: Iterable[T]) -> Iterator[list[T]]:
 def json_pieces(value: Any) -> Iterator[bytes]:
     """The JSON of a model, or of what one consists of."""
     if isinstance(value, BaseModel):
-        yield from _members((name, getattr(value, name)) for name in type(value).model_fields)
+        yield from _members(_told(value))
     elif isinstance(value, dict) and len(value) > AT_ONCE:
         yield from listed((to_json(dict(some))[1:-1] for some in batches(value.items())), b"{", b"}")
     elif isinstance(value, list) and len(value) > AT_ONCE:
@@ -34,6 +34,14 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield from separated(map(json_pieces, value), b"[", b"]")
     else:
         yield to_json(value)
+
+
+def _told(model: BaseModel) -> Iterator[tuple[str, Any]]:
+    """The fields of ``model`` but for those that it leaves out of its JSON."""
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if field.exclude_if is None or not field.exclude_if(value):
+            yield name, value
 
 
 def _members(members: Iterator[tuple[str, Any]]) -> Iterator[bytes]:

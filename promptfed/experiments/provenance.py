@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.data import Source
-from promptfed.shared.tensors import canonical_json
 
 PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", "fastapi")
 

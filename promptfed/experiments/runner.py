@@ -20,13 +20,13 @@ from promptfed.experiments.simulation import simulate
 from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.spec import TrainingSpec, merged
-from promptfed.shared.tensors import canonical_json
 
 FORMAT = 3  # of a run's file: another number makes it be run again
 

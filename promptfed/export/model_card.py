@@ -18,11 +18,12 @@ from pydantic import BaseModel, Field
 
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.sdk.result import FederationResult, PrivacySummary
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.messages import Domain, Figure
 from promptfed.shared.methods import METHODS
 from promptfed.shared.spec import BackboneSpec, TrainingSpec
-from promptfed.shared.tensors import Tensors, canonical_json, encode, state_hash
+from promptfed.shared.tensors import Tensors, encode, state_hash
 
 FORMAT = 1
 STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (

@@ -68,6 +68,9 @@ class CorruptedSplit(Split):
         image = self._whole.image(index)
         return CORRUPTIONS[self._kind](image, self._strength, self._whole.digest(index))
 
+    def _hashed(self, index: int) -> Image.Image:
+        return self.image(index)
+
     def select(self, rows: torch.Tensor) -> CorruptedSplit:
         """The images at ``rows`` (M,), in that order."""
         return CorruptedSplit(self._whole.select(rows), self._kind, self._strength)

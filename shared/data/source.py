@@ -81,10 +81,14 @@ class Split:
     def digest(self, index: int) -> str:
         """SHA-256 (hex) of one image's size and decoded RGB bytes: equal for equal pixels, whatever the file."""
         if index not in self._digests:
-            image = self._images.hashed(index) if isinstance(self._images, Withheld) else self.image(index)
+            image = self._hashed(index)
             header = f"{image.width}x{image.height}|".encode()
             self._digests[index] = hashlib.sha256(header + image.tobytes()).hexdigest()
         return self._digests[index]
+
+    def _hashed(self, index: int) -> Image.Image:
+        """The image that the digest is of."""
+        return self._images.hashed(index) if isinstance(self._images, Withheld) else self._images.image(index)
 
     def select(self, rows: torch.Tensor) -> Split:
         """The images at ``rows`` (M,), in that order."""

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.tensors import canonical_json
 
 Signing = Literal["identity", "keys", "confirm"]
 Derived = Literal["self", "mask", "share"]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from promptfed.shared.tensors import canonical_json
+from promptfed.shared.canonical import canonical_json
 
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.secagg.encoding import MOST_CLIENTS
 from promptfed.shared.secagg.graph import Graph, graph_of, ring_order
@@ -13,7 +14,6 @@ from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.secagg.messages import Entry, KeysAnswer
 from promptfed.shared.secagg.messages import Roster as RosterMessage
 from promptfed.shared.spec_aggregation import SecureAggregationSpec
-from promptfed.shared.tensors import canonical_json
 
 LEAST_CLIENTS = 3
 

@@ -169,10 +169,10 @@ def test_a_deletion_lets_others_in_between(coordinator: InThread, monkeypatch: p
     coordinator.until(federation, state="finished")
     files, remove, begun = coordinator.registry.blobs.all(), Blobs.remove, threading.Event()
 
-    def slowly(self: Blobs, digests: Iterable[str]) -> list[str]:
+    def slowly(self: Blobs, digests: Iterable[str], named: Any = None) -> list[str]:
         begun.set()
         time.sleep(0.1)
-        return remove(self, digests)
+        return remove(self, digests, named)
 
     monkeypatch.setattr(retention, "AT_ONCE", 1)
     monkeypatch.setattr(Blobs, "remove", slowly)

@@ -3,7 +3,7 @@
 import { announce, fill, h, say } from "./dom.js";
 import { fieldsOf, nested, told } from "./schema.js";
 
-const TITLES = { "": "The federation", method: "The method", training: "Local training", backbone: "The backbone", participation: "Who takes part", aggregation: "How updates become one", evaluation: "Evaluation", admission: "What is let in" };
+const TITLES = { "": "The federation", method: "The method", training: "Local training", backbone: "The backbone", participation: "Who takes part", aggregation: "How updates become one", evaluation: "Evaluation", admission: "What is let in", privacy: "Differential privacy (on where a field has a value)", secure_aggregation: "Secure aggregation (on where a field has a value)" };
 const OPEN = ["", "method", "training"];
 const UNSET = "";
 
@@ -68,8 +68,8 @@ export class Create {
       const group = one.path.includes(".") ? one.path.split(".")[0] : "";
       groups.set(group, [...(groups.get(group) ?? []), one]);
     }
-    const order = Object.keys(TITLES).filter((group) => groups.has(group));
-    fill(this.sections, order.map((group) => h("details", { open: OPEN.includes(group) }, h("summary", {}, TITLES[group]), h("div", { class: "fields" }, groups.get(group).map((one) => this.#field(one))))));
+    const order = [...Object.keys(TITLES).filter((group) => groups.has(group)), ...[...groups.keys()].filter((group) => !(group in TITLES))];
+    fill(this.sections, order.map((group) => h("details", { open: OPEN.includes(group) }, h("summary", {}, TITLES[group] ?? group.replaceAll("_", " ")), h("div", { class: "fields" }, groups.get(group).map((one) => this.#field(one))))));
     await this.#offerRate();
   }
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods.core.base import ClientContext, MethodError
 from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.seeds import generator
-from promptfed.shared.tensors import Tensors, TensorSpec, canonical_json
+from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone

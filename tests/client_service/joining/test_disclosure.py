@@ -114,7 +114,7 @@ def test_every_method_can_be_told(declared: Declared, backbone: Backbone, name: 
     tensors = [one for exchange in told.exchanges for one in exchange.tensors]
     assert {one.name for one in tensors} == promised
     unknown = {size for one in tensors for size in one.shape if isinstance(size, str)}
-    assert unknown == ({"n"} if name == "fast_pt" else set())  # how many domains there will be
+    assert unknown == ({"n"} if name in ("fast_pt", "fedapt") else set())  # how many domains there will be
     evaluator = replace(declared, role="evaluator")
     assert told_of(method, evaluator, shape_of(backbone), []).exchanges == ()
 
