@@ -88,7 +88,7 @@ class Split:
 
     def _hashed(self, index: int) -> Image.Image:
         """The image that the digest is of."""
-        return self._images.hashed(index) if isinstance(self._images, Withheld) else self._images.image(index)
+        return self._images.hashed(index) if isinstance(self._images, Withheld) else self.image(index)
 
     def select(self, rows: torch.Tensor) -> Split:
         """The images at ``rows`` (M,), in that order."""
