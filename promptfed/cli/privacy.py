@@ -105,12 +105,13 @@ def show(
         console.print(f"{own.path}: ε = {epsilon:.4g} of {most:g} spent at δ = {own.delta()}", soft_wrap=True)
         if told:
             rows = [
-                [one["federation"], one["coordinator"], str(one["releases"]), f"{one['epsilon']:.4g}"] for one in told
+                [str(one["federation"]), str(one["coordinator"]), str(one["releases"]), f"{one['epsilon']:.4g}"]
+                for one in told
             ]
             console.print(table(None, ["federation", "coordinator", "releases", "ε by itself"], rows))
 
 
-def _of_federation(own: Any, spends: list[Any], coordinator: str, federation: str) -> dict[str, Any]:
+def _of_federation(own: Any, spends: list[Any], coordinator: str, federation: str) -> dict[str, object]:
     from promptfed.shared.privacy.accounting import epsilon_of
 
     same = [one for one in spends if (one.coordinator, one.federation_id) == (coordinator, federation)]

@@ -119,7 +119,7 @@ def connected(address: str | None) -> Iterator[Cluster]:
     if ray.is_initialized():
         raise CommandError("this process is connected to Ray already: call ray.shutdown() first", Exit.BAD_INPUT)
     temporary = _temporary_folder() if address is None else None
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if temporary is not None:
         # On loopback alone, without a dashboard, for this command.
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
@@ -135,7 +135,7 @@ def connected(address: str | None) -> Iterator[Cluster]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _initialise(ray: Any, options: dict[str, Any], address: str | None) -> None:
+def _initialise(ray: Any, options: dict[str, object], address: str | None) -> None:
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if in_main else None
     try:

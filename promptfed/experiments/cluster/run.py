@@ -96,7 +96,7 @@ def versions() -> dict[str, str]:
 
 
 def simulate_on_ray(
-    spec: FederationSpec | dict[str, Any],
+    spec: FederationSpec | dict[str, object],
     sites: Sequence[Site],
     on: OnRay,
     *,
@@ -129,7 +129,7 @@ def simulate_on_ray(
 
 
 def _checked(
-    spec: FederationSpec | dict[str, Any], sites: Sequence[Site], on: OnRay, pool: int, device: str, allowed: bool
+    spec: FederationSpec | dict[str, object], sites: Sequence[Site], on: OnRay, pool: int, device: str, allowed: bool
 ) -> tuple[FederationSpec, bytes | None]:
     """The spec as it runs, and the initial state where a backbone must make it; nothing is started before."""
     expect_usable(sites, pool)
