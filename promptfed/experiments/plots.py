@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from promptfed.experiments.byte_plot import GREY, Point, name_points, scatter
 from promptfed.experiments.measures import Measures, measures_of
-from promptfed.experiments.protocols import FewShot, Personalisation
+from promptfed.experiments.protocols import FewShot, Personalisation, headline
 from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
 from promptfed.experiments.tables import TableRow
@@ -20,7 +21,6 @@ from promptfed.experiments.tables import TableRow
 # Okabe and Ito's colours, which people with any colour vision can tell apart; the line styles help in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8A8A00")
 STYLES = ("-", "--", "-.", ":")
-GREY = "#6E6E6E"
 BY_ROUND: tuple[str, Mapping[str, float]] = ("round", {})
 # Costs of a client and round, by the name of the plot: what the axis says, and how much of it is one unit.
 COSTS = {"bytes": ("kB up and down for each client", 1000.0), "seconds": ("seconds of training for each client", 1.0)}
@@ -37,6 +37,9 @@ def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[Run], out: Path)
         figures["few-shot"] = _few_shot(bench, rows)
     if isinstance(bench.protocol, Personalisation):
         figures["clients"] = _clients(bench, runs)
+    points = points_of(rows)
+    if len(points) > 1:
+        figures["accuracy-over-bytes"] = _over_bytes(rows, points)
     measured = measures_of(runs)
     for split in dict.fromkeys(row.split for row in measured):
         figures[f"reliability-{split}"] = _reliability([row for row in measured if row.split == split])
@@ -89,6 +92,27 @@ def _few_shot(bench: Bench, rows: Sequence[TableRow]) -> Figure:
         axes.axhline(100 * row.mean(columns[0]), color=GREY, linestyle=apart, label=row.label)
     axes.set_xticks(list(places), [column.split()[0] for column in columns])
     axes.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def points_of(rows: Sequence[TableRow]) -> list[Point]:
+    """A point for each row that bytes travel for and that has a headline number."""
+    points: list[Point] = []
+    for row in rows:
+        spent = 0.0 if row.costs is None else row.costs["bytes_up"] + row.costs["bytes_down"]
+        if spent and {"mean", "harmonic mean"} & set(row.scores[0]):
+            values = [100 * headline(scores) for scores in row.scores]
+            colour = COLOURS[len(points) % len(COLOURS)]
+            points.append(Point(row.label, spent, fmean(values), pstdev(values), colour))
+    return points
+
+
+def _over_bytes(rows: Sequence[TableRow], points: Sequence[Point]) -> Figure:
+    """Each row's headline number over what a round costs, beside the first zero-shot row's."""
+    figure, axes = _axes("", "accuracy (%)")
+    template = next((row for row in rows if row.is_zero_shot), None)
+    scatter(axes, points, None if template is None else 100 * fmean(map(headline, template.scores)))
+    name_points(figure, axes, points)
     return figure
 
 

@@ -51,6 +51,7 @@ def test_personalisation_gets_its_clients_and_its_rounds(tmp_path: Path, monkeyp
     paths = draw(described, rows_of(described, found), found, tmp_path)
     assert {path.name for path in paths} == {
         "clients.png",
+        "accuracy-over-bytes.png",
         *(f"{x}-trainers.png" for x in ("rounds", "bytes", "seconds")),
     }
     assert all(filled(path) and path.with_suffix(".pdf").stat().st_size > 1000 for path in paths)
@@ -71,7 +72,8 @@ def test_what_costs_nothing_has_no_place_on_a_cost_axis(tmp_path: Path) -> None:
 def test_two_evaluations_are_no_curve(tmp_path: Path) -> None:
     described = bench("personalisation")
     found = results(rounds=(0, 2))
-    assert [path.name for path in draw(described, rows_of(described, found), found, tmp_path)] == ["clients.png"]
+    names = [path.name for path in draw(described, rows_of(described, found), found, tmp_path)]
+    assert names == ["clients.png", "accuracy-over-bytes.png"]
 
 
 def test_few_shot_curves(tmp_path: Path) -> None:
@@ -92,3 +94,20 @@ def test_more_methods_than_colours_differ_in_style() -> None:
         for k in range(20)
     }
     assert len(pairs) == 20
+
+
+def test_accuracy_over_bytes_has_a_point_for_each_row_that_something_travels_for() -> None:
+    costs = {"bytes_up": 2000.0, "bytes_down": 10.0}
+    rows = [
+        TableRow("zero-shot", ({"mean": 0.2, "harmonic mean": 0.2},)),
+        TableRow("promptfl", ({"mean": 0.3, "harmonic mean": 0.25}, {"mean": 0.5, "harmonic mean": 0.35}), costs),
+        TableRow("coop", ({"mean": 0.4},), costs),
+        TableRow("silent", ({"mean": 0.4},), dict.fromkeys(costs, 0.0)),
+        TableRow("by shots", ({"1 shot": 0.4},), costs),
+        TableRow("coop (paper)", ({"mean": 0.4},)),
+    ]
+    points = plots.points_of(rows)
+    assert [(point.label, point.bytes) for point in points] == [("promptfl", 2010.0), ("coop", 2010.0)]
+    assert points[0].accuracy == pytest.approx(30), "base-to-novel's harmonic mean stands for its columns"
+    assert points[0].sd == pytest.approx(5)
+    assert points[0].colour != points[1].colour
