@@ -58,14 +58,14 @@ def scatter(axes: Axes, points: Sequence[Point], zero_shot: float | None = None,
 
 def name_points(figure: Figure, axes: Axes, points: Sequence[Point], font_size: float = 7) -> None:
     """Write each point's name at the nearest place where it covers no other name and no point."""
-    renderer = FigureCanvasAgg(figure).get_renderer()
+    FigureCanvasAgg(figure)  # which measures text
     pixels = figure.dpi / 72  # in a typographer's point
-    inside = axes.get_window_extent(renderer)
+    inside = axes.get_window_extent()
     places = [axes.transData.transform((point.bytes, point.accuracy)) for point in points]
     taken = [Bbox.from_bounds(x - 3 * pixels, y - 3 * pixels, 6 * pixels, 6 * pixels) for x, y in places]
     for point, (x, y) in zip(points, places, strict=True):
         probe = axes.text(0, 0, point.label, fontsize=font_size)
-        shape = probe.get_window_extent(renderer)
+        shape = probe.get_window_extent()
         probe.remove()
         free = (
             (offset, box)
