@@ -65,6 +65,7 @@ def check_result(result: dict[str, Any], data: str, method: str, rounds: int) ->
     assert all(0 < accuracy <= 1 for accuracy in [*result["zero_shot"].values(), *result["federated"].values()])
 
 
+@pytest.mark.slow  # the wheel's test runs a demo by default, and the services' tests kill the same two processes
 def test_symbols_survive_kills_on_the_way(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     demo = start("--rounds", "3", "--json", "--keep", str(folder))
