@@ -133,7 +133,8 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
 
 def _metrics(method: Method, info: EnrolmentInfo) -> list[str]:
     """Patterns of the numbers that leave; under protection those that depend on no data."""
-    return sorted({*method.metrics, *MEASURED}) if info.privacy is None else sorted(PROTECTED)
+    protected = info.privacy is not None and info.privacy.protects_records
+    return sorted(PROTECTED) if protected else sorted({*method.metrics, *MEASURED})
 
 
 def _phases(method: Method) -> Iterator[Any]:

@@ -80,7 +80,7 @@ class Limits(Part):
 class Privacy(Part):
     """What training has to be protected by, and the budget."""
 
-    require: Literal["none", "sample"] = "none"
+    require: Literal["none", "sample", "client"] = "none"
     unit: Literal["record"] = "record"
     max_epsilon: Annotated[float, Field(gt=0, le=1000)] = 8.0
     delta: Annotated[float | None, Field(ge=LEAST_DELTA, lt=1)] = None
@@ -134,6 +134,7 @@ class Facts:
     role: Role
     level: str
     class_names: bool  # whether the federation names them
+    epsilon: float | None = None  # of the federation, where whole clients are protected
     sums: int | None = None  # the least number of clients in a sum; None: updates are sent in the clear
     today: date = field(default_factory=lambda: datetime.now(UTC).date())
 
@@ -162,6 +163,7 @@ def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int) -> 
         role=role,
         level=info.privacy.level if info.privacy is not None else "none",
         class_names=info.class_names is not None,
+        epsilon=info.privacy.epsilon if info.privacy is not None and info.privacy.level == "client" else None,
         sums=info.secure_aggregation.minimum if info.secure_aggregation is not None else None,
     )
 
@@ -203,6 +205,18 @@ def _privacy(policy: Policy, facts: Facts) -> str | None:
     return f"privacy.require is {policy.privacy.require}, and the federation's level is {facts.level}"
 
 
+def _epsilon(policy: Policy, facts: Facts) -> str | None:
+    """Of whole clients the federation names its ε; of records the site's own ledger holds it."""
+    most = policy.privacy.max_epsilon
+    if facts.role != "trainer" or facts.level != "client" or policy.privacy.require != "client":
+        return None
+    if facts.epsilon is None:
+        return f"privacy.max_epsilon is {most:g}, and the federation says no epsilon"
+    return (
+        None if facts.epsilon <= most else f"privacy.max_epsilon is {most:g}, and the federation's is {facts.epsilon:g}"
+    )
+
+
 def _classes(policy: Policy, facts: Facts) -> str | None:
     if policy.allow.class_names == "own" or facts.class_names:
         return None
@@ -237,6 +251,7 @@ RULES: dict[str, Rule] = {
     "images": lambda policy, facts: _at_least("min_images", policy.limits.min_images, facts.images, "the data have"),
     "expired": _expired,
     "privacy": _privacy,
+    "epsilon": _epsilon,
     "secure-aggregation": _sums,
     "minimum": _minimum,
 }

@@ -53,6 +53,7 @@ from promptfed.coordinator.store.bucket import ObjectStoreAway
 from promptfed.coordinator.store.opening import Store, open_store
 from promptfed.coordinator.store.signing import Signer
 from promptfed.shared.messages import Problem
+from promptfed.shared.privacy.noise import Noise
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -135,13 +136,15 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Drive the store's federations for the length of a block; servers enter it by themselves.
 
-    The store is opened here unless it lies in ``app.state.store``; it is closed at the end.
+    The store is opened here unless it lies in ``app.state.store``; it is closed at the end. A simulation lays its
+    seeded noise into ``app.state.noise``; else it is secret.
     """
     settings: Settings = app.state.settings
     store: Store | None = getattr(app.state, "store", None)
     if store is None:
         store = await asyncio.to_thread(open_store, settings)
-    app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases)
+    noise: Noise | None = getattr(app.state, "noise", None)
+    app.state.registry = registry = Registry(store.database, store.blobs, Metrics(), store.leases, noise)
     app.state.insights = Insights(registry)
     app.state.operator_digest = tokens.digest(_first_token(settings))
     app.state.issuer = Issuer.of(settings)

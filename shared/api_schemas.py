@@ -93,6 +93,28 @@ class ClientCounts(BaseModel):
     withdrawn: int
 
 
+class CentralPrivacyView(BaseModel):
+    """A federation that protects whole clients by noise at the coordinator.
+
+    ``epsilon`` is what the states so far have cost at ``delta``, ``epsilon_planned`` what all rounds will. ``ratio`` is
+    r, the noise's expected length over the longest mean change of ``clients`` trainers, and ``after_rounds`` ρ the same
+    of all rounds together; both None until the backbone's sizes are known. Neighbours differ in one client whose
+    contribution is nothing: who is enrolled, who took part and when, and numbers of images are public.
+    """
+
+    epsilon: float
+    epsilon_planned: float
+    delta: float
+    clip: float
+    noise_multiplier: float
+    sampling: Literal["fixed", "poisson"]
+    budget_rounds: int | None = Field(description="after which rounds end because of epsilon; null: no such end")
+    clients: int
+    ratio: float | None
+    after_rounds: float | None
+    warnings: list[str]
+
+
 class FederationView(BaseModel):
     """One federation."""
 
@@ -115,6 +137,9 @@ class FederationView(BaseModel):
     failed: list[str]
     awaited: list[Awaited]
     state_hash: str | None
+    privacy: CentralPrivacyView | None = Field(
+        default=None, exclude_if=lambda given: given is None, description="where whole clients are protected"
+    )
 
 
 class FederationPage(BaseModel):

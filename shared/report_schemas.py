@@ -27,6 +27,21 @@ class SpentPrivacy(BaseModel):
     noise: Literal["secret", "seeded"]
 
 
+class CentralPrivacy(BaseModel):
+    """What a phase's mean was noised with at the coordinator, and what all so far have cost, for a whole client.
+
+    It covers the states. Lengths, cosines and metrics of single updates are for the operator only, not covered by ε.
+    """
+
+    epsilon: float
+    delta: float
+    clip: float
+    next_clip: float = Field(description="of the next phase; another one where it is adaptive")
+    noise_multiplier: float
+    expected: float = Field(description="K̄, by which the sum is divided, whoever came")
+    noise: Literal["central", "seeded"] = Field(description="seeded: simulated, a guarantee to nobody")
+
+
 class UpdateReport(BaseModel):
     """An accepted update.
 
@@ -117,6 +132,9 @@ class PhaseReport(StageReport):
     state_hash: str | None = Field(description="the state after this phase")
     metrics: dict[str, float] = Field(description="clients' metrics, averaged with the counted weights")
     measured: MeasuredView = Field(description="the method's own numbers, such as PLAN's attention shares γ")
+    privacy: CentralPrivacy | None = Field(
+        default=None, exclude_if=lambda given: given is None, description="of a mean that the coordinator has noised"
+    )
     secure: SecureReport | None = Field(
         default=None, exclude_if=lambda given: given is None, description="of a secure sum, one phase an attempt"
     )

@@ -150,6 +150,14 @@ class ParticipationSpec(Section):
             description="who is asked follows from a secret of the coordinator's, told at the end, or from the seed",
         ),
     ] = "secret"
+    sampling: Annotated[
+        Literal["fixed", "poisson"],
+        Field(
+            exclude_if=lambda kind: kind == "fixed",
+            description="fixed: as many each round; poisson: each client by itself with probability fraction, by a "
+            "secret that is never told (with privacy.level client)",
+        ),
+    ] = "fixed"
 
     @property
     def least_answers(self) -> int:

@@ -14,6 +14,7 @@ from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.methods.core.disclosures import Disclosed
 from promptfed.shared.plain_text import plain
+from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec import BackboneShape
 from promptfed.shared.tensors import DTYPES, TensorSpec
 
@@ -147,6 +148,8 @@ class Disclosure:
             ]
         if self.plan is not None:
             work += self.plan.lines()
+        if terms.privacy is not None and terms.privacy.is_central:
+            work += [("privacy", _central(terms.privacy))]
         if terms.secure_aggregation is not None:
             least = terms.secure_aggregation.minimum
             text = f"changes leave under masks; the operator learns sums of at least {least} clients"
@@ -198,6 +201,12 @@ class Disclosure:
 def _line(text: str) -> str:
     shown = plain(text)
     return shown if len(shown) <= LONG + len(NEVER) else shown[: LONG + len(NEVER)] + "..."
+
+
+def _central(privacy: PrivacySpec) -> str:
+    most = "" if privacy.epsilon is None else f", ε = {privacy.epsilon:g} at most"
+    noise = f"noise of {privacy.noise_multiplier:g} times the clip {privacy.clip:g}{most} at δ = {privacy.delta:g}"
+    return f"the operator sees every update, and adds {noise}: whoever gets the prompts learns little of any one client"
 
 
 def _settings(settings: dict[str, Any]) -> str:

@@ -216,7 +216,7 @@ class Examination:
             for name in RULES:
                 text = offended.get(f"policy-{name}")
                 self.checks.append(Check(f"policy {name}", "fail" if text else "pass", text or "allowed"))
-        if info.privacy is not None and settings.role == "trainer":
+        if info.privacy is not None and info.privacy.protects_records and settings.role == "trainer":
             self._try("privacy", lambda: self._budget(info, images, policy))
 
     def _budget(self, info: EnrolmentInfo, images: int, policy: Policy | None) -> None:

@@ -296,7 +296,7 @@ class Joining:
             ClientError: LEDGER.
         """
         settings, ledger = self.settings, self.parts.ledger
-        if info.privacy is None or settings.role != "trainer":
+        if info.privacy is None or not info.privacy.protects_records or settings.role != "trainer":
             return None
         ledger = ledger or own_ledger(settings, policy)
         rules = policy.privacy if policy is not None else None

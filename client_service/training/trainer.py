@@ -125,7 +125,8 @@ class TaskWork:
             Failure: the budget is exhausted, the data have changed, or private tensors were trained without noise.
         """
         site = self.protection
-        if (site is None) != (task.config.privacy is None):
+        asked = task.config.privacy
+        if (site is not None) != (asked is not None and asked.protects_records):
             raise Failure("terms-changed", "the task's privacy is not what this client enrolled for")
         if site is None:
             return None
@@ -182,7 +183,10 @@ class TaskWork:
         """Whether accuracies stay here: they depend on records, and no noise covers them."""
         if self.policy is not None and self.policy.metrics.accuracy == "withheld":
             return True
-        return self.agreement.consent.terms.privacy is not None and not self.plain_evaluations
+        privacy = self.agreement.consent.terms.privacy
+        if privacy is not None and not privacy.protects_records:
+            return privacy.evaluations != "plain"
+        return privacy is not None and not self.plain_evaluations
 
     def expect_policy(self) -> None:
         """Raise Failure where the site's policy no longer allows a task. Terms are pinned: what changes is the day."""

@@ -35,12 +35,12 @@ class Judged:
     """What a rule made of one update.
 
     ``influence``: its share of the aggregate (of all coordinates where they have different ones); shares sum to 1.
-    ``distance``: from the update as it was sent to the aggregate (L2, over all tensors).
+    ``distance``: from the update as it was sent to the aggregate (L2, over all tensors); None: not measured.
     """
 
     verdict: Literal["counted", "clipped", "rejected"]
     influence: float
-    distance: float
+    distance: float | None
 
 
 class Rule:

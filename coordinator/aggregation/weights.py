@@ -26,7 +26,7 @@ def shares(samples: Mapping[str, int], rules: AggregationSpec) -> dict[str, floa
     names = sorted(samples)
     total = sum(samples.values())
     if rules.weighting == "uniform" or total == 0:
-        return dict.fromkeys(names, 1 / len(names))
+        return {name: 1 / len(names) for name in names}  # of nobody none
     weights = {name: samples[name] / total for name in names}
     return capped(weights, rules.weight_cap(len(names)))
 

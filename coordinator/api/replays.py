@@ -30,7 +30,12 @@ ONLY_THIS_PHASE = (
     responses={
         200: {"content": {TENSORS: {}}, "description": "the report, or the round's last state where Accept asks"},
         **described.for_callers(
-            problems.NoState, problems.NotAMean, problems.TooFewUpdates, problems.UpdatesGone, masked.UpdatesMasked
+            problems.NoState,
+            problems.NotAMean,
+            problems.TooFewUpdates,
+            problems.UpdatesGone,
+            masked.UpdatesMasked,
+            replay.PrivacyProtected,
         ),
     },
 )

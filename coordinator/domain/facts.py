@@ -18,7 +18,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Opened:
-    """A stage opened and asks ``names``."""
+    """A stage opened and asks ``names``. ``expected``: K̄, how many are expected to count."""
 
     round: int
     step: int
@@ -26,6 +26,7 @@ class Opened:
     name: str
     names: tuple[str, ...]
     sample_size: int
+    expected: float
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class Federation:
     ``resend``: closed tasks whose updates the disk has damaged, by client: whoever kept its update sends it again.
     ``common_payload``: the digest of the open stage's payloads, where they are all the same.
     ``noise_key``: what the noise of rules follows from, told to nobody; None of those of before there was one.
+    ``sampling_key``: the secret of Poisson sampling, which is never told.
     ``named``: the different classes that clients have named, which have ``named_bytes`` of text.
     """
 
@@ -121,6 +122,7 @@ class Federation:
     lexicon: str | None = None
     draw_secret: str | None = None
     noise_key: str | None = None
+    sampling_key: str | None = None
     clients: dict[str, Client] = field(default_factory=dict)
     by_secret: dict[str, Client] = field(default_factory=dict)
     tasks: dict[str, OpenTask] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class Federation:
 
     @property
     def privacy(self) -> PrivacySpec | None:
-        """How training is to be protected; None where it is not."""
+        """What is to be protected; None where nothing is."""
         return self.spec.privacy if self.spec.privacy.level != "none" else None
 
     @property
@@ -187,6 +189,11 @@ class Federation:
         """This federation with who is asked following from ``secret``; None: from its spec's seed."""
         draw = self.spec.seed if secret is None else secret
         return replace(self, draw_secret=secret, rules=replace(self.rules, draw=draw))
+
+    def sampling_with(self, key: str | None, budget_rounds: int | None) -> Federation:
+        """This federation with Poisson sampling by ``key`` (None: fixed), and rounds until its privacy budget ends."""
+        rules = replace(self.rules, poisson_key=key, budget_rounds=budget_rounds)
+        return replace(self, sampling_key=key, rules=rules)
 
     def _info(self, name: str) -> ClientInfo:
         """A client as a method sees it now."""
@@ -256,8 +263,11 @@ def rules_of(spec: FederationSpec, method: Method) -> Rules:
         on_missed_quorum=part.on_missed_quorum,
         evaluate_every=spec.evaluation.every,
         phases=phases,
-        join_when_extended=method.needs.join_when_extended and spec.secure_aggregation is None,
+        join_when_extended=method.needs.join_when_extended
+        and spec.secure_aggregation is None
+        and part.sampling == "fixed",
         secure=spec.secure_aggregation,
+        fixed_divisor=spec.privacy.is_central,
     )
 
 

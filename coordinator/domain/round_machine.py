@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from promptfed.coordinator.domain import events, facts, secure_steps
+from promptfed.coordinator.domain import events, facts, sampling, secure_steps
 from promptfed.coordinator.domain.run_state import (
+    BUDGET_SPENT,
     DAMAGED,
     ENDED,
     EVALUATION,
@@ -26,8 +27,6 @@ from promptfed.coordinator.domain.run_state import (
     Stage,
 )
 from promptfed.shared.messages import FederationState, Role, TaskKind
-from promptfed.shared.seeds import sampling_order
-from promptfed.shared.spec_section import ceil_fraction
 
 
 class WrongMoment(Exception):
@@ -220,34 +219,36 @@ class Machine:
         elif run.step == len(plan) and self.rules.evaluates(run.round):
             active = sorted(name for name, member in run.members.items() if member.active and member.joined)
             self._open("evaluate", EVALUATION, active, len(active), now)
-        elif run.round < self.rules.rounds:
+        elif run.round < self.rules.last_round:
             self._set(round=run.round + 1, step=0, answered_first=(), sample_size=0, cohort=(), previous=())
         else:
-            self._end("finished", None)
+            self._end("finished", BUDGET_SPENT if run.round < self.rules.rounds else None)
         return True
 
     def _open_phase(self, plan: PhasePlan, now: float) -> None:
         run = self.run
-        eligible = run.eligible()
+        eligible, expected = run.eligible(), None
         if plan.secure is not None and plan.is_fixed:
             asked = run.previous if plan.secure.index else run.cohort
             names = [name for name in asked if run.members[name].active]
             size = len(names)
         elif run.step == 0:
-            size = self.rules.sample_size(len(eligible))
-            names = sampling_order(self.rules.draw, run.round, eligible)[:size]
+            names, size, expected = sampling.first_asked(self.rules, run.round, eligible)
         else:
             gone = sum(not run.members[name].active for name in run.answered_first)
             size = max(1, run.sample_size - gone)
             names = eligible if plan.ask == "all" else [n for n in run.answered_first if run.members[n].active]
-        self._open(plan.kind, plan.name, names, size, now)
+        self._open(plan.kind, plan.name, names, size, now, expected)
 
-    def _open(self, kind: TaskKind, name: str, names: Iterable[str], size: int, now: float) -> None:
+    def _open(
+        self, kind: TaskKind, name: str, names: Iterable[str], size: int, now: float, expected: float | None = None
+    ) -> None:
         asked = tuple(sorted(names))
         seconds = self._seconds()
         stage = Stage(kind, name, dict.fromkeys(asked, "open"), size, now + seconds)
         self._set(stage=stage)
-        self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size))
+        there = float(size) if expected is None else expected
+        self.facts.append(facts.Opened(self.run.round, self.run.step, kind, name, asked, size, there))
         self.facts.append(facts.DeadlineSet(seconds))
 
     def _close_if_due(self, stage: Stage, now: float) -> bool:
@@ -259,8 +260,8 @@ class Machine:
             self._complete()
         elif plan is not None and plan.secure is not None:
             self._close_secure(stage, plan.secure, now)
-        elif len(stage.having("answered")) >= self._needed(stage):
-            self._close(stage, self._present(stage))
+        elif len(stage.having("answered")) >= sampling.needed(self.rules, self.run, stage):
+            self._close(stage, sampling.size_when_closed(self.rules, self.run, stage))
             self._set(due_job="aggregate")
         elif not stage.extended:
             self._extend(stage, now)
@@ -280,9 +281,10 @@ class Machine:
         wanted = secure_steps.needed(self.rules.secure, step, len(self.run.cohort))
         first = step.index == secure_steps.TRAIN and step.attempt == 1
         if first:
-            wanted = max(wanted, self._needed(stage))
+            wanted = max(wanted, sampling.needed(self.rules, self.run, stage))
         if answered >= wanted and step.index != secure_steps.UNMASK:
-            self._close(stage, self._present(stage) if first else stage.sample_size)
+            size = sampling.size_when_closed(self.rules, self.run, stage) if first else stage.sample_size
+            self._close(stage, size)
             self._complete()
         elif not stage.extended:
             self._extend(stage, now)
@@ -296,16 +298,6 @@ class Machine:
         else:
             self._end("failed", QUORUM_MISSED)
 
-    def _present(self, stage: Stage) -> int:
-        """K without those who were withdrawn and not replaced: the operator has said that nobody waits for them."""
-        least = self.rules.min_clients if self.run.step == 0 else 1
-        spare = max(0, len(stage.asks) - stage.sample_size)
-        gone = len(stage.having("withdrawn", "discarded"))
-        return max(least, stage.sample_size - max(0, gone - spare))
-
-    def _needed(self, stage: Stage) -> int:
-        return max(1, ceil_fraction(self.rules.quorum, self._present(stage)))
-
     def _extend(self, stage: Stage, now: float) -> None:
         plan = self._plan()
         assert plan is not None
@@ -313,7 +305,7 @@ class Machine:
         if first and self.rules.join_when_extended and self.run.newcomers():
             self._set(due_job="join", joining=self.run.newcomers())
             return
-        more = not plan.is_fixed and (first or plan.ask == "all")
+        more = not plan.is_fixed and self.rules.poisson_key is None and (first or plan.ask == "all")
         added = [n for n in self.run.eligible() if n not in stage.asks] if more else []
         added = added if plan.secure is None else added[: MOST_CLIENTS - len(stage.asks)]
         self._set_stage(extended=True, asks={**stage.asks, **dict.fromkeys(added, "open")})

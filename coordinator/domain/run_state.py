@@ -14,6 +14,7 @@ AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "exp
 DueJob = Literal["join", "aggregate"]
 ENDED: tuple[FederationState, ...] = ("finished", "failed", "cancelled")
 QUORUM_MISSED = "quorum_missed"
+BUDGET_SPENT = "privacy_budget"
 DAMAGED = "damaged: "
 """How the reason begins for which a federation waits until stored bytes are again what they were."""
 EVALUATION = "evaluation"
@@ -60,7 +61,9 @@ class PhasePlan:
 class Rules:
     """What a spec says about rounds; ``phases(round)`` is the method's plan.
 
-    ``draw``: what the order follows from in which clients are asked: a secret, or the spec's seed.
+    ``draw``: what the order follows from in which clients are asked: a secret, or the spec's seed. ``poisson_key``:
+    the secret of Poisson sampling, in hex, where that is how clients are sampled. ``fixed_divisor``: K stays what it
+    was when a phase opened. ``budget_rounds``: rounds that a privacy budget allows, where it ends before the rounds do.
     """
 
     draw: int | str
@@ -74,10 +77,18 @@ class Rules:
     phases: Callable[[int], tuple[PhasePlan, ...]]
     join_when_extended: bool = True
     secure: SecureAggregationSpec | None = None
+    poisson_key: str | None = None
+    fixed_divisor: bool = False
+    budget_rounds: int | None = None
+
+    @property
+    def last_round(self) -> int:
+        """The round after which a federation is finished."""
+        return self.rounds if self.budget_rounds is None else min(self.rounds, self.budget_rounds)
 
     def evaluates(self, round: int) -> bool:
         """Whether the state after ``round`` is evaluated."""
-        return round % self.evaluate_every == 0 or round == self.rounds
+        return round % self.evaluate_every == 0 or round == self.last_round
 
     def sample_size(self, eligible: int) -> int:
         """K = max(min_clients, ⌈fraction·eligible⌉)."""

@@ -6,31 +6,28 @@ the same bytes, because it depends on nothing but what is committed.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
-from promptfed.coordinator.aggregation import changes, global_state
-from promptfed.coordinator.aggregation.rules import Judged
+from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.engine import secure_jobs
+from promptfed.coordinator.engine import aggregates, secure_jobs
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.batch import serve_tasks
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow, UpdateRow
-from promptfed.coordinator.store.tensor_blobs import Stored, put_tensors, room
-from promptfed.shared.methods.core.base import Method, MethodError, NeedsBackbone, Phase, ServerContext
-from promptfed.shared.methods.core.insights import Measured, MeasuresPhases
+from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow
+from promptfed.coordinator.store.tensor_blobs import Stored, put_tensors
+from promptfed.shared.methods.core.base import MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.methods.core.client_checks import check_clients, check_hopeless
 from promptfed.shared.methods.core.sizes import check_sizes, needed_bytes
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.tensors import TensorError, Tensors, encode, method_part, state_hash
@@ -92,6 +89,8 @@ def _expect_room(registry: Registry, federation: Federation, context: ServerCont
     trainers = len(federation.run.trainers())
     try:
         check_sizes(federation.spec, federation.method, context, trainers)
+        check_clients(federation.spec, trainers)
+        check_hopeless(federation.method, federation.spec, context, trainers)
         needed = needed_bytes(federation.spec, federation.method, context, trainers)
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
@@ -162,17 +161,6 @@ def forget(registry: Registry, id: str, client: str) -> None:
             change.emit("client-forgotten", client=client)
 
 
-@dataclass(frozen=True)
-class _Computed:
-    """What an aggregation comes to: the state, what the report keeps, what the rule made of each counted client."""
-
-    after: Tensors
-    measured: dict[str, Any]
-    judged: Mapping[str, Judged]
-    clients: list[str]
-    summed: secure_jobs.Summed | None = None
-
-
 def aggregate(registry: Registry, id: str) -> None:
     """Compute the state after the closed phase from its stored updates, or its secure sum, and commit it once."""
     federation = registry.get(id)
@@ -185,7 +173,7 @@ def aggregate(registry: Registry, id: str) -> None:
     global_state.use_threads(federation)
     with registry.metrics.job_seconds.labels("aggregate").time():
         try:
-            computed = _computed(registry, federation, state, phase_id, updates)
+            computed = aggregates.computed(registry, federation, state, phase_id, updates)
         except SecureError as error:
             with registry.change(id) as change:
                 change.send(events.SumInvalid(f"{error.kind}: {error}"))
@@ -200,7 +188,7 @@ def aggregate(registry: Registry, id: str) -> None:
             change.keep(held)
             _commit_state(change, computed.after, stored, phase_name, phase_id)
             change.session.get_one(PhaseRow, phase_id).measured = computed.measured
-            _note_judged(change.session, phase_id, computed.judged)
+            aggregates.note_judged(change.session, phase_id, computed.judged)
             if computed.summed is not None:
                 change.session.add(computed.summed.row(phase_id))
                 secure_jobs.forget_answers(change.session, federation, run.round)
@@ -212,73 +200,6 @@ def aggregate(registry: Registry, id: str) -> None:
     verdicts = Counter(computed.judged[c].verdict if c in computed.judged else "counted" for c in computed.clients)
     for verdict, number in verdicts.items():
         registry.metrics.updates.labels(verdict).inc(number)
-
-
-def _computed(
-    registry: Registry, federation: Federation, state: Tensors, phase_id: int, updates: list[global_state.Counted]
-) -> _Computed:
-    run = federation.run
-    if federation.spec.secure_aggregation is not None:
-        summed = secure_jobs.summed(registry, federation, state, run.round, run.step)
-        return _Computed(summed.after, summed.measured(), {}, [], summed)
-    phase = federation.method_phase(run.round, run.step)
-    context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
-    changed: dict[str, float] = {}
-    with room(registry.blobs) as rule.room:
-        stream = changes.measured(
-            global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
-        )
-        after = global_state.after_phase(federation, state, phase, stream, rule, context)
-    measures = _measured(federation.method, method_part(state), phase, method_part(after), context)
-    measures = replace(measures, phase=measures.phase | rule.measured)
-    measured = {**_finite(measures), "changes": _finite_numbers(changed)}
-    return _Computed(after, measured, rule.judged, [client for client, _, _ in updates])
-
-
-def _note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
-    if not judged:
-        return
-    mine = (TaskRow.phase_id == phase_id, TaskRow.counted)
-    rows = session.execute(
-        select(TaskRow.client, UpdateRow).join(UpdateRow, UpdateRow.task_id == TaskRow.id).where(*mine)
-    )
-    for client, row in rows:
-        if client in judged:
-            row.judged = asdict(judged[client])
-
-
-def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Tensors]:
-    """What each client of a phase was given; most are given the same, so the last one is kept."""
-    with registry.database.read() as session:
-        rows = session.execute(
-            select(TaskRow.client, TaskRow.payload_sha256).where(TaskRow.phase_id == phase_id, TaskRow.counted)
-        )
-        digests: dict[str, str | None] = {row.client: row.payload_sha256 for row in rows}
-    last: tuple[str, Tensors] | None = None
-
-    def payload_of(client: str) -> Tensors:
-        nonlocal last
-        sha256 = digests[client]
-        assert sha256 is not None, "nobody answers what it was not given"
-        if last is None or last[0] != sha256:
-            last = sha256, registry.blobs.tensors(sha256)[0]
-        return last[1]
-
-    return payload_of
-
-
-def _measured(method: Method, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
-    return method.measure(before, phase, after, context) if isinstance(method, MeasuresPhases) else Measured()
-
-
-def _finite(measured: Measured) -> dict[str, Any]:
-    """What a report keeps of ``measured``."""
-    clients = {name: _finite_numbers(numbers) for name, numbers in sorted(measured.clients.items())}
-    return {"phase": _finite_numbers(measured.phase), "clients": clients}
-
-
-def _finite_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def fill_payloads(registry: Registry, id: str) -> None:

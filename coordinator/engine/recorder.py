@@ -20,6 +20,7 @@ from promptfed.coordinator.store.batch import Batch, Row, count_tasks, insert_ta
 from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow
 from promptfed.shared.messages import TaskKind
+from promptfed.shared.privacy.noise import Noise, SecretNoise
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Change:
     session: Session
     federation: Federation
     batch: Batch = field(default_factory=Batch)
+    noise: Noise = field(default_factory=SecretNoise)
     wake: set[str] = field(default_factory=set)
     everyone: bool = False
     recorded: list[facts.Fact] = field(default_factory=list)
@@ -109,9 +111,14 @@ class Changes:
         session: Session,
         get: Callable[[str], Federation],
         fence: Callable[[Session, str], None] | None = None,
+        noise: Noise | None = None,
     ):
-        """``fence`` sees to it that a federation is this coordinator's until the transaction is over, or raises."""
+        """``fence`` sees to it that a federation is this coordinator's until the transaction is over, or raises.
+
+        ``noise``: where the keys of phases come from.
+        """
         self._fence = fence
+        self._noise = noise or SecretNoise()
         self.batch = Batch()
         self.by_id: dict[str, Change] = {}
         self._session = session
@@ -122,7 +129,7 @@ class Changes:
         if id not in self.by_id:
             if self._fence is not None:
                 self._fence(self._session, id)
-            self.by_id[id] = Change(self._session, self._get(id), self.batch)
+            self.by_id[id] = Change(self._session, self._get(id), self.batch, self._noise)
         return self.by_id[id]
 
     def write(self) -> None:
@@ -204,6 +211,7 @@ class _Recorder:
             kind=fact.kind,
             name=fact.name,
             sample_size=fact.sample_size,
+            expected=fact.expected if fact.kind == "train" else None,
             extended=False,
             opened_at=now,
             deadline=now,
@@ -254,6 +262,9 @@ class _Recorder:
     def _closed(self, fact: facts.Closed) -> None:
         stage = self._stage()
         stage.closed_at, stage.sample_size = clock.now(), fact.sample_size
+        if stage.kind == "train" and self._change.federation.spec.privacy.is_central:
+            purpose = ("central", self._change.federation.name, stage.round, stage.step)
+            stage.noise_key = self._change.noise.key(*purpose).hex()
         latest = select(TaskRow.client, TaskRow.id).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number)
         tasks = {row.client: row.id for row in self._session.execute(latest)}
         federation = self._change.federation

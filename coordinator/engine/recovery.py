@@ -78,7 +78,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         deadline=stage_row.deadline if stage_row is not None and is_open else None,
         common_payload=_common_payload(tasks),
     )
-    loaded = loaded.drawing_with(row.draw_secret).recounted()
+    loaded = loaded.drawing_with(row.draw_secret).sampling_with(row.sampling_key, row.budget_rounds).recounted()
     return _at_rest(loaded) if loaded.unreadable else loaded
 
 

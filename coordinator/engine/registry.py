@@ -39,6 +39,7 @@ from promptfed.coordinator.store.leases import Fenced, Leases
 from promptfed.coordinator.store.tables import OperatorRow
 from promptfed.coordinator.store.writable import Writable
 from promptfed.shared.access_schemas import OperatorRole
+from promptfed.shared.privacy.noise import Noise, SecretNoise
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -70,9 +71,20 @@ class Registry:
     ``leftovers``: deleted federations may have left rows behind.
     """
 
-    def __init__(self, database: Database, blobs: Blobs, metrics: Metrics, leases: Leases | None = None):
-        """``leases``: among several coordinators, which of the database's federations are this one's."""
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        metrics: Metrics,
+        leases: Leases | None = None,
+        noise: Noise | None = None,
+    ):
+        """``leases``: among several coordinators, which of the database's federations are this one's.
+
+        ``noise``: where noise and sampling that nobody may foresee come from; simulations hand in seeded ones.
+        """
         self.leases = leases
+        self.noise = noise or SecretNoise()
         self.database = database
         self.blobs = blobs
         self.metrics = metrics
@@ -287,7 +299,8 @@ class Registry:
             if self._closed:
                 raise Stopped
             with self.database.write() as session:
-                changes = Changes(session, self.get, self._fence if self.leases is not None else None)
+                fence = self._fence if self.leases is not None else None
+                changes = Changes(session, self.get, fence, self.noise)
                 yield changes
                 changes.write()
             before = self.federations

@@ -48,6 +48,9 @@ def remove_updates(session: Session, id: str, client: str) -> set[str]:
     payloads = session.scalars(select(TaskRow.payload_sha256).where(*mine, TaskRow.payload_stored))
     digests.update(digest for digest in payloads if digest is not None)
     session.execute(update(UpdateRow).where(*updates).values(stored=False))
+    # Without the key nobody takes the noise off what is left, to see what this client has changed.
+    counted = select(TaskRow.phase_id).where(*mine, TaskRow.counted)
+    session.execute(update(PhaseRow).where(PhaseRow.id.in_(counted)).values(noise_key=None))
     session.execute(update(TaskRow).where(*mine).values(payload_stored=False))
     return digests
 
@@ -128,3 +131,5 @@ def _retire_rows(session: Session, id: str, bound: int) -> Iterable[str]:
     session.execute(update(StateRow).where(*old_states).values(stored=False), execution_options=blindly)
     session.execute(update(UpdateRow).where(*old_updates).values(stored=False), execution_options=blindly)
     session.execute(update(TaskRow).where(old_tasks).values(payload_stored=False), execution_options=blindly)
+    with_keys = (PhaseRow.id.in_(old_phases), PhaseRow.noise_key.is_not(None))
+    session.execute(update(PhaseRow).where(*with_keys).values(noise_key=None), execution_options=blindly)

@@ -17,6 +17,7 @@ from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.base import Method, MethodError
+from promptfed.shared.methods.core.client_checks import check_clients, check_hopeless
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.spec import BackboneShape
@@ -220,12 +221,14 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
             check_fits(federation.method, shape)
             federation.method.dims(seen.context())
             check_sizes(federation.spec, federation.method, seen.context(), federation.rules.min_clients)
+            check_hopeless(federation.method, federation.spec, seen.context(), federation.rules.min_clients)
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
     known = federation.run.members.get(client.name)
     former = federation.clients[client.name].info() if known is not None and known.joined else None
     alone = seen.context([])
     try:
+        _check_delta(federation, client)
         federation.method.check_classes(federation.method.label_space(alone.class_names, client.class_names))
         if type(federation.method).admit is not Method.admit:  # Else nobody looks at the others, who may be many.
             members = federation.run.members.items()
@@ -233,6 +236,13 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
             federation.method.admit(client.info(), former, seen.context(others))
     except MethodError as error:
         raise problems.UnfitClient(str(error)) from None
+
+
+def _check_delta(federation: Federation, client: Client) -> None:
+    """One trainer more must leave δ below 1/N where whole clients are protected."""
+    if client.role == "trainer" and federation.spec.privacy.is_central:
+        others = [name for name in federation.run.trainers() if name != client.name]
+        check_clients(federation.spec, len(others) + 1)
 
 
 def _client(request: EnrolRequest, id: str) -> Client:

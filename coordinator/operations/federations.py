@@ -28,7 +28,9 @@ from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRo
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods import check_fits, resolve_spec
 from promptfed.shared.methods.core.base import MethodError
+from promptfed.shared.methods.core.client_checks import allowed_rounds, check_hopeless
 from promptfed.shared.methods.core.sizes import check_sizes
+from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.spec import FederationSpec, SpecError
 from promptfed.shared.tensors import TensorError, check, decode, state_hash
 
@@ -57,6 +59,21 @@ def _check_shape(spec: FederationSpec) -> None:
         check_sizes(spec, federation.method, federation.context(), spec.participation.min_clients)
     except MethodError as error:
         raise SpecError([{"path": "method", "detail": str(error)}]) from None
+    try:
+        check_hopeless(federation.method, spec, federation.context(), spec.participation.min_clients)
+    except MethodError as error:
+        raise SpecError([{"path": "privacy.noise_multiplier", "detail": str(error)}]) from None
+
+
+def _budgeted(federation: Federation, noise: Noise) -> Federation:
+    """With the key of its sampling, and the rounds that its privacy budget allows. Raises InvalidSpec."""
+    poisson = federation.spec.participation.sampling == "poisson"
+    key = noise.key("sampling", federation.name).hex() if poisson else None
+    try:
+        return federation.sampling_with(key, allowed_rounds(federation.method, federation.spec))
+    except MethodError as error:
+        errors = [{"path": "privacy.epsilon", "detail": str(error)}]
+        raise problems.InvalidSpec(f"privacy.epsilon: {error}", errors=errors) from None
 
 
 def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> Federation:
@@ -74,7 +91,8 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
         if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
             raise _taken(spec)
         federation = replace(new_federation("fed-" + secrets.token_hex(8), spec), noise_key=secrets.token_hex(32))
-        if spec.participation.draw == "secret":
+        federation = _budgeted(federation, registry.noise)
+        if spec.participation.draw == "secret" and federation.sampling_key is None:
             federation = federation.drawing_with(secrets.token_hex(32))
         with registry.database.write() as session:
             session.add(_row(federation, key, request_digest))
@@ -145,6 +163,8 @@ def _row(federation: Federation, key: str | None, request_digest: str) -> Federa
         shape=federation.shape.model_dump() if federation.shape else None,
         draw_secret=federation.draw_secret,
         noise_key=federation.noise_key,
+        sampling_key=federation.sampling_key,
+        budget_rounds=federation.rules.budget_rounds,
     )
 
 

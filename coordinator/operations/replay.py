@@ -7,27 +7,32 @@ hashes, the whole run does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation.private_mean import Terms
 from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.aggregation.weights import shares
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
-from promptfed.coordinator.engine import secure_jobs
+from promptfed.coordinator.engine import private_jobs, secure_jobs
 from promptfed.coordinator.engine.jobs import FORGOTTEN
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations.masked import UpdatesMasked
-from promptfed.coordinator.problems import NoState, NotAMean, NotFound, TooFewUpdates, UpdatesGone
+from promptfed.coordinator.problems import NoState, NotAMean, NotFound, Refusal, TooFewUpdates, UpdatesGone
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.rule_checks import check_flame, check_krum, check_means
 from promptfed.shared.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import Tensors, decode, norm, state_hash
+
+
+class PrivacyProtected(Refusal, status=409, kind="privacy-protected", title="A second release of the same updates"):
+    """Another aggregate of updates whose one release is all that the privacy budget has paid for."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class WhatIf:
 class Step:
     """One committed state: how it came about, from which state, and whom the state knew then.
 
-    ``gone``: clients of ``updates`` whose tensors are no longer kept.
+    ``gone``: clients of ``updates`` whose tensors are no longer kept. ``terms``: what its mean was noised with.
     """
 
     origin: str
@@ -58,6 +63,7 @@ class Step:
     gone: frozenset[str] = frozenset()
     forgotten: str | None = None
     total: SumRow | None = None
+    terms: Terms | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,14 @@ def replay(registry: Registry, federation: Federation, round: int, what_if: What
     """Every state of a completed round, computed again; with ``what_if`` those of its phases. It takes its time.
 
     Raises:
-        NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone, UpdatesMasked: see each; nothing is computed then.
+        NoState, NotFound, NotAMean, TooFewUpdates, UpdatesGone, UpdatesMasked, PrivacyProtected: see each; nothing is
+            computed then.
     """
+    if what_if and federation.spec.privacy.level == "client":
+        raise PrivacyProtected(
+            f"{federation.name} protects whole clients: another aggregate of the same updates is a second release, "
+            "which nothing has paid for"
+        )
     if what_if and federation.spec.secure_aggregation is not None:
         raise UpdatesMasked(f"{federation.name} has secure sums: what a sum would be without a part of it is not known")
     _check(federation, what_if)
@@ -133,9 +145,19 @@ def steps_of(session: Session, federation: Federation, round: int) -> list[Step]
     for row in rows:
         if not row.stored or (before is not None and not before.stored):
             raise _gone(federation, round)
-        steps.append(_step(session, row, before, newcomers, forgotten))
+        steps.append(_with_noise(session, federation, _step(session, row, before, newcomers, forgotten)))
         before = row
     return steps
+
+
+def _with_noise(session: Session, federation: Federation, step: Step) -> Step:
+    """The step with what its mean was noised with, at client level. Raises UpdatesGone where that is not kept."""
+    if not federation.spec.privacy.is_central or step.state.phase_id is None:
+        return step
+    phase = session.get_one(PhaseRow, step.state.phase_id)
+    if phase.noise_key is None:
+        raise _gone(federation, step.state.round)
+    return replace(step, terms=private_jobs.terms_of(session, federation, phase))
 
 
 def _newcomers(session: Session, federation: Federation) -> dict[int, list[str]]:
@@ -220,6 +242,9 @@ def computed(
     if step.newcomers:
         return global_state.joined(federation, before, step.roster, step.newcomers)
     phase = federation.method_phase(step.state.round, step.step)
+    if step.terms is not None:
+        stream = global_state.stored_updates(registry.blobs, updates)
+        return private_jobs.noised(federation, before, phase, stream, step.terms, context).after
     if step.total is not None:
         total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
         return secure_jobs.state_after(federation, before, phase, total, step.total.weight, context)[0]

@@ -278,10 +278,12 @@ def _examine(
 def _spent(federation: Federation, client: Client, about: UpdateMetadata) -> dict[str, float]:
     """What the update cost its client, beside its metrics. The client's own word, held against the public terms."""
     privacy, spent = federation.privacy, about.privacy
-    if privacy is None and spent is None:
+    at_client = privacy is not None and privacy.protects_records
+    if not at_client and spent is None:
         return {}
-    if privacy is None:
-        raise problems.PrivacyMismatch(f"{federation.name} is not protected, and the update says what it cost")
+    if privacy is None or not at_client:
+        whose = "is not protected" if privacy is None else "is protected by the coordinator's noise"
+        raise problems.PrivacyMismatch(f"{federation.name} {whose}, and the update says what it cost")
     if spent is None:
         text = f"{federation.name} is protected at level {privacy.level}, and the update does not say what it cost"
         raise problems.PrivacyMissing(f"{text}: install a version of promptfed that protects")

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
+from promptfed.coordinator.reports.central_privacy import central_privacy
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, StateRow
 from promptfed.shared import api_schemas as schemas
 
@@ -48,6 +49,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
                 schemas.Awaited.model_validate({"name": name, "until": federation.deadline}) for name in awaited
             ],
             "state_hash": session.scalar(newest),
+            "privacy": central_privacy(session, federation),
         }
     )
 

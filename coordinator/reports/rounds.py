@@ -191,6 +191,7 @@ def _phase_report(session: Session, federation: Federation, stage: PhaseRow) -> 
                 [(task.weight or 0.0, _plain_metrics(update.metrics)) for task, update in counted]
             ),
             "measured": stage.measured or {},
+            "privacy": (stage.measured or {}).get("privacy"),
         }
     )
 

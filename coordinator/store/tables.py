@@ -72,6 +72,8 @@ class FederationRow(Base):
     lexicon: Mapped[str | None]
     draw_secret: Mapped[str | None]
     noise_key: Mapped[str | None]
+    sampling_key: Mapped[str | None]
+    budget_rounds: Mapped[int | None]
 
 
 class TokenRow(Base):
@@ -156,7 +158,11 @@ class ClientRow(Base):
 
 
 class PhaseRow(Base):
-    """A stage of a run: a phase of a round, or its evaluation (the step after the last phase)."""
+    """A stage of a run: a phase of a round, or its evaluation (the step after the last phase).
+
+    ``expected``: K̄, by which noised sums are divided. ``noise_key``: what the noise of this phase follows from, in
+    hex; written as it closes, never told, and gone with its updates.
+    """
 
     __tablename__ = "phases"
     __table_args__ = (UniqueConstraint("federation_id", "round", "step"),)
@@ -174,6 +180,8 @@ class PhaseRow(Base):
     closed_at: Mapped[str | None]
     completed_at: Mapped[str | None]
     measured: Mapped[dict[str, Any] | None]
+    expected: Mapped[float | None]
+    noise_key: Mapped[str | None]
 
 
 class TaskRow(Base):

@@ -21,7 +21,7 @@ from promptfed.sdk.output import console, print_json, reporting_errors, table
 from promptfed.sdk.pace import Pace, describe_round, duration
 from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.result import FederationResult
-from promptfed.sdk.summary import FederationSummary
+from promptfed.sdk.summary import CentralPrivacySummary, FederationSummary
 from promptfed.sdk.text import size
 from promptfed.shared.plain_text import plain
 
@@ -249,10 +249,18 @@ def _show_status(federation: FederationSummary) -> None:
         f"backbone {spec.backbone.model}, {fingerprint or 'not known before the first client'}"
         + (" (`start` confirms it)" if unconfirmed else ""),
     ]
+    if federation.privacy is not None:
+        lines += _privacy_lines(federation.privacy)
     awaited = [client.model_dump(mode="json") for client in federation.awaited]
     lines += [f"waiting for {client['name']} until {client['until']}" for client in awaited]
     for line in lines:
         console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def _privacy_lines(given: CentralPrivacySummary) -> list[str]:
+    end = "" if given.budget_rounds is None else f"; rounds end after {given.budget_rounds}"
+    spent = f"ε = {given.epsilon:.3g} of {given.epsilon_planned:.3g} at δ = {given.delta:g} for a whole client{end}"
+    return [spent, *(f"warning: {text}" for text in given.warnings)]
 
 
 def _show_result(result: FederationResult) -> None:

@@ -47,7 +47,9 @@ from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.report_schemas import RoundReport
+from promptfed.shared.seeds import derive_seed
 from promptfed.shared.spec import FederationSpec
 
 URL = "http://127.0.0.1"  # of a coordinator that no socket leads to
@@ -168,6 +170,7 @@ def reproducible(spec: FederationSpec) -> FederationSpec:
 async def _run(setup: SimulationSetup, started: float) -> FederationResult:
     settings = _coordinator_settings(setup)
     app = create_app(settings)
+    app.state.noise = SeededNoise(derive_seed(setup.spec.seed, "coordinator's noise"))
     async with lifespan(app), httpx.AsyncClient(transport=InProcess(app), base_url=URL, trust_env=False) as http:
         api = AsyncCoordinator(http, (settings.data_dir / OPERATOR_FILE).read_text().strip())
         federation = str((await api.run(operations.create(reproducible(setup.spec), setup.initial_state))).json["id"])

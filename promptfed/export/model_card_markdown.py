@@ -79,6 +79,8 @@ def _privacy(given: PrivacySummary | None) -> str:
     """What ε covers and what not; clients' ε and noise are their own word."""
     if given is None or given.epsilon_max is None:
         return UNPROTECTED
+    if given.level == "client":
+        return _central(given)
     text = (
         f"Each of {given.clients} clients trained with DP-SGD (clip {given.clip:g}, noise at least "
         f"{given.noise_multiplier:g}) at the level of one {given.unit}: by the clients' own word ε is "
@@ -86,6 +88,19 @@ def _privacy(given: PrivacySummary | None) -> str:
         f"({given.relation}, {given.accountant}). It covers the tensors that they sent. It does not cover numbers of "
         "images, class names, who took part and when, what many records share, nor one person at two sites. "
         f"Accuracies: {given.evaluation}."
+    )
+    if given.noise == "seeded":
+        text += " The noise was simulated, from a seed: this is no guarantee to anybody."
+    return text
+
+
+def _central(given: PrivacySummary) -> str:
+    text = (
+        f"The coordinator added noise (clip {given.clip:g}, noise {given.noise_multiplier:g}) to each round's mean at "
+        f"the level of one whole client of {given.clients}: ε is {given.epsilon_max:.3g} at δ = {given.delta:g} "
+        f"({given.relation}, {given.accountant}) after {given.rounds_counted} rounds. It covers the prompts, by the "
+        "operator's word, who saw every update. It does not cover who took part and when, numbers of images, class "
+        f"names, nor what many clients share. Accuracies: {given.evaluation}."
     )
     if given.noise == "seeded":
         text += " The noise was simulated, from a seed: this is no guarantee to anybody."

@@ -42,6 +42,8 @@ class Accuracy:
 class PrivacySummary(BaseModel):
     """Differential privacy of a result: ε of the clients' ledgers at their largest δ, with the least noise of any.
 
+    At level client ε is the federation's, the same for each of the ``clients`` expected, and noise is ``central``.
+
     ``relation``: neighbours differ in one unit whose contribution is nothing. ``seeded`` noise guarantees nothing.
     """
 
@@ -111,6 +113,8 @@ class FederationResult:
         given = self.federation.spec.privacy
         if given.level == "none":
             return None
+        if given.level == "client":
+            return self._central()
         spent = {
             update.client: update.privacy
             for report in self.round_reports
@@ -130,6 +134,27 @@ class FederationResult:
             noise_multiplier=min((one.noise_multiplier for one in spent.values()), default=None),
             noise="seeded" if any(one.noise == "seeded" for one in spent.values()) else "secret",
             rounds_counted=sum(any(phase.counted for phase in report.phases) for report in self.round_reports),
+            evaluation=given.evaluations,
+        )
+
+    def _central(self) -> PrivacySummary:
+        """What noise at the coordinator has cost, by the last state."""
+        given, view = self.federation.spec.privacy, self.federation.privacy
+        noised = [
+            phase.privacy for report in self.round_reports for phase in report.phases if phase.privacy is not None
+        ]
+        last = noised[-1] if noised else None
+        return PrivacySummary(
+            level=given.level,
+            unit="client",
+            clip=given.clip,
+            epsilon_max=last.epsilon if last is not None else None,
+            epsilon_median=last.epsilon if last is not None else None,
+            clients=view.clients if view is not None else 0,
+            delta=given.delta,
+            noise_multiplier=given.noise_multiplier,
+            noise=last.noise if last is not None else given.noise,
+            rounds_counted=sum(any(phase.state_hash for phase in report.phases) for report in self.round_reports),
             evaluation=given.evaluations,
         )
 

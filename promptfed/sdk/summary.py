@@ -34,6 +34,16 @@ class SpecSummary(BaseModel):
     backbone: BackboneName
 
 
+class CentralPrivacySummary(BaseModel):
+    """What protecting whole clients has cost, and what is to be said about it."""
+
+    epsilon: float
+    epsilon_planned: float
+    delta: float
+    budget_rounds: int | None
+    warnings: list[str]
+
+
 class FederationSummary(BaseModel):
     """One federation."""
 
@@ -48,6 +58,7 @@ class FederationSummary(BaseModel):
     clients: ClientCounts
     answered: list[str]
     awaited: list[Awaited]
+    privacy: CentralPrivacySummary | None = None
 
 
 class FederationList(BaseModel):

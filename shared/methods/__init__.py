@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.methods.core.base import Method, MethodError, ServerContext
+from promptfed.shared.methods.core.client_checks import with_noise
 from promptfed.shared.methods.core.privacy_checks import check_privacy
 from promptfed.shared.methods.core.rule_checks import check_rule
 from promptfed.shared.methods.core.secure_checks import check_secure
@@ -198,7 +199,10 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
             errors.append({"path": path, "detail": str(error)})
     if errors:
         raise SpecError(errors)
-    return resolved
+    try:
+        return with_noise(method, resolved)
+    except MethodError as error:
+        raise SpecError([{"path": "privacy.noise_multiplier", "detail": str(error)}]) from None
 
 
 def _parts(raw: dict[str, Any]) -> tuple[FederationSpec, Method]:

@@ -120,13 +120,17 @@ class NoiseStream:
 
 
 class Noise(ABC):
-    """Where a client's noise comes from."""
+    """Where noise comes from: a client's, or the coordinator's."""
 
     kind: ClassVar[Kind]
 
     @abstractmethod
+    def key(self, *purpose: str | int) -> bytes:
+        """32 bytes for one attempt at ``purpose``."""
+
     def stream(self, *purpose: str | int) -> NoiseStream:
         """The stream of one attempt at ``purpose``."""
+        return NoiseStream(self.key(*purpose))
 
 
 class SecretNoise(Noise):
@@ -134,9 +138,9 @@ class SecretNoise(Noise):
 
     kind: ClassVar[Kind] = "secret"
 
-    def stream(self, *purpose: str | int) -> NoiseStream:
-        """A stream that nobody can repeat."""
-        return NoiseStream(secrets.token_bytes(32))
+    def key(self, *purpose: str | int) -> bytes:
+        """A key that nobody can repeat."""
+        return secrets.token_bytes(32)
 
 
 class SeededNoise(Noise):
@@ -147,7 +151,7 @@ class SeededNoise(Noise):
     def __init__(self, seed: int):
         self._seed = seed
 
-    def stream(self, *purpose: str | int) -> NoiseStream:
-        """A stream that whoever knows the seed can repeat."""
+    def key(self, *purpose: str | int) -> bytes:
+        """A key that whoever knows the seed can repeat."""
         text = "|".join(str(part) for part in ("promptfed/noise", self._seed, *purpose))
-        return NoiseStream(hashlib.sha256(text.encode()).digest())
+        return hashlib.sha256(text.encode()).digest()

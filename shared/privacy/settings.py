@@ -11,8 +11,23 @@ from promptfed.shared.privacy.accounting import LEAST_DELTA, LEAST_NOISE, MOST_N
 Evaluations = Literal["withheld", "noisy", "plain"]
 
 
+class AdaptiveClip(BaseModel):
+    """``level: client``: the clip follows a quantile of the lengths, by a noisy count (Andrew et al., 2021)."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+    quantile: Annotated[float, Field(gt=0, lt=1, description="share of the changes that shall not be clipped")] = 0.5
+    rate: Annotated[float, Field(gt=0, le=10, description="how fast the clip follows, as a power of e")] = 0.2
+    count_noise: Annotated[
+        float | None, Field(gt=0, le=1e6, description="noise of the count; default: K̄/20, of the expected clients")
+    ] = None
+
+
 class PrivacySpec(BaseModel):
-    """Differential privacy of the training. ``level: sample``: each client adds noise for its records."""
+    """Differential privacy of the training.
+
+    ``level: sample``: each client adds noise for its records; ``client``: the coordinator does, for whole clients.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -29,11 +44,20 @@ class PrivacySpec(BaseModel):
     epsilon: Annotated[
         float | None,
         Field(
-            gt=0, le=100, description="ε that the whole federation may cost each client, instead of noise_multiplier"
+            gt=0,
+            le=100,
+            description="ε that the whole federation may cost each client, instead of noise_multiplier; level client: "
+            "also beside it, and then rounds end before ε is passed",
         ),
     ] = None
     delta: Annotated[
-        float | None, Field(ge=LEAST_DELTA, lt=1, description="level sample: the largest δ that a ledger may use")
+        float | None,
+        Field(
+            ge=LEAST_DELTA,
+            lt=1,
+            description="level sample: the largest δ that a ledger may use; level client: the federation's, below "
+            "1/N, by default the power of ten at or below a tenth of 1/min_clients",
+        ),
     ] = None
     unit: Annotated[Literal["record", "group"], Field(description="what is protected at level sample")] = "record"
     per_group: Annotated[int, Field(ge=1, le=1024, description="records of a group that count")] = 8
@@ -46,8 +70,18 @@ class PrivacySpec(BaseModel):
         Field(description="what accuracies leave a site; default: withheld at level sample, plain at level client"),
     ] = None
     evaluation_epsilon: Annotated[float, Field(gt=0, le=10, description="ε of one noisy count")] = 0.1
-    adaptive_clip: Annotated[dict[str, float | None] | None, Field(description="reserved")] = None
+    adaptive_clip: AdaptiveClip | None = None
     accept_noise: Annotated[bool, Field(description="run even where the noise drowns the mean")] = False
+
+    @property
+    def protects_records(self) -> bool:
+        """Whether clients add noise of their own, and report what it cost."""
+        return self.level == "sample"
+
+    @property
+    def is_central(self) -> bool:
+        """Whether the coordinator adds noise for whole clients."""
+        return self.level == "client" and self.noise == "central"
 
     @property
     def evaluations(self) -> Evaluations:

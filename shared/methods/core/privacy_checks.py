@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from promptfed.shared.methods.core.base import Method, MethodError
+from promptfed.shared.methods.core.client_checks import check_central, check_sampling
 from promptfed.shared.privacy.accounting import PrivacyError
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec import FederationSpec
@@ -11,12 +12,14 @@ from promptfed.shared.spec import FederationSpec
 def check_privacy(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError where ``spec.privacy`` asks for what ``method`` or this version cannot protect."""
     given = spec.privacy
+    check_sampling(spec)
     if given.level == "none":
         if given != PrivacySpec():
             raise MethodError("the level is none, and something else is asked for: give level: sample, or leave it out")
         return
-    if given.level == "client":
-        raise MethodError("level client is reserved for a later release: take sample, where each client adds noise")
+    if given.is_central:
+        check_central(method, spec)
+        return
     _check_built(given)
     if given.clip is None:
         raise MethodError("give clip, the longest contribution of one record: 0.3 is a sensible start")
@@ -33,7 +36,7 @@ def _check_built(given: PrivacySpec) -> None:
         "unit: group": given.unit == "group",
         "noise: distributed": given.noise == "distributed",
         "evaluation: noisy": given.evaluation == "noisy",
-        "adaptive_clip": given.adaptive_clip is not None,
+        "adaptive_clip at level sample": given.adaptive_clip is not None,
     }
     for name, asked in later.items():
         if asked:

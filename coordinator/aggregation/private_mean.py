@@ -1,0 +1,98 @@
+"""The mean of clipped changes with noise, by which a whole client is protected: central differential privacy.
+
+New tensors are base + (Σ_k Δ_k·min(1, S/‖Δ_k‖) + z·S·ξ)/K̄ with ξ ~ N(0, I): DP-FedAvg with a fixed denominator (McMahan
+et al., "Learning Differentially Private Recurrent Language Models", 2018, its estimator f_f). Δ_k is an update minus
+what its client was given, over all tensors in order of name, in float64. K̄ is how many were expected when the phase
+opened, never how many came; without any there is the noise alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from promptfed.shared.methods.core.base import ClientUpdate
+from promptfed.shared.privacy.client_level import AdaptedClip
+from promptfed.shared.privacy.noise import NoiseStream
+from promptfed.shared.tensors import Shape, Tensors
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one phase is noised with. ``key``: 32 secret bytes that its noise follows from, and nothing else does."""
+
+    clip: float
+    noise_multiplier: float
+    expected: float
+    key: bytes
+    adapted: AdaptedClip | None = None
+
+    @property
+    def divisor(self) -> float:
+        """K̄; where nobody can be in, the noise as it is."""
+        return self.expected or 1.0
+
+
+@dataclass(frozen=True)
+class PrivateMean:
+    """The tensors after a phase; ``lengths`` of the clients' changes before clipping; the ``next_clip``."""
+
+    tensors: Tensors
+    lengths: dict[str, float]
+    next_clip: float
+
+
+def private_mean(
+    updates: Iterable[ClientUpdate], payload: Mapping[str, Tensor], shapes: Mapping[str, Shape], terms: Terms
+) -> PrivateMean:
+    """The mean of ``updates``, which were made from ``payload``, as tensors of ``shapes``."""
+    names = sorted(shapes)
+    size = sum(math.prod(shapes[name]) for name in names)
+    base = _base(payload, shapes, names)
+    total, lengths = np.zeros(size), {}
+    for update in updates:
+        change = _flat(update.tensors, names) - base
+        length = float(np.linalg.norm(change))
+        lengths[update.client] = length
+        total += change * min(1.0, terms.clip / length) if length > 0 else change
+    stream = NoiseStream(terms.key)
+    z = terms.noise_multiplier if terms.adapted is None else terms.adapted.noise_of_changes(terms.noise_multiplier)
+    noised = (total + z * terms.clip * stream.normals(size)) / terms.divisor
+    return PrivateMean(_tensors(base + noised, shapes, names), lengths, _next_clip(terms, stream, lengths))
+
+
+def _next_clip(terms: Terms, stream: NoiseStream, lengths: Mapping[str, float]) -> float:
+    if terms.adapted is None:
+        return terms.clip
+    within = sum(length <= terms.clip for length in lengths.values())
+    drawn = float(stream.normals(1)[0])
+    return terms.adapted.next_clip(terms.clip, within, len(lengths), terms.divisor, drawn)
+
+
+def _base(payload: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: list[str]) -> Vector:
+    """What clients were given; what the payload does not have begins at zero."""
+    given: Tensors = {}
+    for name in names:
+        before = payload.get(name)
+        fits = before is not None and tuple(before.shape) == tuple(shapes[name])
+        given[name] = before if before is not None and fits else torch.zeros(shapes[name])
+    return _flat(given, names)
+
+
+def _flat(tensors: Mapping[str, Tensor], names: list[str]) -> Vector:
+    flat: Vector = torch.cat([tensors[name].detach().reshape(-1).double() for name in names]).numpy()
+    return flat
+
+
+def _tensors(vector: Vector, shapes: Mapping[str, Shape], names: list[str]) -> Tensors:
+    sizes = [math.prod(shapes[name]) for name in names]
+    parts = torch.split(torch.from_numpy(vector), sizes)
+    return {name: part.reshape(shapes[name]).float() for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,126 @@
+"""What an aggregation comes to: the state after a closed phase, and what its report keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation import changes, global_state
+from promptfed.coordinator.aggregation.rules import Judged
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine import private_jobs, secure_jobs
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store.tables import PhaseRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.tensor_blobs import room
+from promptfed.shared.methods.core.base import Method, Phase, ServerContext
+from promptfed.shared.methods.core.insights import Measured, MeasuresPhases
+from promptfed.shared.tensors import Tensors, method_part
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What an aggregation comes to: the state, what the report keeps, what the rule made of each counted client."""
+
+    after: Tensors
+    measured: dict[str, Any]
+    judged: Mapping[str, Judged]
+    clients: list[str]
+    summed: secure_jobs.Summed | None = None
+
+
+def computed(
+    registry: Registry, federation: Federation, state: Tensors, phase_id: int, updates: list[global_state.Counted]
+) -> Computed:
+    """The state after the closed phase, of its stored updates or its secure sum.
+
+    Raises:
+        SecureError: the sum cannot be one of honest clients.
+    """
+    run = federation.run
+    if federation.spec.secure_aggregation is not None:
+        summed = secure_jobs.summed(registry, federation, state, run.round, run.step)
+        return Computed(summed.after, summed.measured(), {}, [], summed)
+    phase = federation.method_phase(run.round, run.step)
+    if federation.spec.privacy.is_central:
+        return _computed_with_noise(registry, federation, state, phase_id, phase, updates)
+    context, rule = federation.context(), global_state.rule_of(federation, state, run.round, phase.name)
+    changed: dict[str, float] = {}
+    with room(registry.blobs) as rule.room:
+        stream = changes.measured(
+            global_state.stored_updates(registry.blobs, updates), _payloads(registry, phase_id), changed
+        )
+        after = global_state.after_phase(federation, state, phase, stream, rule, context)
+    measures = _measured(federation.method, method_part(state), phase, method_part(after), context)
+    measures = replace(measures, phase=measures.phase | rule.measured)
+    measured = {**_finite(measures), "changes": _finite_numbers(changed)}
+    return Computed(after, measured, rule.judged, [client for client, _, _ in updates])
+
+
+def _computed_with_noise(
+    registry: Registry,
+    federation: Federation,
+    state: Tensors,
+    phase_id: int,
+    phase: Phase,
+    updates: list[global_state.Counted],
+) -> Computed:
+    with registry.database.read() as session:
+        terms = private_jobs.terms_of(session, federation, session.get_one(PhaseRow, phase_id))
+        before = private_jobs.released(session, federation)
+    stream, context = global_state.stored_updates(registry.blobs, updates), federation.context()
+    noised = private_jobs.noised(federation, state, phase, stream, terms, context)
+    measures = _measured(federation.method, method_part(state), phase, method_part(noised.after), context)
+    told = {"changes": noised.mean.lengths, "privacy": noised.measured(federation, before + 1, registry.noise.kind)}
+    return Computed(noised.after, {**_finite(measures), **told}, noised.judged(), [client for client, _, _ in updates])
+
+
+def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
+    """Write what became of each counted update beside it."""
+    if not judged:
+        return
+    mine = (TaskRow.phase_id == phase_id, TaskRow.counted)
+    rows = session.execute(
+        select(TaskRow.client, UpdateRow).join(UpdateRow, UpdateRow.task_id == TaskRow.id).where(*mine)
+    )
+    for client, row in rows:
+        if client in judged:
+            row.judged = asdict(judged[client])
+
+
+def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Tensors]:
+    """What each client of a phase was given; most are given the same, so the last one is kept."""
+    with registry.database.read() as session:
+        rows = session.execute(
+            select(TaskRow.client, TaskRow.payload_sha256).where(TaskRow.phase_id == phase_id, TaskRow.counted)
+        )
+        digests: dict[str, str | None] = {row.client: row.payload_sha256 for row in rows}
+    last: tuple[str, Tensors] | None = None
+
+    def payload_of(client: str) -> Tensors:
+        nonlocal last
+        sha256 = digests[client]
+        assert sha256 is not None, "nobody answers what it was not given"
+        if last is None or last[0] != sha256:
+            last = sha256, registry.blobs.tensors(sha256)[0]
+        return last[1]
+
+    return payload_of
+
+
+def _measured(method: Method, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
+    return method.measure(before, phase, after, context) if isinstance(method, MeasuresPhases) else Measured()
+
+
+def _finite(measured: Measured) -> dict[str, Any]:
+    """What a report keeps of ``measured``."""
+    clients = {name: _finite_numbers(numbers) for name, numbers in sorted(measured.clients.items())}
+    return {"phase": _finite_numbers(measured.phase), "clients": clients}
+
+
+def _finite_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}

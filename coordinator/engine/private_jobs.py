@@ -1,0 +1,96 @@
+"""Means with central noise, from what is stored: computed once when a phase is over, and again for a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.aggregation import global_state, secure_sums
+from promptfed.coordinator.aggregation.private_mean import PrivateMean, Terms, private_mean
+from promptfed.coordinator.aggregation.rules import Judged
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.store.tables import PhaseRow, StateRow
+from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.methods.core.client_checks import adapted, spent
+from promptfed.shared.tensors import Tensors, method_part
+
+
+def terms_of(session: Session, federation: Federation, row: PhaseRow) -> Terms:
+    """What the closed phase of ``row`` is noised with: its key and K̄, and the clip that the phases before have left."""
+    privacy = federation.spec.privacy
+    assert row.noise_key is not None, "a phase at client level closes with its key"
+    assert row.expected is not None, "a phase opens with how many are expected"
+    assert privacy.clip is not None
+    assert privacy.noise_multiplier is not None
+    clip, follows = privacy.clip, None
+    if privacy.adaptive_clip is not None:
+        follows = adapted(federation.spec, row.expected or 1.0)
+        before = [one for one in _noised(session, federation) if (one.round, one.step) < (row.round, row.step)]
+        clip = (before[-1].measured or {})["privacy"]["next_clip"] if before else clip
+    return Terms(clip, privacy.noise_multiplier, row.expected, bytes.fromhex(row.noise_key), follows)
+
+
+def _noised(session: Session, federation: Federation) -> list[PhaseRow]:
+    """The phases whose noised sums are committed, in order."""
+    mine = (PhaseRow.federation_id == federation.id, PhaseRow.id.in_(select(StateRow.phase_id)))
+    return list(session.scalars(select(PhaseRow).where(*mine).order_by(PhaseRow.round, PhaseRow.step)))
+
+
+def released(session: Session, federation: Federation) -> int:
+    """How many noised sums there have been so far."""
+    mine = (StateRow.federation_id == federation.id, StateRow.phase_id.is_not(None))
+    return session.scalar(select(func.count()).where(*mine)) or 0
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A state with its noise, and what the round's report keeps."""
+
+    after: Tensors
+    mean: PrivateMean
+    terms: Terms
+
+    def judged(self) -> dict[str, Judged]:
+        """What became of each client's change."""
+        clip, share = self.terms.clip, 1 / self.terms.divisor
+        return {
+            client: Judged("clipped" if length > clip else "counted", share, None)
+            for client, length in self.mean.lengths.items()
+        }
+
+    def measured(self, federation: Federation, phases: int, noise: str) -> dict[str, Any]:
+        """Of the phase: what it was noised with, and what all ``phases`` so far have cost."""
+        privacy = federation.spec.privacy
+        return {
+            "epsilon": spent(federation.spec, phases),
+            "delta": privacy.delta,
+            "clip": self.terms.clip,
+            "next_clip": self.mean.next_clip,
+            "noise_multiplier": self.terms.noise_multiplier,
+            "expected": self.terms.expected,
+            "noise": "seeded" if noise == "seeded" else "central",
+        }
+
+
+def noised(
+    federation: Federation,
+    state: Tensors,
+    phase: Phase,
+    updates: Iterable[ClientUpdate],
+    terms: Terms,
+    context: ServerContext,
+) -> Noised:
+    """The state after ``phase`` of these updates, whose mean is clipped and noised by ``terms``."""
+    # The method has one payload for all: any client's will do.
+    anybody = next(iter(federation.clients.values())).info()
+    payload = federation.method.payload(method_part(state), phase, anybody, context)
+    mean = private_mean(updates, payload, secure_sums.shapes(federation, phase), terms)
+
+    def combine(_: Iterable[ClientUpdate]) -> Tensors:
+        return dict(mean.tensors)
+
+    return Noised(global_state.after_combined(federation, state, phase, combine, context), mean, terms)

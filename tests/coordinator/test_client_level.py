@@ -1,0 +1,241 @@
+"""Whole clients protected by the coordinator's noise: what is stored, released, shown, refused, and computed again."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sqlalchemy import select
+
+from promptfed.coordinator.engine import registry as registries
+from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.shared.privacy.noise import NoiseStream, SeededNoise
+from promptfed.shared.tensors import Tensors
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_clients import FakeClient, spec
+from tests.support.waiting import wait_for
+
+NAMES = ("a", "b", "c", "d", "e", "f")
+PRIVACY = {"level": "client", "clip": 1.5, "noise_multiplier": 1.0, "accept_noise": True}
+POISSON = {"min_clients": 6, "sampling": "poisson", "fraction": 0.5, "quorum": 0.1}
+
+
+def created(coordinator: InThread, names: tuple[str, ...] = NAMES, **changes: Any) -> tuple[str, list[FakeClient]]:
+    """A federation at level client, and those who have enrolled."""
+    given = {
+        "privacy": PRIVACY,
+        "aggregation": {"weighting": "uniform"},
+        "participation": {"min_clients": len(names), "quorum": 0.5},
+    }
+    federation = coordinator.create(**(given | changes))
+    token = coordinator.token(federation)
+    clients = [FakeClient(coordinator.http, federation, name) for name in names]
+    for client in clients:
+        assert client.enrol(token).status_code == 201
+    return federation, clients
+
+
+def finish(coordinator: InThread, federation: str, clients: list[FakeClient]) -> dict[str, Any]:
+    coordinator.post(f"{federation}/start")
+    wait_for("the end", lambda: all([client.work(0.2) for client in clients]))  # noqa: C419 (all of them work)
+    found: dict[str, Any] = coordinator.get(federation)
+    assert found["state"] == "finished"
+    return found
+
+
+def phases(coordinator: InThread) -> list[tuple[PhaseRow, StateRow, Tensors, list[Tensors]]]:
+    """Each noised phase with the state after it, the state before it, and the updates that counted."""
+    registry = coordinator.registry
+    with registry.database.read() as session:
+        session.expire_on_commit = False
+        found = []
+        states = list(session.scalars(select(StateRow).order_by(StateRow.id)))
+        for before, after in pairwise(states):
+            assert after.phase_id is not None
+            counted = (TaskRow.phase_id == after.phase_id, TaskRow.counted)
+            query = select(UpdateRow.sha256).join(TaskRow, TaskRow.id == UpdateRow.task_id).where(*counted)
+            digests = session.scalars(query.order_by(TaskRow.client))
+            updates = [registry.blobs.tensors(digest)[0] for digest in digests]
+            row = session.get_one(PhaseRow, after.phase_id)
+            found.append((row, after, registry.blobs.tensors(before.sha256)[0], updates))
+        session.expunge_all()
+    return found
+
+
+def literal(row: PhaseRow, before: Tensors, updates: list[Tensors], clip: float, z: float) -> torch.Tensor:
+    """base + (Σ Δ·min(1, S/‖Δ‖) + z·S·ξ)/K̄ of one tensor, by the key and K̄ that are stored."""
+    base = before["context"].double()
+    total = torch.zeros_like(base)
+    for update in updates:
+        change = update["context"].double() - base
+        total += change * min(1.0, clip / float(change.norm()))
+    assert row.noise_key is not None
+    assert row.expected is not None
+    noise = torch.from_numpy(NoiseStream(bytes.fromhex(row.noise_key)).normals(base.numel())).reshape(base.shape)
+    return (base + (total + z * clip * noise) / row.expected).float()
+
+
+@pytest.mark.both_databases
+def test_each_state_is_the_formula_of_its_updates_its_key_and_who_was_expected(coordinator: InThread) -> None:
+    federation, clients = created(coordinator, rounds=4, participation=POISSON)
+    view = finish(coordinator, federation, clients)
+    found = phases(coordinator)
+    assert len(found) == 4
+    assert len({row.noise_key for row, *_ in found}) == 4, "no key twice"
+    for row, after, before, updates in found:
+        assert row.expected == 3.0
+        committed = coordinator.registry.blobs.tensors(after.sha256)[0]["context"]
+        torch.testing.assert_close(committed, literal(row, before, updates, 1.5, 1.0), rtol=1e-6, atol=1e-6)
+    sizes = [len(updates) for *_, updates in found]
+    assert len(set(sizes)) > 1, "Poisson samples differ in size"
+    privacy = view["privacy"]
+    assert privacy["epsilon"] == pytest.approx(privacy["epsilon_planned"])
+    assert privacy["delta"] == view["spec"]["privacy"]["delta"] == 1e-2
+    assert privacy["sampling"] == "poisson"
+    assert privacy["ratio"] == pytest.approx(math.sqrt(32) / 3)
+    assert "times as long as the longest mean change" in privacy["warnings"][0]
+    reports = coordinator.get(f"{federation}/rounds")["rounds"]
+    told = [phase["privacy"] for report in reports for phase in report["phases"]]
+    assert [one["noise"] for one in told] == ["central"] * 4
+    spent = [one["epsilon"] for one in told]
+    assert spent == sorted(spent)
+    assert spent[-1] == privacy["epsilon"]
+    clipped = [update for report in reports for phase in report["phases"] for update in phase["updates"]]
+    assert {update["verdict"] for update in clipped} == {"clipped"}, "fakes change by far more than the clip"
+    assert all(update["influence"] == pytest.approx(1 / 3) for update in clipped)
+    for round in range(1, 5):
+        again = coordinator.post(f"{federation}/rounds/{round}/replay", json={})
+        assert [state["same"] for state in again["states"]] == [True]
+
+
+def test_who_drops_out_changes_no_divisor(coordinator: InThread, leap: Any) -> None:
+    federation, clients = created(coordinator, NAMES[:4], rounds=1)
+    coordinator.post(f"{federation}/start")
+    tasks = coordinator.training(clients)
+    for client, task in zip(clients[:2], tasks, strict=False):
+        assert client.answer(task).status_code == 201
+    leap(coordinator, 61)
+    wait_for("the state", lambda: len(phases(coordinator)) == 1)
+    (row, after, before, updates), *rest = phases(coordinator)
+    assert rest == []
+    assert (len(updates), row.expected, row.sample_size) == (2, 4.0, 4)
+    committed = coordinator.registry.blobs.tensors(after.sha256)[0]["context"]
+    torch.testing.assert_close(committed, literal(row, before, updates, 1.5, 1.0), rtol=1e-6, atol=1e-6)
+
+
+def test_a_round_that_asks_nobody_is_noise_alone(coordinator: InThread) -> None:
+    few = {"min_clients": 1, "sampling": "poisson", "fraction": 0.02, "quorum": 0.1}
+    federation, clients = created(coordinator, ("a",), rounds=2, participation=few)
+    finish(coordinator, federation, clients)
+    noised = phases(coordinator)
+    assert any(updates == [] for *_, updates in noised)
+    for row, after, before, updates in noised:
+        committed = coordinator.registry.blobs.tensors(after.sha256)[0]["context"]
+        torch.testing.assert_close(committed, literal(row, before, updates, 1.5, 1.0), rtol=1e-6, atol=1e-5)
+        assert not torch.equal(committed, before["context"])
+
+
+def test_rounds_end_where_the_budget_does(coordinator: InThread) -> None:
+    limited = PRIVACY | {"noise_multiplier": 4.0, "epsilon": 2.0}
+    federation, clients = created(coordinator, rounds=30, privacy=limited, evaluation={"every": 30})
+    planned = coordinator.get(federation)["privacy"]
+    allowed = planned["budget_rounds"]
+    assert 1 <= allowed < 30
+    found = finish(coordinator, federation, clients)
+    assert (found["round"], found["reason"]) == (allowed, "privacy_budget")
+    assert found["privacy"]["epsilon"] == pytest.approx(planned["epsilon_planned"])
+    assert found["privacy"]["epsilon"] <= 2.0
+    assert coordinator.get(f"{federation}/rounds")["rounds"][-1]["evaluation"] is not None
+
+
+def test_an_adaptive_clip_goes_on_from_phase_to_phase(coordinator: InThread) -> None:
+    adaptive = PRIVACY | {"adaptive_clip": {"quantile": 0.5, "rate": 1.0, "count_noise": 2.0}}
+    federation, clients = created(coordinator, rounds=3, privacy=adaptive)
+    finish(coordinator, federation, clients)
+    told = [
+        phase["privacy"] for report in coordinator.get(f"{federation}/rounds")["rounds"] for phase in report["phases"]
+    ]
+    assert told[0]["clip"] == 1.5
+    assert [one["clip"] for one in told[1:]] == [one["next_clip"] for one in told[:-1]]
+    assert len({one["clip"] for one in told}) == 3
+    z = (1 - (2 * 2.0) ** -2) ** -0.5
+    for (row, after, before, updates), one in zip(phases(coordinator), told, strict=True):
+        committed = coordinator.registry.blobs.tensors(after.sha256)[0]["context"]
+        torch.testing.assert_close(committed, literal(row, before, updates, one["clip"], z), rtol=1e-5, atol=1e-5)
+    for round in (1, 2, 3):
+        states = coordinator.post(f"{federation}/rounds/{round}/replay", json={})["states"]
+        assert [state["same"] for state in states] == [True]
+
+
+def test_a_second_release_of_the_same_updates_is_refused_and_the_key_goes_with_them(coordinator: InThread) -> None:
+    federation, clients = created(coordinator, rounds=2)
+    finish(coordinator, federation, clients)
+    for asked in ({"without": ["a"]}, {"aggregation": {"rule": "median"}}):
+        answer = coordinator.post(f"{federation}/rounds/1/replay", json=asked, status=409)
+        assert answer["type"].rpartition("/")[2] == "privacy-protected"
+    everything = [str(coordinator.get(federation + path)) for path in ("", "/rounds", "/clients", "/insights")]
+    keys = kept_keys(coordinator)
+    assert len(keys) == 2
+    assert not any(str(key) in text for key in keys for text in everything)
+    coordinator.delete(f"{federation}/clients/a/updates")
+    assert kept_keys(coordinator) == [None, None]
+    answer = coordinator.post(f"{federation}/rounds/1/replay", json={}, status=410)
+    assert answer["type"].rpartition("/")[2] == "updates-gone"
+
+
+def kept_keys(coordinator: InThread) -> list[str | None]:
+    """Of the phases' noise, as they are stored."""
+    with coordinator.registry.database.read() as session:
+        query = select(PhaseRow.noise_key).where(PhaseRow.kind == "train").order_by(PhaseRow.id)
+        return list(session.scalars(query))
+
+
+def test_the_last_round_alone_keeps_its_key_where_it_alone_keeps_its_updates(coordinator: InThread) -> None:
+    federation, clients = created(coordinator, rounds=3, retention="last_round")
+    finish(coordinator, federation, clients)
+    wait_for("the older keys are gone", lambda: kept_keys(coordinator)[:2] == [None, None])
+    assert kept_keys(coordinator)[2] is not None
+
+
+def test_the_key_of_the_sampling_is_secret_for_good_and_there_is_no_draw_to_tell(coordinator: InThread) -> None:
+    federation, clients = created(coordinator, rounds=2, participation=POISSON)
+    finish(coordinator, federation, clients)
+    with coordinator.registry.database.read() as session:
+        row = session.scalars(select(FederationRow)).one()
+        key, draw = row.sampling_key, row.draw_secret
+    assert key is not None
+    assert len(key) == 64
+    assert draw is None
+    shown = coordinator.get(federation)
+    assert shown["draw"] == {"commitment": None, "secret": None}
+    assert key not in str(shown)
+
+
+def test_hopeless_noise_is_refused_at_creation_at_enrolment_and_at_the_start(coordinator: InThread) -> None:
+    hopeless = {"level": "client", "clip": 1.5, "noise_multiplier": 5.0}
+    body = spec(privacy=hopeless, aggregation={"weighting": "uniform"}, participation={"min_clients": 2})
+    shaped = body | {"backbone": {"shape": {"d_t": 8, "d_e": 8, "d_v": 8}}}
+    (error,) = coordinator.post("/v1/federations", shaped, status=422)["errors"]
+    assert error["path"] == "privacy.noise_multiplier"
+    assert "noise z = 5 on 32 numbers over 2 expected clients is r = 14" in error["detail"]
+    client = FakeClient(coordinator.http, coordinator.post("/v1/federations", body, status=201)["id"], "a")
+    refused = client.enrol(coordinator.token(client.federation))
+    assert refused.status_code == 409
+    assert "2 expected clients is r = 14" in refused.json()["detail"]
+
+
+def test_seeded_noise_is_marked_and_makes_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registries, "SecretNoise", lambda: SeededNoise(7))
+    hashes = []
+    for folder in ("one", "two"):
+        with in_thread(tmp_path / folder) as coordinator:
+            federation, clients = created(coordinator, rounds=3, participation=POISSON)
+            finish(coordinator, federation, clients)
+            reports = coordinator.get(f"{federation}/rounds")["rounds"]
+            hashes.append([report["state_hash"] for report in reports])
+            assert {phase["privacy"]["noise"] for report in reports for phase in report["phases"]} == {"seeded"}
+    assert hashes[0] == hashes[1]

@@ -1,0 +1,75 @@
+"""Client level: the design's table of hopeless and useful settings, budgets in rounds, the cost of an adaptive clip."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from promptfed.shared.privacy.accounting import PrivacyError, calibrate, epsilon_of
+from promptfed.shared.privacy.client_level import AdaptedClip, Drowned, budget_rounds, client_event
+
+NUMBERS = 8192
+
+# K̄, q, R, δ; ε; z, r, ρ as printed in the design (two figures)
+TABLE = [
+    (10, 1.0, 25, 1e-2, 8.0, 2.04, 18, 3.7),
+    (10, 1.0, 25, 1e-2, 3.0, 4.13, 37, 7.5),
+    (100, 1.0, 50, 1e-3, 8.0, 3.39, 3.1, 0.43),
+    (100, 1.0, 50, 1e-3, 3.0, 7.33, 6.6, 0.94),
+    (100, 0.1, 100, 1e-4, 8.0, 0.86, 0.78, 0.08),
+    (100, 0.1, 100, 1e-4, 3.0, 1.49, 1.4, 0.14),
+    (1000, 1.0, 50, 1e-4, 8.0, 3.84, 0.35, 0.05),
+    (1000, 1.0, 50, 1e-4, 3.0, 8.65, 0.78, 0.11),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"K{row[0]}-q{row[1]}-eps{row[4]}")
+def test_the_table_of_what_is_refused_warned_and_works(row: tuple[float, ...]) -> None:
+    expected, q, rounds, delta, epsilon, z, ratio, after = row
+    found = calibrate(epsilon, delta, q, int(rounds))
+    assert found == pytest.approx(z, abs=0.006)
+    assert epsilon_of([client_event(found, q, int(rounds))], delta) <= epsilon
+    drowned = Drowned(found, NUMBERS, expected, int(rounds))
+    assert drowned.ratio == pytest.approx(ratio, rel=0.04)
+    assert drowned.after_rounds == pytest.approx(after, rel=0.08)
+
+
+def test_one_row_of_it_and_its_words() -> None:
+    drowned = Drowned(2.04, NUMBERS, 10, 25)
+    assert (round(drowned.ratio), round(drowned.after_rounds, 1)) == (18, 3.7)
+    assert drowned.told().startswith(
+        "noise z = 2.04 on 8,192 numbers over 10 expected clients is r = 18 times as long as the longest mean change, "
+        "and ρ = 3.7 times as long as 25 of them"
+    )
+    assert Drowned(1.0, NUMBERS, 0.0, 5).ratio == math.inf
+
+
+def test_as_many_rounds_as_the_budget_allows() -> None:
+    allowed = budget_rounds(4.0, 1.0, 1, 100, 4.0, 1e-3)
+    assert 1 < allowed < 100
+    assert epsilon_of([client_event(4.0, 1.0, allowed)], 1e-3) <= 4.0
+    assert epsilon_of([client_event(4.0, 1.0, allowed + 1)], 1e-3) > 4.0
+    assert budget_rounds(4.0, 1.0, 1, allowed, 4.0, 1e-3) == allowed
+    assert budget_rounds(4.0, 1.0, 2, 100, 4.0, 1e-3) == allowed // 2
+    with pytest.raises(PrivacyError, match=r"one round with noise_multiplier 0\.5 costs ε = "):
+        budget_rounds(0.5, 1.0, 1, 10, 1.0, 1e-3)
+
+
+def test_changes_and_their_count_cost_together_what_the_whole_is_said_to_cost() -> None:
+    adapted = AdaptedClip(0.5, 0.2, 5.0)
+    z = adapted.noise_of_changes(2.0)
+    assert z > 2.0
+    # Two Gaussians at once are one whose squared ratio is the sum of theirs; the count moves by 1/2 at most.
+    assert z**-2 + (0.5 / 5.0) ** 2 == pytest.approx(2.0**-2, rel=1e-12)
+    with pytest.raises(PrivacyError, match="count_noise 1 is not above half of the noise multiplier 2"):
+        AdaptedClip(0.5, 0.2, 1.0).noise_of_changes(2.0)
+
+
+def test_an_absent_client_moves_the_next_clip_by_what_its_half_does() -> None:
+    adapted = AdaptedClip(0.5, 0.2, 5.0)
+    there = adapted.next_clip(1.0, 4, 7, 10.0, 0.3)
+    for within in (4, 3):  # the seventh was longer than the clip, or not
+        moved = math.log(adapted.next_clip(1.0, within, 6, 10.0, 0.3) / there) / -0.2
+        assert abs(moved) == pytest.approx(0.5 / 10)
