@@ -1,0 +1,86 @@
+"""Kill -9 on a coordinator that protects whole clients: the bits of a quiet run, one key for each closing."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from promptfed.coordinator.engine import registry as registries
+from promptfed.coordinator.store.tables import PhaseRow
+from promptfed.shared.privacy.noise import SeededNoise
+from tests.support.coordinators import ForkedCoordinator, in_thread
+from tests.support.fake_clients import FakeClient
+from tests.support.kill_campaign import KilledApi, at_every_point
+from tests.support.waiting import wait_for
+
+SEEDED = partial(SeededNoise, 7)
+NAMES = ("a", "b", "c", "d")
+CLOSING = ("phase-closed", "aggregate-computed", "state-before-commit", "state-committed", "update-entered")
+ROUNDS = 5
+
+
+def run(api: Any) -> dict[str, Any]:
+    """A federation of Poisson samples to its end: its states, and who counted."""
+    federation = api.create(
+        rounds=ROUNDS,
+        privacy={"level": "client", "clip": 1.5, "noise_multiplier": 1.0, "accept_noise": True},
+        aggregation={"weighting": "uniform"},
+        participation={"min_clients": 4, "sampling": "poisson", "fraction": 0.5},
+    )
+    token = api.token(federation, uses=len(NAMES))
+    clients: list[FakeClient] = [api.client(federation, name) for name in NAMES]
+    for client in clients:
+        assert client.enrol(token).status_code in (200, 201)
+    api.post(f"{federation}/start")
+    wait_for("the end", lambda: all([client.work(0.2) for client in clients]))  # noqa: C419 (all of them work)
+    reports = api.get(f"{federation}/rounds")["rounds"]
+    counted = [[one["client"] for one in phase["counted"]] for report in reports for phase in report["phases"]]
+    return {
+        "id": federation,
+        "hashes": [report["state_hash"] for report in reports],
+        "counted": counted,
+        "epsilon": api.get(federation)["privacy"]["epsilon"],
+    }
+
+
+@pytest.mark.slow
+def test_killed_at_every_named_instant_it_ends_with_the_bits_of_a_quiet_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registries, "SecretNoise", SEEDED)
+    with in_thread(tmp_path / "quiet") as coordinator:
+        expected = run(coordinator)
+    constants: dict[str, Any] = {"promptfed.coordinator.engine.registry.SecretNoise": SEEDED}
+    faults = at_every_point(0, files=False)
+    process = ForkedCoordinator(tmp_path / "killed", fault=faults.pop(0), constants=constants)
+    api = KilledApi(process, faults)
+    try:
+        found = run(api)
+        assert api.deaths >= len(CLOSING)
+    finally:
+        process.kill()
+    assert {**found, "id": ""} == {**expected, "id": ""}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", CLOSING)
+def test_secret_noise_is_drawn_once_a_phase_whenever_the_coordinator_dies(tmp_path: Path, point: str) -> None:
+    """Its key is committed with the closing: what is released twice would be two releases for one budget."""
+    process = ForkedCoordinator(tmp_path / "killed", fault=f"{point}:2")
+    api = KilledApi(process, [])
+    try:
+        found = run(api)
+        assert api.deaths == 1
+        for round in range(1, ROUNDS + 1):
+            states = api.post(f"{found['id']}/rounds/{round}/replay", json={})["states"]
+            assert [state["same"] for state in states] == [True]
+    finally:
+        process.kill()
+    with in_thread(tmp_path / "killed") as coordinator, coordinator.registry.database.read() as session:
+        keys = list(session.scalars(select(PhaseRow.noise_key).where(PhaseRow.kind == "train")))
+    assert len(set(keys)) == len(keys) == ROUNDS
+    assert None not in keys
