@@ -67,6 +67,11 @@ class Ledger:
         lines = self._lines(self._bytes())
         return float(lines[0]["delta"]) if lines else None
 
+    def kept_unit(self) -> str | None:
+        """What one unit of the ledger is, record or group; None before it is opened."""
+        lines = self._lines(self._bytes())
+        return str(lines[0]["unit"]) if lines else None
+
     def spends(self) -> list[Spend]:
         """All releases, in the order in which they were written.
 

@@ -81,7 +81,7 @@ class Privacy(Part):
     """What training has to be protected by, and the budget."""
 
     require: Literal["none", "sample", "client"] = "none"
-    unit: Literal["record"] = "record"
+    unit: Literal["record", "group"] = "record"
     max_epsilon: Annotated[float, Field(gt=0, le=1000)] = 8.0
     delta: Annotated[float | None, Field(ge=LEAST_DELTA, lt=1)] = None
     partial: bool = False
@@ -135,6 +135,7 @@ class Facts:
     level: str
     class_names: bool  # whether the federation names them
     epsilon: float | None = None  # of the federation, where whole clients are protected
+    unit: str = "record"  # what is protected at level sample
     sums: int | None = None  # the least number of clients in a sum; None: updates are sent in the clear
     today: date = field(default_factory=lambda: datetime.now(UTC).date())
 
@@ -147,8 +148,8 @@ class Refusal:
     text: str
 
 
-def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int) -> Facts:
-    """What the enrolment information says."""
+def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, units: int | None = None) -> Facts:
+    """What the enrolment information says; ``units``: of training, where they are not the ``images``."""
     training = TrainingSpec.model_validate(info.training or {})
     backbone = info.backbone
     return Facts(
@@ -158,11 +159,12 @@ def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int) -> 
         backbone=f"{backbone.model}/{backbone.pretrained or 'random'}",
         rounds=info.rounds or 0,
         epochs=training.epochs,
-        steps=steps_of(images, training.batch_size, training.epochs) if images else 0,
+        steps=steps_of(units or images, training.batch_size, training.epochs) if images else 0,
         images=images,
         role=role,
         level=info.privacy.level if info.privacy is not None else "none",
         class_names=info.class_names is not None,
+        unit=info.privacy.unit if info.privacy is not None else "record",
         epsilon=info.privacy.epsilon if info.privacy is not None and info.privacy.level == "client" else None,
         sums=info.secure_aggregation.minimum if info.secure_aggregation is not None else None,
     )
@@ -203,6 +205,12 @@ def _privacy(policy: Policy, facts: Facts) -> str | None:
     if policy.privacy.require == "none" or facts.role != "trainer" or facts.level == policy.privacy.require:
         return None
     return f"privacy.require is {policy.privacy.require}, and the federation's level is {facts.level}"
+
+
+def _unit(policy: Policy, facts: Facts) -> str | None:
+    if facts.role != "trainer" or facts.level != "sample" or facts.unit == policy.privacy.unit:
+        return None
+    return f"privacy.unit is {policy.privacy.unit}, and the federation protects each {facts.unit}"
 
 
 def _epsilon(policy: Policy, facts: Facts) -> str | None:
@@ -251,6 +259,7 @@ RULES: dict[str, Rule] = {
     "images": lambda policy, facts: _at_least("min_images", policy.limits.min_images, facts.images, "the data have"),
     "expired": _expired,
     "privacy": _privacy,
+    "unit": _unit,
     "epsilon": _epsilon,
     "secure-aggregation": _sums,
     "minimum": _minimum,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.faults import point
 from promptfed.client_service.ledger import BudgetExhausted, Ledger
 from promptfed.client_service.private_state import Pending, PrivateState
-from promptfed.shared.messages import EnrolmentInfo, PrivacyEvent, SpendReport, Task
+from promptfed.shared.data.source import Split
+from promptfed.shared.messages import EnrolledProtection, EnrolmentInfo, PrivacyEvent, SpendReport, Task
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.methods.core.privacy_checks import training_loops
 from promptfed.shared.methods.core.protection import Protection
@@ -44,13 +46,20 @@ class Plan:
     epsilon: float
     in_all: float
     most: float
+    unit: str = "record"
+
+    def enrolled(self) -> EnrolledProtection:
+        """As the coordinator is told."""
+        return EnrolledProtection(
+            units=self.units, noise_multiplier=self.noise_multiplier, epsilon_planned=self.epsilon, delta=self.delta
+        )
 
     def lines(self) -> list[tuple[str, str]]:
         """As its owner is told."""
         noise = f"z = {self.noise_multiplier:g} times the clip in each of {self.steps} steps at most"
         spent = f"{self.in_all:.3g} of {self.most:g} with what this data set has spent before"
         return [
-            ("privacy", f"differentially private training; one of the {self.units} records is protected, {noise}"),
+            ("privacy", f"differentially private training; one of the {self.units} {self.unit}s is protected, {noise}"),
             ("budget", f"ε = {self.epsilon:.3g} at δ = {self.delta:g} for all rounds; {spent}"),
         ]
 
@@ -65,20 +74,28 @@ class SiteProtection:
     noise: Noise
     coordinator: str
     federation_id: str
+    groups: Sequence[Sequence[int]] | None = None  # of each group the images that stand for it
 
-    def begin(self, task: Task, client: str, units: int) -> Protection:
+    def begin(self, task: Task, client: str, images: int) -> Protection:
         """The protection of one attempt at ``task``, which the ledger can afford.
 
         Raises:
             Failure: data-changed, or privacy-budget-exhausted.
         """
         plan, training = self.plan, TrainingSpec.model_validate(task.config.training)
+        units = images if self.groups is None else len(self.groups)
         if units != plan.units:
-            text = f"{units} records instead of the {plan.units} that were enrolled"
+            text = f"{units} {self.privacy.unit}s instead of the {plan.units} that were enrolled"
             raise Failure("data-changed", f"{text}: enrol anew with another --state-dir and --name")
         stream = self.noise.stream(task.round, task.phase, client)
         protection = Protection(
-            float(self.privacy.clip or 0), plan.noise_multiplier, units, training.batch_size, training.epochs, stream
+            float(self.privacy.clip or 0),
+            plan.noise_multiplier,
+            units,
+            training.batch_size,
+            training.epochs,
+            stream,
+            self.groups,
         )
         try:
             self.ledger.expect([protection.event], plan.most)
@@ -119,6 +136,33 @@ class SiteProtection:
             raise Failure("privacy-budget-exhausted", str(error)) from None
 
 
+def groups_of(privacy: PrivacySpec, train: Split) -> tuple[tuple[int, ...], ...] | None:
+    """Of each group the images that stand for it, its first ``per_group`` in order of digest; None where units are
+    records. Groups are in order of name.
+
+    Raises:
+        ClientError: LEDGER where the data name no groups.
+    """
+    if privacy.unit != "group":
+        return None
+    if train.groups is None:
+        text = "the federation protects groups, such as patients, and the data name none"
+        raise ClientError(Exit.LEDGER, f"{text}: add group=COLUMN to a csv: URI, or group=REGEX to a folder: one")
+    members: dict[str, list[int]] = {}
+    for row, group in enumerate(train.groups):
+        members.setdefault(group, []).append(row)
+    return tuple(
+        tuple(sorted(rows, key=lambda row: (train.digest(row), row))[: privacy.per_group])
+        for _, rows in sorted(members.items())
+    )
+
+
+def units_of(info: EnrolmentInfo, train: Split) -> int | None:
+    """How many groups there are to protect; None where units are records, or the data name no groups."""
+    grouped = info.privacy is not None and info.privacy.unit == "group" and train.groups is not None
+    return len(set(train.groups or ())) if grouped else None
+
+
 def reported(update: bytes) -> SpendReport | None:
     """What an update says of its cost."""
     _, metadata = decode(update)
@@ -145,6 +189,7 @@ def plan(
     assert privacy is not None
     training = TrainingSpec.model_validate(info.training)
     try:
+        _check_unit(ledger, privacy)
         wanted = ledger.delta() or delta or privacy.delta or default_delta(max(1, units))
         check_delta(wanted, units)
         _check_allowed(privacy, wanted)
@@ -164,7 +209,16 @@ def plan(
         in_all = epsilon_of([*others, event], wanted) if others else alone
     except PrivacyError as error:
         raise ClientError(Exit.LEDGER, f"this federation cannot be protected here: {error}") from None
-    return Plan(units, z, wanted, shape.count, shape.q, alone, in_all, most)
+    return Plan(units, z, wanted, shape.count, shape.q, alone, in_all, most, privacy.unit)
+
+
+def _check_unit(ledger: Ledger, privacy: PrivacySpec) -> None:
+    kept = ledger.kept_unit()
+    if kept is not None and kept != privacy.unit:
+        text = f"the ledger of {ledger.dataset!r} is of {kept}s, and the federation protects {privacy.unit}s"
+        raise PrivacyError(
+            f"{text}: their budgets are not added up, take a --dataset of its own, or another federation"
+        )
 
 
 def expect_room(plan: Plan, dataset: str, partial: bool = False) -> None:

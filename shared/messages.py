@@ -76,6 +76,15 @@ class Domain(Message):
         return text
 
 
+class EnrolledProtection(Message):
+    """What a client's training will be protected by: its ``units``, records or groups, and what it has planned."""
+
+    units: Annotated[int, Field(ge=1, le=1 << 40)]
+    noise_multiplier: Annotated[float, Field(gt=0, le=1000)]
+    epsilon_planned: Annotated[float, Field(ge=0)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+
+
 class EnrolRequest(Message):
     """``POST /v1/federations/{id}/clients``. ``secret`` (256 bits, hex) is the client's bearer token from then on."""
 
@@ -93,6 +102,11 @@ class EnrolRequest(Message):
     identity_proof: Annotated[Signature, Field(description="its signature, purpose identity, of name and secret")] = (
         None
     )
+
+    protection: Annotated[
+        EnrolledProtection | None,
+        Field(exclude_if=lambda given: given is None, description="at privacy.level sample"),
+    ] = None
 
     @field_validator("class_names")
     @classmethod

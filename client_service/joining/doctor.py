@@ -41,7 +41,7 @@ from promptfed.client_service.joining.enrolment import (
 )
 from promptfed.client_service.joining.flow import own_ledger
 from promptfed.client_service.policy import RULES, Policy, facts_of, read_policy, refusals
-from promptfed.client_service.protection import expect_room, plan
+from promptfed.client_service.protection import expect_room, groups_of, plan, units_of
 from promptfed.client_service.settings import Settings, make_settings, read_token
 from promptfed.client_service.training.data import domain_of, open_data
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
@@ -209,21 +209,23 @@ class Examination:
         policy = read[0] if read is not None else None
         images = len(source.train if settings.role == "trainer" else source.test)
         if policy is not None:
-            offended = {
-                one.kind: one.text
-                for one in refusals(policy, facts_of(info, settings.coordinator, settings.role, images))
-            }
+            units = units_of(info, source.train)
+            asked = facts_of(info, settings.coordinator, settings.role, images, units)
+            offended = {one.kind: one.text for one in refusals(policy, asked)}
             for name in RULES:
                 text = offended.get(f"policy-{name}")
                 self.checks.append(Check(f"policy {name}", "fail" if text else "pass", text or "allowed"))
         if info.privacy is not None and info.privacy.protects_records and settings.role == "trainer":
-            self._try("privacy", lambda: self._budget(info, images, policy))
+            self._try("privacy", lambda: self._budget(info, source, policy))
 
-    def _budget(self, info: EnrolmentInfo, images: int, policy: Policy | None) -> None:
+    def _budget(self, info: EnrolmentInfo, source: Source, policy: Policy | None) -> None:
+        assert info.privacy is not None
+        groups = groups_of(info.privacy, source.train)
+        units = len(source.train) if groups is None else len(groups)
         ledger, rules = own_ledger(self.settings, policy), policy.privacy if policy is not None else None
         most = rules.max_epsilon if rules is not None else self.settings.max_epsilon
         new = ledger.delta() is None
-        planned = plan(info, federation_method(info), images, ledger, None, most, rules.delta if rules else None)
+        planned = plan(info, federation_method(info), units, ledger, None, most, rules.delta if rules else None)
         expect_room(planned, ledger.dataset, rules is not None and rules.partial)
         spent = 0.0 if new else ledger.epsilon()
         noise = f"noise of {planned.noise_multiplier:g} times the clip a step"

@@ -32,7 +32,7 @@ from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.policy import Policy, enforce, facts_of, read_policy
 from promptfed.client_service.private_state import Identity, PrivateState
-from promptfed.client_service.protection import SiteProtection, expect_room, keep, plan
+from promptfed.client_service.protection import SiteProtection, expect_room, groups_of, keep, plan, units_of
 from promptfed.client_service.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
@@ -123,7 +123,7 @@ class Joining:
         method = federation_method(info)
         policy = self._policy()
         images = len(source.train if settings.role == "trainer" else source.test)
-        asked = facts_of(info, settings.coordinator, settings.role, images)
+        asked = facts_of(info, settings.coordinator, settings.role, images, units_of(info, source.train))
         enforce(policy, asked)
         take_own_options(method, settings)
         check_declaration(method, info, settings.role, source)
@@ -142,6 +142,8 @@ class Joining:
         signing = identity_of(self.state) if info.secure_aggregation is not None else None
         declared = replace(declared, device=describe_device(backbone.device))
         request = enrol_request(declared, identity.secret, backbone, signing)
+        if protection is not None:
+            request = request.model_copy(update={"protection": protection.plan.enrolled()})
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
@@ -300,12 +302,15 @@ class Joining:
             return None
         ledger = ledger or own_ledger(settings, policy)
         rules = policy.privacy if policy is not None else None
-        units, most = len(source.train), rules.max_epsilon if rules is not None else settings.max_epsilon
+        groups = await self.compute.run(partial(groups_of, info.privacy, source.train))
+        units = len(source.train) if groups is None else len(groups)
+        most = rules.max_epsilon if rules is not None else settings.max_epsilon
         delta = rules.delta if rules is not None else None
         planned = await self.compute.run(lambda: plan(info, method, units, ledger, self.state, most, delta))
         expect_room(planned, ledger.dataset, rules is not None and rules.partial)
         noise = self.parts.noise or SecretNoise()
-        return SiteProtection(info.privacy, planned, ledger, noise, settings.coordinator, info.federation_id)
+        ledger.unit = info.privacy.unit
+        return SiteProtection(info.privacy, planned, ledger, noise, settings.coordinator, info.federation_id, groups)
 
     def _open_ledger(self, protection: SiteProtection) -> None:
         """Begin the ledger, now that its owner has agreed, and keep what was planned."""

@@ -59,6 +59,8 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
             problems.OtherBackbone,
             problems.ProtocolVersion,
             enrolment.IdentityMissing,
+            problems.PrivacyMissing,
+            problems.PrivacyMismatch,
             enrolment.BadProof,
             enrolment.KeyTaken,
             problems.LateJoin,

@@ -20,7 +20,10 @@ from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
 
 @dataclass(frozen=True)
 class Client:
-    """An enrolled client; ``secret_digest`` is None after a reset. ``identity_key``: with which it signs, in hex."""
+    """An enrolled client; ``secret_digest`` is None after a reset. ``identity_key``: with which it signs, in hex.
+
+    ``units``: what is protected at level sample, its records or groups, as it was enrolled; None: it did not say.
+    """
 
     id: str
     name: str
@@ -30,6 +33,7 @@ class Client:
     class_names: tuple[str, ...]
     domain: Domain | None
     identity_key: str | None = None
+    units: int | None = None
 
     def info(self) -> ClientInfo:
         """The client as a method sees it: one object, however often it is asked for."""

@@ -135,6 +135,7 @@ def client_of(row: ClientRow) -> Client:
         class_names=tuple(row.class_names),
         domain=Domain.model_validate(row.domain) if row.domain else None,
         identity_key=row.identity_key,
+        units=row.protection["units"] if row.protection else None,
     )
 
 

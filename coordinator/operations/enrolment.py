@@ -180,6 +180,7 @@ def _check(federation: Federation, request: EnrolRequest, newcomer: bool) -> Non
     if needs.domain_descriptions and request.role == "trainer" and request.domain is None:
         raise problems.DomainMissing(f"{federation.method.name} needs each trainer's domain with its description")
     _check_identity(federation, request)
+    _check_protection(federation, request)
     _check_class_names(federation, request)
 
 
@@ -196,6 +197,22 @@ def _check_identity(federation: Federation, request: EnrolRequest) -> None:
     others = (client for client in federation.clients.values() if client.name != request.name)
     if any(client.identity_key == request.identity_key for client in others):
         raise KeyTaken("another client of this federation has this identity key: every client makes its own")
+
+
+def _check_protection(federation: Federation, request: EnrolRequest) -> None:
+    """What a trainer protects must be what the federation asks for: groups it has to count, records are its images."""
+    privacy, given = federation.spec.privacy, request.protection
+    if not privacy.protects_records or request.role != "trainer":
+        return
+    if given is None and privacy.unit == "group":
+        raise problems.PrivacyMissing(
+            f"{federation.name} protects groups, and this client does not say how many it has"
+        )
+    if given is not None and privacy.unit == "record" and given.units != request.num_samples:
+        text = f"{given.units} protected records and {request.num_samples} training images"
+        raise problems.PrivacyMismatch(f"{text}: {federation.name} protects every image")
+    if given is not None and given.units > request.num_samples:
+        raise problems.PrivacyMismatch(f"{given.units} groups of {request.num_samples} images: some would be empty")
 
 
 def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
@@ -255,6 +272,7 @@ def _client(request: EnrolRequest, id: str) -> Client:
         class_names=tuple(request.class_names),
         domain=request.domain,
         identity_key=request.identity_key,
+        units=request.protection.units if request.protection is not None else None,
     )
 
 
@@ -271,6 +289,7 @@ def _store(change: Change, client: Client, request: EnrolRequest, token_id: str)
         "token_id": token_id,
         "last_seen": clock.now(),
         "identity_key": client.identity_key,
+        "protection": request.protection.model_dump() if request.protection is not None else None,
     }
     if client.name in change.federation.clients:
         row = change.client_row(client.name)

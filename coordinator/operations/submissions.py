@@ -289,11 +289,11 @@ def _spent(federation: Federation, client: Client, about: UpdateMetadata) -> dic
         raise problems.PrivacyMissing(f"{text}: install a version of promptfed that protects")
     training, given = federation.spec.training, [event.model_dump() for event in spent.events]
     z = privacy.noise_multiplier or given[0]["z"]
-    wanted = training_event(client.num_samples, training.batch_size, training.epochs, z).as_json()
+    units = client.num_samples if client.units is None else client.units
+    wanted = training_event(units, training.batch_size, training.epochs, z).as_json()
     if given != [wanted]:
-        raise problems.PrivacyMismatch(
-            f"the update was trained with {given}; {client.num_samples} samples give {wanted}"
-        )
+        what = "samples" if privacy.unit == "record" else "groups"
+        raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {what} give {wanted}")
     seeded = float(spent.noise == "seeded")
     return {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
 

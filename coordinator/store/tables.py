@@ -155,6 +155,7 @@ class ClientRow(Base):
     token_id: Mapped[str | None]
     last_refusal: Mapped[dict[str, Any] | None]
     identity_key: Mapped[str | None]
+    protection: Mapped[dict[str, Any] | None]
 
 
 class PhaseRow(Base):

@@ -58,6 +58,7 @@ class CorruptedSplit(Split):
 
     def __init__(self, whole: Split, kind: str, strength: int) -> None:
         self.labels = whole.labels
+        self.groups = whole.groups
         self._whole = whole
         self._kind = kind
         self._strength = strength

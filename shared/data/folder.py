@@ -7,16 +7,17 @@ data whole, whatever splits it has.
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from promptfed.shared.data.image_files import FileImages, read_image
 from promptfed.shared.data.options import Options, kept_names, with_classes
-from promptfed.shared.data.partition import train_test
+from promptfed.shared.data.partition import train_test, whole_groups
 from promptfed.shared.data.source import DataError, Domain, Source, Split, in_words
 
 TEMPLATE = "a photo of a {}."
@@ -32,6 +33,7 @@ class _Item:
     path: Path
     label: str
     split: str | None
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class _Listing:
 
 def open_folder(body: str, options: Options) -> Source:
     """Class folders, or ``domain=``'s folder of class folders; each either plain or inside ``train`` and ``test``."""
-    options.check_names(("domain",))
+    options.check_names(("domain", "group"))
     root = _existing(body, options)
     domain = options.text("domain")
     if domain is not None:
@@ -55,7 +57,28 @@ def open_folder(body: str, options: Options) -> Source:
             folders = ", ".join(_subfolders(root)) or "none"
             raise DataError(f"{options.uri}: {root} has no domain folder {domain}; it has {folders}.")
         root = root / domain
-    return _source(_listing(root, domain, options), options)
+    listing = _listing(root, domain, options)
+    return _source(replace(listing, items=_grouped(listing.items, options)), options)
+
+
+def _grouped(items: list[_Item], options: Options) -> list[_Item]:
+    """The items with the first capture of ``group=``, a regular expression, in each file's name."""
+    given = options.text("group")
+    if given is None:
+        return items
+    try:
+        pattern = re.compile(given)
+    except re.error as error:
+        raise DataError(f"{options.uri}: group={given} is no regular expression ({error}).") from None
+    if pattern.groups < 1:
+        raise DataError(f"{options.uri}: group={given} captures nothing; put the part that names the group in (...).")
+    found = []
+    for item in items:
+        match = pattern.search(item.path.name)
+        if match is None or not match.group(1):
+            raise DataError(f"{item.path}: its name has no group ({given}).")
+        found.append(replace(item, group=match.group(1)))
+    return found
 
 
 def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
@@ -113,16 +136,17 @@ def _is_hidden(path: Path) -> bool:
 
 def open_csv(body: str, options: Options) -> Source:
     """A table with the columns path and label, and optionally split (train or test) and domain."""
-    options.check_names(("domain",))
+    options.check_names(("domain", "group"))
     table = _existing(body, options, folder=False)
-    domain = options.text("domain")
+    domain, group = options.text("domain"), options.text("group")
     with table.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.DictReader(lines)
         columns = reader.fieldnames or []
-        for needed in ("path", "label", *(["domain"] if domain is not None else [])):
+        wanted = [*(["domain"] if domain is not None else []), *([group] if group is not None else [])]
+        for needed in ("path", "label", *wanted):
             if needed not in columns:
                 raise DataError(f"{table} has no column {needed}.")
-        items = [_csv_item(table, number, row) for number, row in enumerate(reader, 2) if _wanted(row, domain)]
+        items = [_csv_item(table, number, row, group) for number, row in enumerate(reader, 2) if _wanted(row, domain)]
     if not items:
         raise DataError(f"{table} has no image" + (f" of the domain {domain}." if domain is not None else "."))
     given = {item.split for item in items}
@@ -139,13 +163,15 @@ def _wanted(row: dict[str, str], domain: str | None) -> bool:
     return domain is None or row["domain"] == domain
 
 
-def _csv_item(table: Path, number: int, row: dict[str, str]) -> _Item:
+def _csv_item(table: Path, number: int, row: dict[str, str], group: str | None) -> _Item:
     if not row["path"] or not row["label"]:
         raise DataError(f"{table}, line {number}: path and label must not be empty.")
     split = row.get("split") or None
     if split not in (None, *_SPLITS):
         raise DataError(f"{table}, line {number}: the split is {split}, not train or test.")
-    return _Item(table.parent / row["path"], row["label"], split)
+    if group is not None and not row[group]:
+        raise DataError(f"{table}, line {number}: the group ({group}) must not be empty.")
+    return _Item(table.parent / row["path"], row["label"], split, row[group] if group is not None else None)
 
 
 def _source(listing: _Listing, options: Options) -> Source:
@@ -160,18 +186,31 @@ def _source(listing: _Listing, options: Options) -> Source:
         raise DataError(" ".join(problems))
     # Labels among all names, left out or not: the seeded split of a class is then the same in any company.
     labels = torch.tensor([names.index(item.label) for item in items])
-    whole = Split(labels, FileImages([item.path for item in items]))
+    groups = [item.group for item in items if item.group is not None] or None
+    whole = Split(labels, FileImages([item.path for item in items]), groups)
     if options.names_only:
         train = test = torch.arange(len(items))
     elif options.is_whole_test:
         train, test = torch.zeros(0, dtype=torch.int64), torch.arange(len(items))
+    elif items[0].split is None and groups is not None:
+        train, test = whole_groups(groups, labels, options.split_seed, options.uri)
     elif items[0].split is None:
         train, test = train_test(labels, options.split_seed)
     else:
         is_train = torch.tensor([item.split == "train" for item in items])
         train, test = is_train.nonzero()[:, 0], (~is_train).nonzero()[:, 0]
+    _check_apart(whole, train, test, options)
     source = Source(options.uri, names, listing.domain, TEMPLATE, whole.select(train), whole.select(test))
     return source if len(wanted) == len(names) else with_classes(source, [names.index(name) for name in wanted])
+
+
+def _check_apart(whole: Split, train: torch.Tensor, test: torch.Tensor, options: Options) -> None:
+    """One group's images are all trained on, or all tested on: each part has a budget of its own."""
+    if whole.groups is None or options.names_only or options.is_whole_test:
+        return
+    both = sorted({whole.groups[row] for row in train.tolist()} & {whole.groups[row] for row in test.tolist()})
+    if both:
+        raise DataError(f"{options.uri}: the group {both[0]} has images in train and in test; give it to one of them.")
 
 
 def _usable(listing: _Listing, options: Options) -> Counter[str]:

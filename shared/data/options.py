@@ -242,7 +242,11 @@ def _hold_out(source: Source, options: Options) -> Source:
         raise DataError(f"{options.uri}: validation={share:g} is not between 0 and 1.")
     if not len(source.train):
         raise DataError(f"{options.uri}: validation={share:g} holds out training images, and there are none.")
-    train, held_out = partition.train_test(source.train.labels, options.split_seed, share)
+    if source.train.groups is not None:
+        both = source.train.groups, source.train.labels
+        train, held_out = partition.whole_groups(*both, options.split_seed, options.uri, share)
+    else:
+        train, held_out = partition.train_test(source.train.labels, options.split_seed, share)
     return replace(source, train=source.train.select(train), test=source.train.select(held_out))
 
 

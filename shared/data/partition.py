@@ -134,6 +134,31 @@ def train_test(labels: Tensor, seed: int, test_share: float = 0.2) -> tuple[Tens
     return torch.from_numpy(np.sort(np.concatenate(train))), torch.from_numpy(np.sort(np.concatenate(test)))
 
 
+def whole_groups(
+    groups: Sequence[str], labels: Tensor, seed: int, uri: str, test_share: float = 0.2
+) -> tuple[Tensor, Tensor]:
+    """Rows of train and test where no group is in both: a seeded share of the groups, at least one on each side.
+
+    Raises:
+        DataError: there is one group alone, or all images of a class are in groups that are tested on.
+    """
+    names = sorted(set(groups))
+    if len(names) < 2:
+        raise DataError(f"{uri}: one group cannot be both for training and for testing; give two or more, or splits.")
+    order = _rng(seed, "groups").permutation(len(names))
+    cut = min(max(1, round(len(names) * test_share)), len(names) - 1)
+    tested = {names[k] for k in order[:cut]}
+    is_test = torch.tensor([group in tested for group in groups])
+    train = (~is_test).nonzero()[:, 0]
+    lacking = sorted(set(labels.tolist()) - set(labels[train].tolist()))
+    if lacking:
+        raise DataError(
+            f"{uri}: all images of {len(lacking)} of the classes are of groups that are tested on; give splits, or "
+            "another split_seed."
+        )
+    return train, is_test.nonzero()[:, 0]
+
+
 def _check_clients(clients: int) -> None:
     if clients < 1:
         raise DataError(f"clients={clients} is not at least 1.")

@@ -11,7 +11,7 @@ from PIL import Image
 
 from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role
 from promptfed.shared.data.registry import AT_OPENING, BY_ROLE, OF_FILES, check_filled, cut, open_whole, parse_uri
-from promptfed.shared.data.source import Source, Split
+from promptfed.shared.data.source import Source, Split, groups_at
 
 
 class SharedSplit(Split):
@@ -21,6 +21,7 @@ class SharedSplit(Split):
         self.labels = labels
         self._whole = whole
         self._rows = rows
+        self.groups = groups_at(whole.groups, rows)
 
     def image(self, index: int) -> Image.Image:
         """One image, RGB."""

@@ -62,12 +62,18 @@ class Withheld(Protocol):
 
 
 class Split:
-    """Labelled images. ``labels`` (N,) int64 are indices in the source's ``class_names``."""
+    """Labelled images. ``labels`` (N,) int64 are indices in the source's ``class_names``.
 
-    def __init__(self, labels: torch.Tensor, images: Images) -> None:
-        if len(labels) != len(images):
-            raise ValueError(f"{len(labels)} labels for {len(images)} images")
+    ``groups``: of each image the group that it belongs to, such as its patient; None where the data say none.
+    """
+
+    groups: tuple[str, ...] | None = None
+
+    def __init__(self, labels: torch.Tensor, images: Images, groups: Sequence[str] | None = None) -> None:
+        if len(labels) != len(images) or (groups is not None and len(groups) != len(labels)):
+            raise ValueError(f"{len(labels)} labels for {len(images)} images, or groups for others")
         self.labels = labels.long()
+        self.groups = None if groups is None else tuple(groups)
         self._images = images
         self._digests: dict[int, str] = {}
 
@@ -92,16 +98,24 @@ class Split:
 
     def select(self, rows: torch.Tensor) -> Split:
         """The images at ``rows`` (M,), in that order."""
-        return Split(self.labels[rows], self._images.take(rows))
+        return Split(self.labels[rows], self._images.take(rows), groups_at(self.groups, rows))
+
+
+def groups_at(groups: Sequence[str] | None, rows: torch.Tensor) -> tuple[str, ...] | None:
+    """The groups of the images at ``rows`` (M,)."""
+    return None if groups is None else tuple(groups[int(row)] for row in rows)
 
 
 class JoinedSplit(Split):
-    """Rows of several splits, which keep their images and digests."""
+    """Rows of several splits, which keep their images, digests and groups."""
 
     def __init__(self, parts: Sequence[Split], labels: torch.Tensor, places: torch.Tensor) -> None:
         self.labels = labels
         self._parts = parts
         self._places = places  # (N, 2): which part, which of its rows
+        known = [part.groups for part in parts]
+        if parts and all(groups is not None for groups in known):
+            self.groups = tuple((known[int(part)] or ())[int(row)] for part, row in places)
 
     def image(self, index: int) -> Image.Image:
         """One image, RGB."""

@@ -33,7 +33,6 @@ def check_privacy(method: Method, spec: FederationSpec) -> None:
 
 def _check_built(given: PrivacySpec) -> None:
     later = {
-        "unit: group": given.unit == "group",
         "noise: distributed": given.noise == "distributed",
         "evaluation: noisy": given.evaluation == "noisy",
         "adaptive_clip at level sample": given.adaptive_clip is not None,

@@ -25,7 +25,8 @@ WITHIN = 1 - 1e-6  # of the clip: what rounding to float32 may add to a norm
 class PrivateGradients:
     """The gradients of one training loop over ``parameters``, step by step.
 
-    Without an ``objective``, ``loss(indices (1,))`` is asked for one unit at a time, as many passes as units.
+    Without an ``objective``, ``loss(indices)`` is asked for one unit at a time, as many passes as units. Where units
+    are groups, a unit's loss is the mean over the images that stand for it.
     """
 
     def __init__(
@@ -34,10 +35,10 @@ class PrivateGradients:
         parameters: Sequence[Tensor],
         loss: Callable[[Tensor], Tensor],
         objective: Objective | None,
-        units: int,
+        images: int,
         classes: int,
     ):
-        self.event = protection.begin(units)
+        self.event = protection.begin(images)
         self._protection, self._parameters = protection, parameters
         self._loss, self._objective = loss, objective
         self._size = sum(parameter.numel() for parameter in parameters)
@@ -48,8 +49,8 @@ class PrivateGradients:
         given, q = self._protection, self.event.q
         chosen = torch.from_numpy(given.stream.poisson_sample(given.units, q))
         total = torch.zeros(self._size, dtype=torch.float64)
-        for rows in self._chunks(chosen):
-            total += clipped(self._gradients(rows), given.clip).sum(dim=0)
+        for units in self._chunks(chosen):
+            total += clipped(self._of_units(units), given.clip).sum(dim=0)
         noise = torch.from_numpy(given.stream.normals(self._size)) * (given.noise_multiplier * given.clip)
         self._leave((total + noise) / (q * given.units))
 
@@ -57,8 +58,21 @@ class PrivateGradients:
         if len(chosen):
             yield from torch.split(chosen, self._most if self._objective is not None else 1)
 
+    def _of_units(self, units: Tensor) -> Tensor:
+        """``(b, d)`` float64 on the CPU: each unit's gradient of the mean loss of its images."""
+        if self._protection.rows is None:
+            return self._gradients(units)
+        if self._objective is None:
+            return torch.cat([self._gradients(torch.tensor(self._protection.images_of(int(u)))) for u in units])
+        found = torch.zeros(len(units), self._size, dtype=torch.float64)
+        for place, unit in enumerate(units.tolist()):
+            rows = torch.tensor(self._protection.images_of(unit))
+            for part in torch.split(rows, self._most):
+                found[place] += self._gradients(part).sum(dim=0) / len(rows)
+        return found
+
     def _gradients(self, rows: Tensor) -> Tensor:
-        """``(b, d)`` float64 on the CPU: each unit's gradient of its own loss."""
+        """``(b, d)`` float64 on the CPU: each image's gradient of its own loss; without an objective all rows' one."""
         count = len(rows)
         if self._objective is None:
             given = torch.autograd.grad(self._loss(rows), self._parameters, allow_unused=True)

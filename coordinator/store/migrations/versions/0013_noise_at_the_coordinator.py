@@ -16,6 +16,7 @@ WHOLE = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 def upgrade() -> None:
     """To this version. Federations that there are protect no whole clients."""
+    op.add_column("clients", sa.Column("protection", sa.JSON(none_as_null=True), nullable=True))
     op.add_column("federations", sa.Column("sampling_key", TEXT, nullable=True))
     op.add_column("federations", sa.Column("budget_rounds", WHOLE, nullable=True))
     op.add_column("phases", sa.Column("expected", sa.Float(), nullable=True))
@@ -28,3 +29,4 @@ def downgrade() -> None:
     op.drop_column("phases", "expected")
     op.drop_column("federations", "budget_rounds")
     op.drop_column("federations", "sampling_key")
+    op.drop_column("clients", "protection")
