@@ -50,6 +50,7 @@ OFFENCES: dict[str, dict[str, Any]] = {
     "images": {"images": 199},
     "expired": {"today": date(2027, 7, 1)},
     "privacy": {"level": "none"},
+    "unit": {"unit": "group"},
 }
 
 
@@ -63,6 +64,16 @@ def test_the_example_is_a_policy_that_allows_what_it_says(tmp_path: Path) -> Non
     policy, digest = read_policy(written(tmp_path, EXAMPLE))
     assert len(digest) == 64
     assert refusals(policy, FACTS) == []
+
+
+def test_a_site_that_asks_for_whole_clients_holds_the_federation_s_epsilon_against_its_own() -> None:
+    policy = Policy.model_validate({"version": 1, "privacy": {"require": "client", "max_epsilon": 4.0}})
+    said = {
+        epsilon: [one.kind for one in refusals(policy, replace(FACTS, level="client", epsilon=epsilon))]
+        for epsilon in (None, 4.0, 4.1)
+    }
+    assert said == {None: ["policy-epsilon"], 4.0: [], 4.1: ["policy-epsilon"]}
+    assert [one.kind for one in refusals(policy, FACTS)] == ["policy-privacy"]
 
 
 @pytest.mark.parametrize("rule", OFFENCES)
@@ -96,7 +107,7 @@ def test_the_other_rules() -> None:
         ({"limit": {}}, "limit: this version does not know it"),
         ({"payload": {"witnesses": 2}}, "payload: this version does not know it, and could not keep it"),
         ({"secure_aggregation": {"peers": []}}, "secure_aggregation.peers: this version does not know it"),
-        ({"privacy": {"unit": "group"}}, "privacy.unit"),
+        ({"privacy": {"unit": "person"}}, "privacy.unit"),
         ({"metrics": {"accuracy": "noisy"}}, "metrics.accuracy"),
         ({"limits": {"rounds": "50"}}, "limits.rounds"),
         ({"limits": {"rounds": 0}}, "limits.rounds"),

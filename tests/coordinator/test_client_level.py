@@ -41,7 +41,7 @@ def created(coordinator: InThread, names: tuple[str, ...] = NAMES, **changes: An
 
 def finish(coordinator: InThread, federation: str, clients: list[FakeClient]) -> dict[str, Any]:
     coordinator.post(f"{federation}/start")
-    wait_for("the end", lambda: all([client.work(0.2) for client in clients]))  # noqa: C419 (all of them work)
+    wait_for("the end", lambda: all([client.work() for client in clients]))  # noqa: C419 (all of them work)
     found: dict[str, Any] = coordinator.get(federation)
     assert found["state"] == "finished"
     return found

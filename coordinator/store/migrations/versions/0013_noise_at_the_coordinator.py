@@ -19,7 +19,7 @@ def upgrade() -> None:
     op.add_column("clients", sa.Column("protection", sa.JSON(none_as_null=True), nullable=True))
     op.add_column("federations", sa.Column("sampling_key", TEXT, nullable=True))
     op.add_column("federations", sa.Column("budget_rounds", WHOLE, nullable=True))
-    op.add_column("phases", sa.Column("expected", sa.Float(), nullable=True))
+    op.add_column("phases", sa.Column("expected", sa.Double(), nullable=True))
     op.add_column("phases", sa.Column("noise_key", TEXT, nullable=True))
 
 
