@@ -42,6 +42,7 @@ limits:
   until: 2027-06-30
 privacy:
   require: sample               # differentially private training, or nothing
+  unit: record                  # or group, such as patients, whom the data then have to name
   max_epsilon: 8.0              # of the training images, over all federations together
   delta: 1.0e-6
   partial: false                # true: begin what does not fit as a whole, and end where the budget does
@@ -81,7 +82,7 @@ class Privacy(Part):
     """What training has to be protected by, and the budget."""
 
     require: Literal["none", "sample", "client"] = "none"
-    unit: Literal["record", "group"] = "record"
+    unit: Literal["record", "group"] | None = None
     max_epsilon: Annotated[float, Field(gt=0, le=1000)] = 8.0
     delta: Annotated[float | None, Field(ge=LEAST_DELTA, lt=1)] = None
     partial: bool = False
@@ -208,7 +209,7 @@ def _privacy(policy: Policy, facts: Facts) -> str | None:
 
 
 def _unit(policy: Policy, facts: Facts) -> str | None:
-    if facts.role != "trainer" or facts.level != "sample" or facts.unit == policy.privacy.unit:
+    if facts.role != "trainer" or facts.level != "sample" or facts.unit == (policy.privacy.unit or facts.unit):
         return None
     return f"privacy.unit is {policy.privacy.unit}, and the federation protects each {facts.unit}"
 
