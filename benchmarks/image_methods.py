@@ -33,30 +33,39 @@ from promptfed.shared.files import write_whole
 
 SWEEP_SEED, SHARE = 10, 0.25
 LEFT_OUT, PERSONAL = "leave-one-domain-out", "personalisation"
-ROUNDS = 10
+ROUNDS = 5
 SPEC: dict[str, Any] = {
     "rounds": ROUNDS,
-    "training": {"epochs": 1, "batch_size": 16, "schedule": "cosine"},
+    "training": {"epochs": 1, "batch_size": 8, "schedule": "cosine"},
     "evaluation": {"every": ROUNDS},
 }
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row: its name, its entry without a rate, and the rates that are tried (none: it trains nothing)."""
+    """A row: its name, its entry without a rate, and the rates that are tried (none: it trains nothing).
+
+    ``like``: no rates of its own are tried, it takes that of another row, which trains the same numbers by the same
+    loss or nearly so.
+    """
 
     label: str
     entry: str
     rates: tuple[float, ...] = ()
+    like: str = ""
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set: three styles for the tables, two others for the rates, and what its backbone is."""
+    """A data set: three styles for the tables, two others for the rates, and what its backbone is.
+
+    ``rates_of``: the data set on which the rates are chosen.
+    """
 
     uri: str
     domains: tuple[str, ...]
     sweep: tuple[str, ...]
+    rates_of: str
     shots: int
     spec: dict[str, Any]
 
@@ -66,6 +75,7 @@ DATA = {
         "symbols:{domain}?topic=signs&per_class=40&test_per_class=15",
         ("sketch", "chalk", "neon"),
         ("quickdraw", "blueprint"),
+        "symbols",
         4,
         SPEC,
     ),
@@ -73,6 +83,7 @@ DATA = {
         "emoji:{domain}?folder=emoji",
         ("contrast", "notomono", "openmono"),
         ("openmoji", "fxemoji+emojione1"),
+        "symbols",
         4,
         SPEC | {"backbone": {"model": "promptfed-emoji", "pretrained": "embedded"}},
     ),
@@ -96,16 +107,16 @@ METHODS = (
     Method("fedavg", "fedavg", TOWERS),
     Method("fedavg, last block", "fedavg:trainable=last_k", TOWERS),
     Method("fedavg, linear head", "fedavg:head=linear", HEADS),
-    Method("fedprox", "fedprox", TOWERS),
-    Method("fedprox, last block", "fedprox:trainable=last_k", TOWERS),
+    Method("fedprox", "fedprox", like="fedavg"),
+    Method("fedprox, last block", "fedprox:trainable=last_k", like="fedavg, last block"),
     Method("tip_adapter", "tip_adapter:rounds=1"),
     Method("fedgda", "fedgda:rounds=1"),
     Method("fedmgp", "fedmgp", (0.01, 0.1)),
     Method("pfedmma", "pfedmma", TEXT),
-    Method("singleset_vpt, own head", f"singleset_vpt:m=8:{OWN_HEAD}", VISUAL),
+    Method("singleset_vpt, own head", f"singleset_vpt:m=8:{OWN_HEAD}", like="fedvpt, own head"),
     Method("fedvpt, own head", f"fedvpt:m=8:{OWN_HEAD}", VISUAL),
     Method("pfedpg", "pfedpg:m=8:training.weight_decay=0.001", VISUAL),
-    Method("singleset_full", "singleset_full", TOWERS),
+    Method("singleset_full", "singleset_full", like="fedavg"),
     Method("fedrep", "fedrep", HEADS),
     Method("fedbabu", "fedbabu", HEADS),
     Method("fedrod", "fedrod", HEADS),
@@ -151,29 +162,39 @@ def setting(data: Data, domains: Sequence[str]) -> Setting:
     return Setting((data.uri,), domains=tuple(domains), shots=data.shots)
 
 
-def choose(data: Data, methods: Sequence[Method], out: Path) -> tuple[list[Entry], list[Swept]]:
-    """Every method's entry at the best of its rates, and how it was chosen, on held-out images of the other styles."""
-    runner = Runner(out / "rates")
-    chosen: dict[str, Entry] = {}
+def choose(name: str, methods: Sequence[Method], out: Path) -> tuple[list[Entry], list[Swept]]:
+    """Every method's entry at the best of its rates, and how it was chosen, on held-out images of the other styles.
+
+    ``out`` is the folder of all data sets: rates may have been chosen on another one (`Data.rates_of`).
+    """
+    rates_of = DATA[name].rates_of
+    data, runner = DATA[rates_of], Runner(out / rates_of / "rates")
+    wanted = {method.like for method in methods}
+    tried = [each for each in METHODS if each.rates and (each in methods or each.label in wanted)]
     found: dict[str, Swept] = {}
-    for rates in dict.fromkeys(method.rates for method in methods):
-        entries = [parse_entry(each.entry, each.label) for each in methods if each.rates == rates]
+    for rates in dict.fromkeys(each.rates for each in tried):
+        entries = [parse_entry(each.entry, each.label) for each in tried if each.rates == rates]
         bench = Bench(KNOWN[PERSONAL], entries, setting(data, data.sweep), (0,), data.spec)
-        if rates:
-            bench, rows = sweep(bench, Grid(rates, (SWEEP_SEED,), SHARE), lambda trial: run_shown(trial, runner))
-            found |= {row.label: row for row in rows}
-        chosen |= {entry.label: entry for entry in bench.entries}
-    return [chosen[each.label] for each in methods], [found[each.label] for each in methods if each.rates]
+        _, rows = sweep(bench, Grid(rates, (SWEEP_SEED,), SHARE), lambda trial: run_shown(trial, runner))
+        found |= {row.label: row for row in rows}
+    chosen = []
+    for each in methods:
+        row = found.get(each.like or each.label)
+        rate = "" if row is None else f":training.learning_rate={row.chosen}"
+        chosen.append(parse_entry(each.entry + rate, each.label))
+    return chosen, [found[each.label] for each in tried]
 
 
-def run(name: str, methods: Sequence[Method], seeds: Sequence[int], out: Path) -> None:
+def run(name: str, methods: Sequence[Method], seeds: Sequence[int], folder: Path) -> None:
     """Choose the rates, run both protocols seed after seed, and write what the page is made of.
+
+    ``folder`` is that of all data sets.
 
     Raises:
         CommandError: a federation that cannot be run; what was finished before stays.
     """
-    data = DATA[name]
-    entries, swept = choose(data, methods, out)
+    data, out = DATA[name], folder / name
+    entries, swept = choose(name, methods, folder)
     benches = {
         protocol: Bench(KNOWN[protocol], entries, setting(data, data.domains), seeds, data.spec)
         for protocol in (LEFT_OUT, PERSONAL)
@@ -183,12 +204,13 @@ def run(name: str, methods: Sequence[Method], seeds: Sequence[int], out: Path) -
             run_shown(replace(bench, seeds=(seed,)), Runner(out / protocol))
     for protocol, bench in benches.items():
         finish(bench, Runner(out / protocol))
-    gather(name, swept, out)
+    gather(name, entries, swept, out)
 
 
-def gather(name: str, swept: Sequence[Swept], out: Path) -> None:
+def gather(name: str, entries: Sequence[Entry], swept: Sequence[Swept], out: Path) -> None:
     """``summary.json``: both tables, the rates and the answers to the questions, without single runs."""
     record: dict[str, Any] = {"data": name, "spec": DATA[name].spec, "rates": [row.model_dump() for row in swept]}
+    record |= {"rates_of": DATA[name].rates_of, "chosen": {entry.label: written(entry) for entry in entries}}
     for protocol in (LEFT_OUT, PERSONAL):
         results = Results.model_validate_json((out / protocol / "results.json").read_bytes())
         kept = results.model_dump(
@@ -228,16 +250,18 @@ def commands(name: str, methods: Sequence[Method], entries: Sequence[Entry], see
     chosen = [written(entry) for entry in entries]
     held_out = f"--validation {SHARE} --seeds {SWEEP_SEED}"
     tested = f"--seeds {','.join(map(str, seeds))}"
-    lines = [f"# image-{name}.yaml: {yaml.safe_dump(data.spec, default_flow_style=True, width=1000).strip()}"]
-    for protocol, domains, options, folder, texts in (
-        (PERSONAL, data.sweep, held_out, "rates", tried),
+    benches = [
         (LEFT_OUT, data.domains, tested, LEFT_OUT, chosen),
         (PERSONAL, data.domains, tested, PERSONAL, chosen),
-    ):
+    ]
+    if data.rates_of == name:
+        benches.insert(0, (PERSONAL, data.sweep, held_out, "rates", tried))
+    lines = [f"# image-{name}.yaml: {yaml.safe_dump(data.spec, default_flow_style=True, width=1000).strip()}"]
+    for protocol, domains, options, folder, texts in benches:
         where = f"--data '{data.uri}' --domains {','.join(domains)} --shots {data.shots}"
         lines += [
             f"promptfed bench {protocol} {where} \\",
-            f"  --spec image-{name}.yaml {options} --out results/image-{name}/{folder} \\",
+            f"  --spec image-{name}.yaml {options} --out results/image/{name}/{folder} \\",
             f"  --methods '{','.join(texts)}'",
         ]
     return "\n".join(lines)
@@ -271,10 +295,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(methods) < len(wanted):
         command.error(f"--methods: there are {'; '.join(each.label for each in METHODS)}")
     if options.commands:
-        entries, _ = choose(DATA[options.data], methods, options.out / options.data)
+        entries, _ = choose(options.data, methods, options.out)
         print(commands(options.data, methods, entries, options.seeds))
     else:
-        run(options.data, methods, options.seeds, options.out / options.data)
+        run(options.data, methods, options.seeds, options.out)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,15 @@ from promptfed.experiments.setting import Setting
 from promptfed.shared.methods import METHODS as KNOWN_METHODS
 from tests.promptfed.experiments.test_runner import accuracy, run_of
 
-FEW = (METHODS[0], Method("fedavg, last block", "fedavg:trainable=last_k", (0.001, 0.0001)), METHODS[17])
+BY_LABEL = {method.label: method for method in METHODS}
+FEW = tuple(BY_LABEL[label] for label in ("promptfl", "fedavg, last block", "fedprox, last block", "tip_adapter"))
 
 
 def test_the_questions_name_rows_and_every_row_is_a_method() -> None:
     labels = [method.label for method in METHODS]
     assert len(set(labels)) == len(labels)
     assert {name for asked in QUESTIONS.values() for _, a, b in asked for name in (a, b)} <= set(labels)
+    assert {method.like for method in METHODS if method.like} <= {method.label for method in METHODS if method.rates}
     assert all(parse_entry(method.entry).method["name"] in KNOWN_METHODS for method in METHODS)
 
 
@@ -37,9 +39,8 @@ def test_rates_are_chosen_on_other_styles_than_those_of_the_tables() -> None:
 
 def test_the_printed_commands_run_the_very_federations(tmp_path: Path) -> None:
     data = DATA["symbols"]
-    entries = [parse_entry(f"{FEW[0].entry}:training.learning_rate=0.05", FEW[0].label)]
-    entries += [parse_entry(f"{FEW[1].entry}:training.learning_rate=0.0001", FEW[1].label)]
-    entries += [parse_entry(FEW[2].entry, FEW[2].label)]
+    rates = (":training.learning_rate=0.05", ":training.learning_rate=0.0001", ":training.learning_rate=0.0001", "")
+    entries = [parse_entry(method.entry + rate, method.label) for method, rate in zip(FEW, rates, strict=True)]
     spec, *lines = commands("symbols", FEW, entries, (0, 1)).replace("\\\n", "").splitlines()
     name, _, text = spec.removeprefix("# ").partition(": ")
     (tmp_path / name).write_text(text)
@@ -61,7 +62,7 @@ def test_each_set_of_rates_is_a_sweep_of_its_own(tmp_path: Path, monkeypatch: py
     asked: list[tuple[tuple[str, ...], tuple[int, ...], float | None]] = []
 
     def shown(bench: Bench, runner: Any) -> list[Run]:
-        assert runner.out == tmp_path / "rates"
+        assert runner.out == tmp_path / "symbols" / "rates"
         asked.append((bench.setting.domains, tuple(bench.seeds), bench.setting.validation))
         return [
             run_of(accuracy("test", 1 - entry.changes["training"]["learning_rate"], 0.1), label=entry.label, seed=10)
@@ -69,11 +70,11 @@ def test_each_set_of_rates_is_a_sweep_of_its_own(tmp_path: Path, monkeypatch: py
         ]
 
     monkeypatch.setattr(image_methods, "run_shown", shown)
-    entries, rows = choose(DATA["symbols"], FEW, tmp_path)
-    assert asked == [(DATA["symbols"].sweep, (10,), 0.25)] * 2
+    entries, rows = choose("emoji", FEW, tmp_path)
+    assert asked == [(DATA["symbols"].sweep, (10,), 0.25)] * 2, "emoji takes the rates that symbols chose"
     assert [entry.label for entry in entries] == [method.label for method in FEW]
     rates = [entry.changes.get("training", {}).get("learning_rate") for entry in entries]
-    assert rates == [0.01, 0.0001, None], "the lowest is the best here; what trains nothing has none"
+    assert rates == [0.01, 0.0001, 0.0001, None], "the lowest is the best here; what trains nothing has none"
     assert [row.label for row in rows] == [method.label for method in FEW[:2]]
 
 
@@ -86,6 +87,7 @@ def test_a_run_leaves_both_tables_the_rates_and_the_answers(tmp_path: Path, monk
             "symbols:{domain}?topic=signs&per_class=8&test_per_class=4",
             ("sketch", "neon"),
             ("quickdraw",),
+            "symbols",
             2,
             {"rounds": 1, "training": {"epochs": 1, "batch_size": 32}, "evaluation": {"every": 1}},
         ),
