@@ -67,6 +67,8 @@ def start(settings: Settings) -> int:
         return check(settings)
     if settings.withdraw:
         return call_back(settings)
+    if settings.fingerprint:
+        return tell_fingerprint(settings)
     from promptfed.client_service.worker import run
 
     return run(settings)
@@ -96,6 +98,19 @@ def call_back(settings: Settings) -> int:
     except ClientError as error:
         logging.getLogger("promptfed.client").error("%s", error)
         return error.exit
+
+
+def tell_fingerprint(settings: Settings) -> int:
+    """Print by what other owners know this client's signatures; the key is made where there is none yet."""
+    from promptfed.client_service.exits import ClientError
+    from promptfed.client_service.peers import own_fingerprint
+
+    try:
+        print(own_fingerprint(settings.state_dir))
+    except ClientError as error:
+        logging.getLogger("promptfed.client").error("%s", error)
+        return error.exit
+    return Exit.OK
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

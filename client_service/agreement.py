@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import EnrolmentInfo, Message, Protected, Role, Secure, Task, TaskConfig
+from promptfed.shared.messages import EnrolmentInfo, Message, Protected, Role, Secure, Task, TaskConfig, Told
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.plain_text import plain
@@ -60,6 +60,7 @@ class Terms(Message):
     evaluate_every: int
     privacy: Protected = None
     secure_aggregation: Secure = None
+    evaluation: Told = None
     sends: dict[str, list[str]]
     metrics: list[str]
     accuracies: list[str]
@@ -124,6 +125,7 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         evaluate_every=info.evaluate_every,
         privacy=info.privacy,
         secure_aggregation=info.secure_aggregation,
+        evaluation=info.evaluation,
         sends=sends,
         metrics=_metrics(method, info) if role == "trainer" else [],
         accuracies=["test", *sorted(tests)],
@@ -132,7 +134,9 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
 
 
 def _metrics(method: Method, info: EnrolmentInfo) -> list[str]:
-    """Patterns of the numbers that leave; under protection those that depend on no data."""
+    """Patterns of the numbers that leave; under protection those that depend on no data, with secure sums none."""
+    if info.secure_aggregation is not None:
+        return []
     protected = info.privacy is not None and info.privacy.protects_records
     return sorted(PROTECTED) if protected else sorted({*method.metrics, *MEASURED})
 

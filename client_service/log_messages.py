@@ -16,6 +16,7 @@ def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
         "again": _again,
         "sent_again": _sent_again,
         "other_payload": _other_payload,
+        "met": _met,
         "ended": _ended,
     }.get(event)
     return made(facts) if made is not None else None
@@ -46,6 +47,11 @@ def _evaluated(facts: Mapping[str, Any]) -> str:
 def _other_payload(facts: Mapping[str, Any]) -> str:
     common = f"others got {facts['common']}" if facts["common"] else "it does not say that all got the same"
     return f"{_round(facts)} {facts['phase']}: the coordinator gave this client {facts['payload']}; {common}"
+
+
+def _met(facts: Mapping[str, Any]) -> str:
+    others = f"{facts['new']} of the {facts['members']} others in the secure sum are new to this client"
+    return f"round {facts['round']}: {others}, {facts['listed']} are peers that its policy lists"
 
 
 def _again(facts: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ class Status:
     evaluated: int = 0
     accuracy: float | None = None
     zero_shot: float | None = None
+    met: Mapping[str, int] | None = None  # of the last secure sum: others in it, new ones, those that a policy lists
     last_refusal: str | None = None
     last_error: str | None = None
 
@@ -84,6 +85,8 @@ class Monitor:
             for prompts in ("accuracy", "zero_shot"):
                 if facts.get(prompts) is not None:
                     self._accuracy.labels("template" if prompts == "zero_shot" else "learned").set(facts[prompts])
+        elif event == "met":
+            status.met = facts
         elif event == "refused":
             status.last_refusal = str(facts.get("detail"))
         elif event == "failed":

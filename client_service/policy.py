@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import EnrolmentInfo, Role
@@ -46,10 +46,20 @@ privacy:
   max_epsilon: 8.0              # of the training images, over all federations together
   delta: 1.0e-6
   partial: false                # true: begin what does not fit as a whole, and end where the budget does
+secure_aggregation:
+  require: true                 # changes leave only inside a sum that nobody sees into
+  minimum: 3                    # clients of a sum, at least
+  max_own_share: 0.5            # of a sum's weight, this site's own part
+  sparse: false                 # true: this site may share masks with some of the others only
+  # peers: ["ed25519:..."]      # fingerprints that were compared over another channel (promptfed client --fingerprint)
+  # verified: 2                 # how many of a sum's other members have to be of these
 metrics:
   accuracy: withheld            # or plain
   training: false               # losses and seconds stay here
 """
+
+
+Fingerprint = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
 
 
 class Part(BaseModel):
@@ -98,13 +108,22 @@ class Metrics(Part):
 class SecureAggregation(Part):
     """Whether updates may leave only inside a sum; of how many clients at least, and how much of it this site's own.
 
-    ``sparse``: whether a graph may do in which this site shares masks with some of the others only.
+    ``peers``: fingerprints that were compared over another channel; ``verified``: how many of a sum's other members
+    have to be of these. ``sparse``: whether a graph may do in which this site shares masks with some of the others.
     """
 
     require: bool = False
     minimum: Annotated[int, Field(ge=3, le=1024)] = 3
     max_own_share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
+    peers: list[Fingerprint] = []
+    verified: Annotated[int, Field(ge=0, le=1023)] = 0
     sparse: bool = False
+
+    @model_validator(mode="after")
+    def _so_many_are_known(self) -> SecureAggregation:
+        if self.verified > len(set(self.peers)):
+            raise ValueError(f"verified is {self.verified}, and peers lists {len(set(self.peers))}")
+        return self
 
 
 class Policy(Part):

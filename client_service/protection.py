@@ -118,16 +118,19 @@ class SiteProtection:
             Failure: privacy-budget-exhausted, or privacy-missing where the update does not say what it cost.
             ClientError: LEDGER.
         """
-        spent = reported(pending.update)
+        return self.pay_for(release, reported(pending.update), pending.round, pending.phase, pending.task_id)
+
+    def pay_for(self, release: str, spent: SpendReport | None, round: int, phase: str, task_id: str | None) -> bool:
+        """Write the spend of what is about to leave under the name ``release``; as `pay`."""
         if spent is None:
             raise Failure("privacy-missing", "the update that waits was not trained under protection")
         events = [Event(**one.model_dump()) for one in spent.events]
         about = {
             "federation_id": self.federation_id,
             "coordinator": self.coordinator,
-            "round": pending.round,
-            "phase": pending.phase,
-            "task_id": pending.task_id,
+            "round": round,
+            "phase": phase,
+            "task_id": task_id,
             "noise": spent.noise,
         }
         try:

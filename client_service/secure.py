@@ -9,10 +9,10 @@ that has revealed joins no other attempt at that phase, after any restart.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ import torch
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.faults import point
+from promptfed.client_service.peers import Met, identity_of, meet
 from promptfed.client_service.private_state import PrivateState, Provenance
 from promptfed.shared.messages import SpendReport, Task
-from promptfed.shared.secagg import SecureError, keys, member
+from promptfed.shared.secagg import SecureError, member
 from promptfed.shared.secagg.encoding import encode_change, weighted
 from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, Roster, UnmaskJob, alive_digest
@@ -30,24 +31,9 @@ from promptfed.shared.secagg.roster import Roster as ReadRoster
 from promptfed.shared.secagg.roster import read_roster
 from promptfed.shared.tensors import Tensors, decode, encode
 
-log = logging.getLogger("promptfed.client")
-
-KEY = "signing.key"
 WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
 MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"
 STEPS = ("train", "share", "mask", "confirm", "unmask")
-
-
-def identity_of(state: PrivateState) -> bytes:
-    """The private Ed25519 key of this folder's client, made and written down when it is asked for first."""
-    known = state.read_note(KEY)
-    if known is None:
-        known = keys.new_identity().hex()
-        state.write_note(KEY, known)
-    try:
-        return bytes.fromhex(known)
-    except ValueError:
-        raise state.damaged(KEY) from None
 
 
 @dataclass(frozen=True)
@@ -59,6 +45,15 @@ class Trained:
     provenance: Provenance
     metrics: Mapping[str, float] = field(default_factory=dict)
     spent: SpendReport | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a kept change costs its data set, by its ``release``: the SHA-256 of its file, the same in every attempt."""
+
+    release: str
+    spent: SpendReport | None
+    provenance: Provenance
 
 
 @dataclass(frozen=True)
@@ -77,6 +72,7 @@ class SecureWork:
         self._state = state
         self._federation = federation_id
         self._limits = limits or Limits()
+        self.met: Met | None = None
 
     # Step 0
 
@@ -116,6 +112,8 @@ class SecureWork:
         except SecureError as error:
             raise Failure(error.kind, str(error)) from None
         about = {**dict(zip(("round", "phase"), _where(task), strict=True)), "payload": task.payload.sha256}
+        if trained.spent is not None:
+            about["privacy"] = trained.spent.model_dump()
         private = {f"private.{name}": tensor.detach().clone() for name, tensor in trained.private.items()}
         content = {"change": torch.from_numpy(change), **private}
         self._state.write_file(WORK, encode(content, {**about, "provenance": asdict(trained.provenance)}))
@@ -188,13 +186,14 @@ class SecureWork:
         roster, place, own = self._read(known, task)
         answer, pair = member.share_secrets(own, roster, place)
         known["own"] = [share.hex() for share in pair]
-        self._tell_peers(roster, place, task)
+        others = (entry.identity_key for one, entry in roster.entries.items() if one != place)
+        self.met = meet(self._state, others, task.round, self._limits.peers)
         return answer.model_dump_json()
 
     def _mask(self, known: dict[str, Any], task: Task, told: bytes) -> str:
         roster, place, own = self._read(known, task)
         job = MaskJob.model_validate_json(told)
-        pairs = member.open_boxes(own, roster, place, job, self._limits)
+        pairs = member.open_boxes(own, roster, place, job, self._least(task))
         held = {place: [bytes.fromhex(share) for share in known["own"]], **pairs}
         known["held"] = {str(one): [share.hex() for share in pair] for one, pair in held.items()}
         known["sharing"] = job.sharing
@@ -204,13 +203,14 @@ class SecureWork:
         vector = weighted(tensors["change"].numpy(), roster.entries[place].weight)
         masked = member.mask_vector(own, roster, place, job.sharing, vector)
         tensor = torch.from_numpy(masked.view(np.int64))
-        self._state.write_file(MASKED, encode({"masked": tensor}, {"roster_sha256": roster.sha256.hex()}))
+        told_too = {"privacy": about["privacy"]} if "privacy" in about else {}
+        self._state.write_file(MASKED, encode({"masked": tensor}, {"roster_sha256": roster.sha256.hex(), **told_too}))
         return ""
 
     def _confirm(self, known: dict[str, Any], task: Task, told: bytes) -> str:
         roster, place, own = self._read(known, task)
         job = ConfirmJob.model_validate_json(told)
-        answer = member.confirm_list(own, roster, place, known["sharing"], job, self._limits)
+        answer = member.confirm_list(own, roster, place, known["sharing"], job, self._least(task))
         known["confirm"] = told.decode()
         return answer.model_dump_json()
 
@@ -228,35 +228,37 @@ class SecureWork:
         point("reveal-marked")
         return answer.model_dump_json()
 
+    def _least(self, task: Task) -> Limits:
+        """What this client insists on: no sum of fewer than the spec promises, nor than its owner's policy asks for."""
+        spec = task.config.secure_aggregation
+        assert spec is not None
+        return replace(self._limits, minimum=max(spec.minimum, self._limits.minimum))
+
     def _read(self, known: dict[str, Any], task: Task) -> tuple[ReadRoster, int, Secrets]:
         spec = task.config.secure_aggregation
         assert spec is not None
         signed = KeysAnswer.model_validate_json(known["answers"]["train"])
         told = Roster.model_validate_json(known["roster"])
-        roster = read_roster(told, signed, spec, max(spec.minimum, self._limits.minimum))
+        roster = read_roster(told, signed, spec, self._least(task).minimum)
         if roster.graph.neighbours is not None and not self._limits.sparse:
             raise SecureError("policy-sparse", "this site's policy takes no sparse graph (secure_aggregation.sparse)")
         secret = {name: bytes.fromhex(value) for name, value in known["secrets"].items()}
         return roster, roster.place_of(signed.entry), Secrets(identity_of(self._state), **secret)
 
-    def _tell_peers(self, roster: ReadRoster, place: int, task: Task) -> None:
-        """Remember every peer's key, and tell the owner how many were not there before: nobody else checks them."""
-        markers = self._markers()
-        new = [
-            entry.identity_key
-            for one, entry in roster.entries.items()
-            if one != place and entry.identity_key not in markers["peers"]
-        ]
-        for key in new:
-            markers["peers"][key] = task.round
-        if new:
-            self._write_markers(markers)
-            log.info(
-                "round %d: %d of the %d others in the secure sum are new to this client",
-                task.round,
-                len(new),
-                len(roster.hashes) - 1,
-            )
+    # What it costs
+
+    def cost(self) -> Cost | None:
+        """What the kept change costs, which is noted before it first leaves under masks; None where none is kept."""
+        content, (_, about) = self._state.read_file(WORK), self._work()
+        if content is None or about is None:
+            return None
+        spent = SpendReport.model_validate(about["privacy"]) if "privacy" in about else None
+        return Cost(hashlib.sha256(content).hexdigest(), spent, Provenance(**about["provenance"]))
+
+    def drop(self) -> None:
+        """Forget a change that its data set cannot afford, and this attempt with it: nothing of it has left."""
+        for name in (ATTEMPT, MASKED, WORK):
+            self._state.remove_note(name)
 
     # After an answer
 
@@ -331,7 +333,7 @@ class SecureWork:
         self._state.write_note(ATTEMPT, json.dumps(known))
 
     def _markers(self) -> dict[str, Any]:
-        return self._json(MARKERS) or {"revealed": {}, "payloads": {}, "peers": {}, "round": 0}
+        return self._json(MARKERS) or {"revealed": {}, "payloads": {}, "round": 0}
 
     def _write_markers(self, markers: dict[str, Any]) -> None:
         self._state.write_note(MARKERS, json.dumps(markers))

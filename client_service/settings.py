@@ -142,6 +142,10 @@ class Settings(BaseSettings):
         bool,
         Field(description="with --withdraw: delete private tensors, features and prompts from the state folder"),
     ] = False
+    fingerprint: Annotated[
+        bool,
+        Field(description="print the fingerprint of this client's identity key, for owners to compare, and end"),
+    ] = False
     check: Annotated[
         bool, Field(description="only check everything, show what would leave this machine, and end without joining")
     ] = False
@@ -157,7 +161,8 @@ class Settings(BaseSettings):
         name = given.get("name") or _own_name(given.get("state_dir"))
         coordinator, federation = str(given.get("coordinator")), str(given.get("federation"))
         folder = given.get("state_dir") or _own_folder(coordinator, federation, str(name))
-        unread = {"data": "none"} if given.get("withdraw") and not given.get("data") else {}
+        unasked = given.get("withdraw") or given.get("fingerprint")
+        unread = {"data": "none"} if unasked and not given.get("data") else {}
         return {**given, "name": name, "state_dir": folder, **unread}
 
     @field_validator("test")

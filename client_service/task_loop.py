@@ -146,6 +146,7 @@ class TaskLoop:
             self.monitor.task(task.round, task.phase, "summing")
         act = secure.keys if task.kind == "train" else partial(secure.answer, told=payload)
         answer = await self.compute.run(lambda: act(task))
+        await self._pay_masked(secure, answer)
         self._note_sending(task)
         try:
             await self._send_answer(secure, answer)
@@ -154,6 +155,8 @@ class TaskLoop:
             if (task.kind, refused.kind) != ("unmask", "phase-closed"):
                 raise
         self._settled.add(task.task_id)
+        if task.kind == "share" and secure.met is not None:
+            self.monitor.tell("met", **secure.met.as_dict())
         if task.kind == "mask":
             self.monitor.tell("accepted", round=task.round, phase=task.phase, bytes=len(answer.body))
 
@@ -167,13 +170,38 @@ class TaskLoop:
         point("keys-sent" if answer.kind == "train" else f"{answer.kind}-sent")
         secure.note_accepted(answer)
 
+    async def _pay_masked(self, secure: SecureWork, answer: Answer) -> None:
+        """Write what a change costs into the ledger before it leaves under masks; one that no longer fits is deleted.
+
+        Raises:
+            Failure: privacy-budget-exhausted.
+        """
+        protection = self.work.protection
+        if protection is None or answer.kind != "mask":
+            return
+
+        def pay() -> None:
+            if (cost := secure.cost()) is not None:
+                about = cost.provenance
+                protection.pay_for(cost.release, cost.spent, about.round, about.phase, about.task_id)
+
+        try:
+            await self.compute.run(pay)
+        except Failure:
+            secure.drop()
+            raise
+
     async def _send_unsent(self) -> None:
         """An answer that was under way when this client was killed: the same bytes, which may have arrived."""
         answer = self._secure.unsent() if self._secure is not None else None
         if self._secure is None or answer is None:
             return
         try:
+            await self._pay_masked(self._secure, answer)
             await self._send_answer(self._secure, answer)
+        except Failure as failure:
+            self.monitor.tell("failed", type=failure.kind, detail=str(failure))
+            await self._report(answer.task_id, failure.kind, str(failure))
         except Refused as refused:
             if refused.status in (401, 403, 410) or refused.status < 400:
                 raise
@@ -333,4 +361,4 @@ def _limits(policy: Policy | None) -> Limits:
     if policy is None:
         return Limits()
     own = policy.secure_aggregation
-    return Limits(own.minimum, own.max_own_share, own.sparse)
+    return Limits(own.minimum, own.max_own_share, own.sparse, frozenset(own.peers), own.verified)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.class_descriptions import ClassDescriptions
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.spec import BackboneShape, BackboneSpec, ClassName, Name, check_class_names
 from promptfed.shared.spec_aggregation import SecureAggregationSpec
 
@@ -50,6 +50,13 @@ Secure = Annotated[
     Field(
         exclude_if=lambda given: given is None,
         description="how updates become a sum that nobody sees into; left out where they are sent in the clear",
+    ),
+]
+Told = Annotated[
+    Evaluations | None,
+    Field(
+        exclude_if=lambda given: given is None,
+        description="of secure sums: what accuracies leave a site; the site's policy has to allow it too",
     ),
 ]
 IdentityKey = Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$", exclude_if=lambda given: given is None)]
@@ -143,6 +150,7 @@ class EnrolmentInfo(Message):
     class_descriptions: Described = None
     privacy: Protected = None
     secure_aggregation: Secure = None
+    evaluation: Told = None
     protocol_version: int = PROTOCOL_VERSION
 
 

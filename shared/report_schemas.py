@@ -119,6 +119,11 @@ class SecureReport(BaseModel):
     sum_clients: int | None = Field(description="clients in the sum")
     sum_weight: int | None
     mean_norm: float | None = Field(description="L2 norm of the mean change")
+    privacy: dict[str, SpentPrivacy] | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,
+        description="of differential privacy: what each masked change has made of its client's ledger",
+    )
 
 
 class PhaseReport(StageReport):

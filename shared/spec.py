@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from promptfed.shared.class_descriptions import ClassDescriptions, check_descriptions
-from promptfed.shared.privacy.settings import PrivacySpec
+from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec_hints import meant
 from promptfed.shared.spec_section import Section, ceil_fraction
@@ -194,10 +194,17 @@ class FederationSpec(Section):
     secure_aggregation: Annotated[SecureAggregationSpec | None, Field(exclude_if=lambda given: given is None)] = None
     evaluation: EvaluationSpec = EvaluationSpec()
     admission: AdmissionSpec = AdmissionSpec()
-    privacy: Annotated[PrivacySpec, Field(exclude_if=lambda given: given.level == "none")] = PrivacySpec()
+    privacy: Annotated[PrivacySpec, Field(exclude_if=lambda given: given == PrivacySpec())] = PrivacySpec()
     retention: Literal["all", "last_round"] = "all"
     start: Literal["manual", "when_ready"] = "manual"
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+
+    @property
+    def evaluations(self) -> Evaluations:
+        """What accuracies leave a site: where changes are hidden or noised none, unless ``privacy`` says otherwise."""
+        if self.secure_aggregation is not None and self.privacy.evaluation is None:
+            return "withheld"
+        return self.privacy.evaluations
 
     @field_validator("method")
     @classmethod

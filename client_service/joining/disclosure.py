@@ -30,6 +30,7 @@ NEVER = (
     "images, file names and folders, the labels of single images, image features as such, and what the method keeps "
     "private (`promptfed methods NAME` lists what it sends; everything else is)"
 )
+KEY = "public, made here: the others in a sum know this client's signature by it, and not its name"
 UPDATES = "what can be computed from each update: gradients of images have been turned back into images"
 
 
@@ -121,7 +122,8 @@ class Disclosure:
         )]  # fmt: skip
 
     def _measured(self) -> list[str]:
-        if self.terms.privacy is not None and self.terms.privacy.evaluations == "withheld":
+        told = self.terms.evaluation or (self.terms.privacy.evaluations if self.terms.privacy is not None else "plain")
+        if told == "withheld":
             return ["Leaves it after an evaluation:", "  nothing   but that it was made: accuracies are withheld"]
         return [
             "Leaves it after an evaluation:",
@@ -175,23 +177,29 @@ class Disclosure:
             ("backbone", f"{mark}{weights}, and its towers' sizes"),
             ("device", declared.device),
             ("secret", "random, made here: by it the coordinator knows this client again"),
+            *([("key", KEY)] if self.terms.secure_aggregation is not None and declared.role == "trainer" else []),
         ]
 
     def _exchange(self, exchange: Exchange) -> list[str]:
-        lines = [f"Leaves it {exchange.when} (phase {exchange.phase}):"]
+        summed = self.terms.secure_aggregation is not None
+        how = " as a part of a sum that nobody sees into, 64 bits a number" if summed else ""
+        lines = [f"Leaves it {exchange.when}{how} (phase {exchange.phase}):"]
         for tensor in exchange.tensors:
             size = f"{tensor.bytes:,} bytes" if tensor.bytes is not None else "bytes by the sizes not known yet"
             lines.append(f"  tensor    {tensor.name} ({', '.join(map(str, tensor.shape))}) {tensor.dtype}, {size}")
         known = [tensor.bytes for tensor in exchange.tensors if tensor.bytes is not None]
         if len(known) == len(exchange.tensors) > 1:
             lines.append(f"            {sum(known):,} bytes in all")
-        return [*lines, f"  metrics   {', '.join(self.terms.metrics)}"]
+        return [*lines, f"  metrics   {', '.join(self.terms.metrics) or 'none'}"]
 
     def _learned(self) -> list[str]:
         operator = [one.what for one in self.disclosed if one.to == "operator"]
         sites = [one.what for one in self.disclosed if one.to == "sites"]
         everything = "the operator: all of the above"
-        if self.exchanges:
+        summed = self.terms.secure_aggregation
+        if self.exchanges and summed is not None:
+            everything += f"; of the changes nothing but sums of at least {summed.minimum} clients"
+        elif self.exchanges:
             everything += f", and {UPDATES}"
         lines = [everything, *(f"the operator: {what}" for what in operator)]
         lines += [f"every other site: {what}" for what in sites] or ["other sites: nothing"]

@@ -30,10 +30,10 @@ from promptfed.client_service.joining.enrolment import (
 )
 from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.peers import identity_of
 from promptfed.client_service.policy import Policy, enforce, facts_of, read_policy
 from promptfed.client_service.private_state import Identity, PrivateState
 from promptfed.client_service.protection import SiteProtection, expect_room, groups_of, keep, plan, units_of
-from promptfed.client_service.secure import identity_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.training.data import (
@@ -149,10 +149,15 @@ class Joining:
         return work
 
     def _plain_evaluations(self, info: EnrolmentInfo, method: Method, policy: Policy | None) -> bool:
-        """Whether accuracies leave under protection: only where the spec and the owner both say so."""
-        if info.privacy is None or info.privacy.evaluations != "plain" or method.fine_tunes:
-            return False
-        return self.parts.plain_evaluations or (policy is not None and policy.metrics.accuracy == "plain")
+        """Whether accuracies leave under protection or beside secure sums: only where spec and owner both say so.
+
+        An evaluator trains nothing: what its own test set says is its owner's choice alone.
+        """
+        own = self.parts.plain_evaluations or (policy is not None and policy.metrics.accuracy == "plain")
+        if self.settings.role == "evaluator":
+            return own
+        asked = info.evaluation or (info.privacy.evaluations if info.privacy is not None else "plain")
+        return own and asked == "plain" and not (info.privacy is not None and method.fine_tunes)
 
     async def _data(self) -> tuple[Source, Mapping[str, Source]]:
         """The client's data and its test sets. One that cannot be declared is refused before anybody is asked."""

@@ -60,7 +60,7 @@ class TaskWork:
     record: Record | None = None
     own_options: Mapping[str, str] = field(default_factory=dict)
     protection: SiteProtection | None = None
-    plain_evaluations: bool = False  # of a protected federation: both its spec and this site allow them
+    plain_evaluations: bool = False  # of a protected or summed federation: both its spec and this site allow them
     policy: Policy | None = None
     asked: Facts | None = None  # what the federation asks of this site, by which the policy was held when it enrolled
 
@@ -110,7 +110,9 @@ class TaskWork:
             measured = {"steps": protection.event.count, "trained_parameters": sum(trained)}
         if self.policy is not None and not self.policy.metrics.training:
             measured = {"trained_parameters": sum(trained)}
-        metrics = self._agreed_metrics(measured)
+        # With secure sums no number goes with the change: these are for its owner's own log.
+        summed = self.agreement.consent.terms.secure_aggregation is not None
+        metrics = measured if summed else self._agreed_metrics(measured)
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         spent = None
         if self.protection is not None and protection is not None:
@@ -183,10 +185,11 @@ class TaskWork:
         """Whether accuracies stay here: they depend on records, and no noise covers them."""
         if self.policy is not None and self.policy.metrics.accuracy == "withheld":
             return True
-        privacy = self.agreement.consent.terms.privacy
-        if privacy is not None and not privacy.protects_records:
+        terms = self.agreement.consent.terms
+        privacy, summed = terms.privacy, terms.secure_aggregation is not None
+        if privacy is not None and not privacy.protects_records and not summed:
             return privacy.evaluations != "plain"
-        return privacy is not None and not self.plain_evaluations
+        return (privacy is not None or summed) and not self.plain_evaluations
 
     def expect_policy(self) -> None:
         """Raise Failure where the site's policy no longer allows a task. Terms are pinned: what changes is the day."""

@@ -63,6 +63,7 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
             problems.PrivacyMismatch,
             enrolment.BadProof,
             enrolment.KeyTaken,
+            enrolment.IdentityChanged,
             problems.LateJoin,
             problems.WrongState,
             problems.CannotStart,

@@ -244,6 +244,8 @@ async def take_evaluation(
             exchanges.BadSignature,
             exchanges.WrongRoster,
             exchanges.LooksUnmasked,
+            problems.PrivacyMissing,
+            problems.PrivacyMismatch,
         ),
     },
     openapi_extra=TENSOR_BODY,

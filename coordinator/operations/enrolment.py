@@ -47,6 +47,7 @@ def enrolment_info(federation: Federation) -> EnrolmentInfo:
         evaluate_every=federation.spec.evaluation.every,
         privacy=federation.privacy,
         secure_aggregation=federation.spec.secure_aggregation,
+        evaluation=federation.spec.evaluations if federation.spec.secure_aggregation is not None else None,
     )
 
 
@@ -69,6 +70,10 @@ class IdentityMissing(problems.Refusal, status=422, kind="identity-missing", tit
 
 class BadProof(problems.Refusal, status=422, kind="bad-signature", title="The signature is not the client's"):
     """An identity key without the signature that proves it."""
+
+
+class IdentityChanged(problems.Refusal, status=409, kind="identity-changed", title="The identity key has changed"):
+    """A known client with another identity key than it enrolled with."""
 
 
 class KeyTaken(problems.Refusal, status=409, kind="key-taken", title="Another client has this identity key"):
@@ -113,6 +118,9 @@ def _recognise(federation: Federation, known: Client, request: EnrolRequest) -> 
         )
     if not federation.run.members[known.name].active:
         raise problems.Withdrawn("the operator has withdrawn this client from the federation")
+    if federation.spec.secure_aggregation is not None and request.identity_key != known.identity_key:
+        text = f"{known.name!r} has enrolled with another identity key, which others remember: restore its state folder"
+        raise IdentityChanged(f"{text}, or ask the operator to reset its name")
 
 
 def _check_token(

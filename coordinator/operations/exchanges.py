@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from anyio.to_thread import run_sync
 from pydantic import ValidationError
@@ -14,10 +15,10 @@ from promptfed.coordinator.domain.federation import Client, Federation
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.secure_jobs import attempt_of
-from promptfed.coordinator.operations.submissions import AskedTask, asked_task, decided, task_in
+from promptfed.coordinator.operations.submissions import AskedTask, asked_task, decided, spent_metrics, task_in
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.upload import Upload
-from promptfed.shared.messages import TaskConfig
+from promptfed.shared.messages import SpendReport, TaskConfig
 from promptfed.shared.secagg import SecureError, opening
 from promptfed.shared.secagg.encoding import looks_unmasked
 from promptfed.shared.secagg.messages import ConfirmAnswer, KeysAnswer, SharesAnswer, UnmaskAnswer
@@ -76,10 +77,10 @@ def config_of(federation: Federation) -> TaskConfig:
 
 async def accept(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bool:
     """Admit an answer; whether it is new."""
-    body = await run_sync(_admit, registry, federation, client, task_id, upload)
-    if body is None:
+    admitted = await run_sync(_admit, registry, federation, client, task_id, upload)
+    if admitted is None:
         return False
-    entry = _Exchange(registry, federation.id, client, task_id, upload.sha256, body)
+    entry = _Exchange(registry, federation.id, client, task_id, upload.sha256, *admitted)
     new = await registry.committer.submit(entry)
     point("exchange-committed")
     if new:
@@ -87,8 +88,10 @@ async def accept(registry: Registry, federation: Federation, client: Client, tas
     return new
 
 
-def _admit(registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload) -> bytes | None:
-    """What may be entered; None for the twin of what has been."""
+def _admit(
+    registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
+) -> tuple[bytes, dict[str, float] | None] | None:
+    """What may be entered, with what it cost; None for the twin of what has been."""
     task = asked_task(registry.database, federation, client, task_id)
     if federation.spec.secure_aggregation is None:
         raise NotSecure(f"{federation.name} has no secure aggregation: its tasks want updates and evaluations")
@@ -98,30 +101,35 @@ def _admit(registry: Registry, federation: Federation, client: Client, task_id: 
         raise problems.BodyTooLarge(f"an answer may have {limit(federation)} bytes; this one has more")
     body = upload.read()
     try:
-        _examine(registry, federation, client, task, body)
+        metrics = _examine(registry, federation, client, task, body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "(body)"
         raise BadExchange(f"step {task.kind}: {place}: {first['msg']}") from None
     except SecureError as error:
         raise REFUSALS.get(error.kind, BadExchange)(f"step {task.kind}: {error}") from None
-    return body
+    return body, metrics
 
 
-def _examine(registry: Registry, federation: Federation, client: Client, task: AskedTask, body: bytes) -> None:
+def _examine(
+    registry: Registry, federation: Federation, client: Client, task: AskedTask, body: bytes
+) -> dict[str, float] | None:
+    """What a masked vector cost its client, by its own word; None for other steps."""
     if task.kind == "train":
         _examine_keys(federation, client, task, KeysAnswer.model_validate_json(body))
-        return
+        return None
     attempt = attempt_of(registry, federation, task.round, task.step)
     roster, place = attempt.roster, attempt.place(client.name)
     if task.kind == "share":
         opening.check_shares(roster, place, SharesAnswer.model_validate_json(body))
     elif task.kind == "mask":
-        _examine_vector(federation, task, body, roster.sha256.hex())
+        spent = _examine_vector(federation, task, body, roster.sha256.hex())
+        return spent_metrics(federation, client, spent) or None
     elif task.kind == "confirm":
         opening.check_confirmation(roster, place, attempt.confirm.alive, ConfirmAnswer.model_validate_json(body))
     else:
         opening.check_reveal(roster, place, attempt.confirm, UnmaskAnswer.model_validate_json(body))
+    return None
 
 
 def _examine_keys(federation: Federation, client: Client, task: AskedTask, answer: KeysAnswer) -> None:
@@ -146,7 +154,8 @@ def _examine_keys(federation: Federation, client: Client, task: AskedTask, answe
         raise BadSignature("the entry is not signed with the identity key that this client enrolled")
 
 
-def _examine_vector(federation: Federation, task: AskedTask, body: bytes, roster: str) -> None:
+def _examine_vector(federation: Federation, task: AskedTask, body: bytes, roster: str) -> SpendReport | None:
+    """What it says of its cost."""
     try:
         tensors, about = decode(body)
     except TensorError as error:
@@ -155,10 +164,13 @@ def _examine_vector(federation: Federation, task: AskedTask, body: bytes, roster
     vector = tensors.get(secure_sums.MASKED)
     if len(tensors) != 1 or vector is None or str(vector.dtype) != "torch.int64" or tuple(vector.shape) != (size,):
         raise BadExchange(f"one tensor {secure_sums.MASKED!r} of {size} int64 numbers is expected")
-    if about != {"roster_sha256": roster}:
+    told: dict[str, Any] = dict(about) if isinstance(about, dict) else {}
+    privacy = told.pop("privacy", None)
+    if told != {"roster_sha256": roster}:
         raise WrongRoster("the metadata is not just the roster's SHA-256 under roster_sha256")
     if looks_unmasked(secure_sums.vector_of(body)):
         raise LooksUnmasked("most of its numbers are small: it was sent without masks, and was not stored")
+    return None if privacy is None else SpendReport.model_validate(privacy)
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,7 @@ class _Exchange:
     task_id: str
     digest: str
     body: bytes
+    metrics: dict[str, float] | None
 
     def enter(self, change: Change) -> bool:
         """Enter it, if its task is open still."""
@@ -184,6 +197,7 @@ class _Exchange:
                 "body": self.body,
                 "bytes": len(self.body),
                 "received_at": clock.now(),
+                "metrics": self.metrics,
             }
         )
         name, now = self.client.name, clock.monotonic()

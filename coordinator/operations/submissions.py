@@ -25,7 +25,7 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import EvaluationRequest, FailureRequest, UpdateMetadata
+from promptfed.shared.messages import EvaluationRequest, FailureRequest, SpendReport, UpdateMetadata
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.tensors import TensorError, Tensors, check
 
@@ -272,12 +272,12 @@ def _examine(
         raise problems.WrongPayload(
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
-    return size, {**about.metrics, **_spent(federation, client, about)}
+    return size, {**about.metrics, **spent_metrics(federation, client, about.privacy)}
 
 
-def _spent(federation: Federation, client: Client, about: UpdateMetadata) -> dict[str, float]:
+def spent_metrics(federation: Federation, client: Client, spent: SpendReport | None) -> dict[str, float]:
     """What the update cost its client, beside its metrics. The client's own word, held against the public terms."""
-    privacy, spent = federation.privacy, about.privacy
+    privacy = federation.privacy
     at_client = privacy is not None and privacy.protects_records
     if not at_client and spent is None:
         return {}

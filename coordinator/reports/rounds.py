@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import to_json
 from sqlalchemy import func, select
@@ -18,6 +18,7 @@ from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.problems import NoState, NotFound
 from promptfed.coordinator.reports import secure_rounds
 from promptfed.coordinator.reports.pieces import AT_ONCE, json_pieces, separated
+from promptfed.coordinator.reports.spent import spent_privacy
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared import report_schemas
@@ -210,6 +211,7 @@ def _secure_report(session: Session, federation: Federation, stages: list[PhaseR
             "bytes_up": secure_rounds.bytes_up(session, stages),
             "bytes_down": int(down or 0),
             "state_hash": state,
+            **secure_rounds.troubles(session, report, stages),
             "secure": secure_rounds.secure_report(session, federation, stages),
         }
     )
@@ -242,19 +244,6 @@ def _update_report(
             "metrics": _plain_metrics(update.metrics),
             "privacy": spent_privacy(update.metrics),
         }
-    )
-
-
-def spent_privacy(metrics: dict[str, float]) -> report_schemas.SpentPrivacy | None:
-    """What an update cost its client, as it is stored among its metrics; None where it was not protected."""
-    if "privacy_epsilon" not in metrics:
-        return None
-    noise: Literal["secret", "seeded"] = "seeded" if metrics["privacy_seeded"] else "secret"
-    return report_schemas.SpentPrivacy(
-        epsilon=metrics["privacy_epsilon"],
-        delta=metrics["privacy_delta"],
-        noise_multiplier=metrics["privacy_z"],
-        noise=noise,
     )
 
 

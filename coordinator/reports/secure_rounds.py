@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.secure_steps import MASK, TRAIN
+from promptfed.coordinator.reports.spent import spent_privacy
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
 from promptfed.shared import report_schemas
 
@@ -40,7 +41,21 @@ def secure_report(session: Session, federation: Federation, stages: Sequence[Pha
         sum_clients=total.count if total is not None else None,
         sum_weight=total.weight if total is not None else None,
         mean_norm=measured.get("mean_norm"),
+        privacy=_privacy(session, stages),
     )
+
+
+def _privacy(session: Session, stages: Sequence[PhaseRow]) -> dict[str, report_schemas.SpentPrivacy] | None:
+    """What its masked vector has cost each client that sent one; None where nothing was protected."""
+    masks = [stage.id for stage in stages[MASK : MASK + 1]]
+    query = (
+        select(TaskRow.client, ExchangeRow.metrics)
+        .join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+        .where(TaskRow.phase_id.in_(masks))
+        .order_by(TaskRow.client)
+    )
+    spent = {row.client: spent_privacy(row.metrics or {}) for row in session.execute(query)}
+    return {client: one for client, one in spent.items() if one is not None} or None
 
 
 def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
@@ -51,6 +66,22 @@ def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
         answered=sum(row.status == "answered" for row in rows),
         seconds=clock.seconds_between(stage.opened_at, stage.completed_at),
     )
+
+
+def troubles(
+    session: Session, report: report_schemas.PhaseReport, stages: Sequence[PhaseRow]
+) -> dict[str, list[report_schemas.FailureReport] | list[str]]:
+    """Who failed, and who was silent: in the training, which ``report`` is of, or in a later step."""
+    later = [stage.id for stage in stages[1:]]
+    rows = session.execute(select(TaskRow.client, TaskRow.status, TaskRow.failure).where(TaskRow.phase_id.in_(later)))
+    failed, silent = list(report.failed), set(report.expired)
+    for row in rows.all():
+        if row.failure is not None:
+            why = row.failure
+            failed.append(report_schemas.FailureReport(client=row.client, type=why["type"], detail=why["detail"]))
+        elif row.status == "expired":
+            silent.add(row.client)
+    return {"failed": failed, "expired": sorted(silent)}
 
 
 def counted(session: Session, stages: Sequence[PhaseRow]) -> list[report_schemas.CountedUpdate]:

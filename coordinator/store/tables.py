@@ -237,7 +237,10 @@ class EvaluationRow(Base):
 
 
 class ExchangeRow(Base):
-    """The one accepted answer to a step of a secure sum. ``body`` goes once the sum is committed; the digest stays."""
+    """The one accepted answer to a step of a secure sum. ``body`` goes once the sum is committed; the digest stays.
+
+    ``metrics``: of a masked vector what it cost its client's privacy budget; null for other steps, and of before 0014.
+    """
 
     __tablename__ = "exchanges"
 
@@ -246,6 +249,7 @@ class ExchangeRow(Base):
     body: Mapped[bytes | None]
     bytes: Mapped[int]
     received_at: Mapped[str]
+    metrics: Mapped[dict[str, Any] | None]
 
 
 class SumRow(Base):

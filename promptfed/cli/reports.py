@@ -12,6 +12,7 @@ from promptfed.sdk import operations
 from promptfed.sdk.client import open_coordinator
 from promptfed.sdk.files import write_file
 from promptfed.sdk.output import console, print_json, reporting_errors, table
+from promptfed.sdk.summary import RoundSummary
 from promptfed.sdk.text import percent, size
 
 COLUMNS = ["round", "loss", "accuracy", "unseen", "seconds", "up", "down"]
@@ -49,19 +50,29 @@ def metrics(
 def rounds(
     federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False
 ) -> None:
-    """Rounds so far: loss, mean accuracies, seconds and bytes; with --json the whole reports."""
+    """Rounds so far: loss, mean accuracies, seconds and bytes; with --json the whole reports.
+
+    Of secure sums the losses are masked, and accuracies that sites keep are withheld.
+    """
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
         if as_json:
             print_json(api.run(operations.accuracies(federation)).reports)
             return
         rows = []
         for report in api.run(operations.rounds_after(federation, -1)):
-            means = [report.accuracy(role) for role in ("trainer", "evaluator")]
-            loss = "-" if report.loss is None else f"{report.loss:.4g}"
+            unknown = "masked" if report.is_summed else "-"
+            loss = unknown if report.loss is None else f"{report.loss:.4g}"
             seconds = "-" if report.seconds is None else f"{report.seconds:.1f}"
-            told = [percent(mean[0] if mean is not None else None) for mean in means]
+            told = [_accuracy(report, role) for role in ("trainer", "evaluator")]
             rows.append([str(report.round), loss, *told, seconds, size(report.bytes_up), size(report.bytes_down)])
         console.print(table(None, COLUMNS, rows))
+
+
+def _accuracy(report: RoundSummary, role: str) -> str:
+    mean = report.accuracy(role)
+    if mean is None and report.withholds(role):
+        return "withheld"
+    return percent(mean[0] if mean is not None else None)
 
 
 def insights(

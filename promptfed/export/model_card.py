@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from promptfed.export.adapted_model import AdaptedModel
-from promptfed.sdk.result import FederationResult, PrivacySummary
+from promptfed.sdk.result import FederationResult, PrivacySummary, SumsSummary
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, tiny
 from promptfed.shared.messages import Domain, Figure
@@ -127,6 +127,7 @@ class Card(BaseModel):
     participants: list[Participant]
     accuracy: Accuracies | None
     privacy: PrivacySummary | None = None
+    secure_aggregation: SumsSummary | None = Field(None, exclude_if=lambda given: given is None)
     bytes: dict[str, int]
     use: Use
     hashes: dict[str, str | None]
@@ -158,6 +159,7 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
         participants=_participants(result, shown),
         accuracy=_accuracies(result, shown),
         privacy=result.privacy(),
+        secure_aggregation=result.sums(),
         bytes={"up": result.bytes_up, "down": result.bytes_down},
         use=Use(
             open_clip=contents.weights is not None,

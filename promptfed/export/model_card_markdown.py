@@ -15,7 +15,7 @@ from promptfed.export.model_card import (
     Participant,
     carries_backbone,
 )
-from promptfed.sdk.result import PrivacySummary
+from promptfed.sdk.result import PrivacySummary, SumsSummary
 from promptfed.sdk.text import percent, size
 from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.insights import GeneratesPrompts
@@ -60,6 +60,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         _participants(card.participants),
         "## Privacy",
         _privacy(card.privacy),
+        *_sums(card.secure_aggregation),
         "## Use",
         *_use(card, snippet),
         "## Files",
@@ -105,6 +106,16 @@ def _central(given: PrivacySummary) -> str:
     if given.noise == "seeded":
         text += " The noise was simulated, from a seed: this is no guarantee to anybody."
     return text
+
+
+def _sums(given: SumsSummary | None) -> list[str]:
+    """Who saw what while it was trained."""
+    if given is None or given.smallest_sum is None:
+        return []
+    return [
+        f"The coordinator received sums of at least {given.smallest_sum} clients' changes and none of their parts; "
+        f"{given.threshold:g} of a round's clients together open a sum. A sum still tells of its parts."
+    ]
 
 
 def _use(card: Card, snippet: str | None) -> list[str]:

@@ -39,6 +39,13 @@ class Accuracy:
     macro_f1: float | None = None
 
 
+class SumsSummary(BaseModel):
+    """Of a result whose changes only came as sums: clients of the smallest one, and the share that opens one."""
+
+    smallest_sum: int | None
+    threshold: float
+
+
 class PrivacySummary(BaseModel):
     """Differential privacy of a result: ε of the clients' ledgers at their largest δ, with the least noise of any.
 
@@ -108,6 +115,15 @@ class FederationResult:
         """The reports as models."""
         return [parse(RoundReport, report) for report in self.reports]
 
+    def sums(self) -> SumsSummary | None:
+        """What the secure sums were; None where changes came in the clear."""
+        given = self.federation.spec.secure_aggregation
+        if given is None:
+            return None
+        phases = (phase.secure for report in self.round_reports for phase in report.phases)
+        sizes = [one.sum_clients for one in phases if one is not None and one.sum_clients is not None]
+        return SumsSummary(smallest_sum=min(sizes, default=None), threshold=given.threshold)
+
     def privacy(self) -> PrivacySummary | None:
         """What protected training has cost the clients, by their own word; None where nothing was protected."""
         given = self.federation.spec.privacy
@@ -122,6 +138,8 @@ class FederationResult:
             for update in phase.updates
             if update.privacy is not None
         }
+        for phase in (phase for report in self.round_reports for phase in report.phases):
+            spent |= (phase.secure.privacy or {}) if phase.secure is not None else {}
         epsilons = sorted(one.epsilon for one in spent.values())
         return PrivacySummary(
             level=given.level,
@@ -134,7 +152,7 @@ class FederationResult:
             noise_multiplier=min((one.noise_multiplier for one in spent.values()), default=None),
             noise="seeded" if any(one.noise == "seeded" for one in spent.values()) else "secret",
             rounds_counted=sum(any(phase.counted for phase in report.phases) for report in self.round_reports),
-            evaluation=given.evaluations,
+            evaluation=self.federation.spec.evaluations,
         )
 
     def _central(self) -> PrivacySummary:

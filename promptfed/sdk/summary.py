@@ -69,15 +69,24 @@ class FederationList(BaseModel):
 
 
 class PhaseSummary(BaseModel):
-    """One phase of a round: what clients measured in it, averaged."""
+    """One phase of a round: what clients measured in it, averaged; with ``secure`` sums nothing of it is told."""
 
     metrics: dict[str, float]
+    secure: dict[str, object] | None = None
+
+
+class EvaluatedClient(BaseModel):
+    """Who has evaluated, and whether it keeps what it found."""
+
+    role: str
+    withheld: bool = False
 
 
 class EvaluationSummary(BaseModel):
     """Mean accuracies by role, on clients' own test images."""
 
     mean: dict[str, dict[str, float]]
+    clients: dict[str, EvaluatedClient] = {}
 
 
 class RoundSummary(BaseModel):
@@ -96,6 +105,17 @@ class RoundSummary(BaseModel):
     def loss(self) -> float | None:
         """The training loss of its last phase that has one."""
         return next((phase.metrics["loss"] for phase in reversed(self.phases) if "loss" in phase.metrics), None)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether of its changes only the sum is known."""
+        return any(phase.secure is not None for phase in self.phases)
+
+    def withholds(self, role: str) -> bool:
+        """Whether the clients of a role have evaluated, and told nobody what they found."""
+        clients = self.evaluation.clients.values() if self.evaluation is not None else ()
+        own = [client.withheld for client in clients if client.role == role]
+        return bool(own) and all(own)
 
     def accuracy(self, role: str) -> tuple[float, float | None] | None:
         """The mean accuracy of a role's clients and the template's beside it, where it was evaluated."""

@@ -27,8 +27,8 @@ SMALL_WORD = 1 << 60
 Whole = NDArray[np.int64]
 
 
-def encode_change(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -> Whole:
-    """``(d,)`` int64: update - payload over all tensors in order of name; what the payload lacks starts from zero.
+def flat_change(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -> NDArray[np.float64]:
+    """``(d,)`` float64: update - payload over all tensors in order of name; what the payload lacks starts from zero.
 
     Raises:
         SecureError: ``out-of-range`` where a number is not finite or has changed by more than 16.
@@ -43,8 +43,13 @@ def encode_change(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -
         if flat.size and not bool(np.all(np.abs(flat) <= LARGEST_CHANGE)):
             text = f"the change of {name!r} is beyond {LARGEST_CHANGE:g} or not finite: training has diverged"
             raise SecureError("out-of-range", f"{text}; lower training.learning_rate")
-        parts.append(np.rint(flat * SCALE).astype(np.int64))
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        parts.append(flat)
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def encode_change(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -> Whole:
+    """``(d,)`` int64: x = rint(Δ·2³²) of `flat_change`. Raises as it does."""
+    return np.rint(flat_change(update, payload) * SCALE).astype(np.int64)
 
 
 def weighted(change: Whole, weight: int) -> Words:
@@ -64,17 +69,15 @@ def signed_sum(total: Words) -> Whole:
     return signed
 
 
-def mean_change(total: Whole, weight: int) -> NDArray[np.float64]:
+def mean_change(total: Whole, weight: int, largest: float = LARGEST_CHANGE) -> NDArray[np.float64]:
     """Σ/(2³²·Σ w) in float64.
 
     Raises:
-        SecureError: ``sum-invalid`` where a number of the mean is over 16: none of the clients' is.
+        SecureError: ``sum-invalid`` where a number of the mean is over ``largest``: none of the clients' is.
     """
     mean: NDArray[np.float64] = total.astype(np.float64) / (SCALE * weight)
-    if mean.size and float(np.abs(mean).max()) > LARGEST_CHANGE:
-        raise SecureError(
-            "sum-invalid", f"the mean has changed by more than {LARGEST_CHANGE:g}: a client's part was wrong"
-        )
+    if mean.size and float(np.abs(mean).max()) > largest:
+        raise SecureError("sum-invalid", f"the mean has changed by more than {largest:g}: a client's part was wrong")
     return mean
 
 

@@ -10,7 +10,16 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from promptfed.shared.secagg import SecureError, masks, shamir
-from promptfed.shared.secagg.keys import agree, derive, is_signed, new_pair, public_identity, public_of, sign
+from promptfed.shared.secagg.keys import (
+    agree,
+    derive,
+    fingerprint,
+    is_signed,
+    new_pair,
+    public_identity,
+    public_of,
+    sign,
+)
 from promptfed.shared.secagg.messages import (
     ConfirmAnswer,
     ConfirmJob,
@@ -47,11 +56,16 @@ class Secrets:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client insists on. ``minimum``: clients in a sum. ``max_own_share``: of a sum's weight, its own part."""
+    """What a client insists on. ``minimum``: clients in a sum. ``max_own_share``: of a sum's weight, its own part.
+
+    ``verified``: how many of a sum's other members are to have one of the fingerprints ``peers``.
+    """
 
     minimum: int = LEAST_CLIENTS
     max_own_share: float = 0.5
     sparse: bool = True
+    peers: frozenset[str] = frozenset()
+    verified: int = 0
 
 
 def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:
@@ -128,8 +142,8 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
     """The set that a sum may be over, this client among them.
 
     Raises:
-        SecureError: ``bad-roster`` where it is not; ``policy-minimum`` or ``policy-share`` where it is too small, or
-            mostly this client.
+        SecureError: ``bad-roster`` where it is not; ``policy-minimum``, ``policy-share`` or ``policy-peers`` where it
+            is too small, mostly this client, or of too few whose keys its owner has compared.
     """
     chosen = set(places)
     if list(places) != sorted(chosen) or not chosen <= set(range(len(roster.hashes))) or place not in chosen:
@@ -142,6 +156,11 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
     if share > limits.max_own_share:
         text = f"this client's own part of the sum would be {share:.3f}; {limits.max_own_share:g} is the most"
         raise SecureError("policy-share", f"{text}: take aggregation.weighting uniform, or a max_weight_share")
+    others = (roster.entries[one] for one in chosen - {place} if one in roster.entries)
+    known = sum(fingerprint(bytes.fromhex(entry.identity_key)) in limits.peers for entry in others)
+    if known < limits.verified:
+        text = f"{known} of the sum's other members are among this site's peers; {limits.verified} have to be"
+        raise SecureError("policy-peers", f"{text} (secure_aggregation.verified)")
     return chosen
 
 

@@ -37,6 +37,7 @@ FACTS = Facts(
     role="trainer",
     level="sample",
     class_names=True,
+    sums=3,
     today=date(2027, 6, 30),
 )
 OFFENCES: dict[str, dict[str, Any]] = {
@@ -51,6 +52,7 @@ OFFENCES: dict[str, dict[str, Any]] = {
     "expired": {"today": date(2027, 7, 1)},
     "privacy": {"level": "none"},
     "unit": {"unit": "group"},
+    "secure-aggregation": {"sums": None},
 }
 
 
@@ -87,7 +89,7 @@ def test_each_key_is_offended_by_what_is_just_beyond_it(tmp_path: Path, rule: st
 
 def test_the_other_rules() -> None:
     sums = Policy.model_validate({"version": 1, "secure_aggregation": {"require": True}})
-    assert [one.kind for one in refusals(sums, FACTS)] == ["policy-secure-aggregation"]
+    assert [one.kind for one in refusals(sums, replace(FACTS, sums=None))] == ["policy-secure-aggregation"]
     assert refusals(sums, replace(FACTS, sums=3)) == []
     five = Policy.model_validate({"version": 1, "secure_aggregation": {"require": True, "minimum": 5}})
     assert [one.kind for one in refusals(five, replace(FACTS, sums=3))] == ["policy-minimum"]
@@ -106,8 +108,11 @@ def test_the_other_rules() -> None:
         ("version: [", "is no YAML"),
         ({"limit": {}}, "limit: this version does not know it"),
         ({"payload": {"witnesses": 2}}, "payload: this version does not know it, and could not keep it"),
-        ({"secure_aggregation": {"peers": []}}, "secure_aggregation.peers: this version does not know it"),
         ({"privacy": {"unit": "person"}}, "privacy.unit"),
+        ({"secure_aggregation": {"witnesses": 1}}, "secure_aggregation.witnesses: this version does not know it"),
+        ({"secure_aggregation": {"peers": ["ed25519:12"]}}, "secure_aggregation.peers.0"),
+        ({"secure_aggregation": {"verified": 2}}, "verified is 2, and peers lists 0"),
+        ({"secure_aggregation": {"max_own_share": 0.6}}, "secure_aggregation.max_own_share"),
         ({"metrics": {"accuracy": "noisy"}}, "metrics.accuracy"),
         ({"limits": {"rounds": "50"}}, "limits.rounds"),
         ({"limits": {"rounds": 0}}, "limits.rounds"),

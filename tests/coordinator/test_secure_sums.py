@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.secure import SecureWork
-from promptfed.shared.messages import Task
+from promptfed.shared.messages import PrivacyEvent, SpendReport, Task
+from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg import encoding, member
 from promptfed.shared.tensors import Tensors, decode, encode
 from tests.support.coordinators import InThread
@@ -152,12 +154,15 @@ def test_nothing_that_the_coordinator_has_holds_a_part_of_an_update(
         )
         monkeypatch.setattr("promptfed.coordinator.operations.exchanges.looks_unmasked", lambda vector: False)
     federation, clients = federation_of(coordinator, *TEN[:4], aggregation={"weighting": "uniform"})
-    changes = {}
+    changes: dict[str, Any] = {}
+    secrets: set[str] = set()
     for _ in range(400):
         for client in clients:
             step(client, {"unmask": TEN})
             if (content := client.state.read_file("secure-work.safetensors")) is not None:
                 changes[client.name] = decode(content)[0]["change"].numpy()
+            attempt = json.loads(client.state.read_note("secure-attempt.json") or '{"secrets": {}}')
+            secrets |= {*attempt["secrets"].values(), client.state.read_note("signing.key") or ""}
         if (coordinator.get(federation)["stage"] or {}).get("kind") == "unmask":
             break
     assert len(changes) == 4
@@ -172,6 +177,10 @@ def test_nothing_that_the_coordinator_has_holds_a_part_of_an_update(
         clear = [change.tobytes(), *(tensor.numpy().tobytes() for tensor in update.values())]
         found = found or any(window in there for content in clear for window in windows(content))
     assert found is mutant
+    assert len(secrets) == 4 * 4, "the mask and share keys, seeds and identity keys"
+    for secret in secrets:
+        assert secret not in there.decode("latin-1")
+        assert not any(window in there for window in windows(bytes.fromhex(secret)))
 
 
 def test_an_update_in_the_clear_is_not_taken(coordinator: InThread, leap: Leap) -> None:
@@ -276,7 +285,7 @@ def refusal(coordinator: InThread, **changes: Any) -> str:
         ({"secure_aggregation": {"threshold": 0.5}}, "greater than 0.5"),
         ({"secure_aggregation": {"neighbours": 5}}, "multiple of 2"),
         ({"secure_aggregation": {"neighbours": 20}}, "weighting uniform"),
-        ({"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}}, "take one of the two"),
+        ({"privacy": {"level": "client", "clip": 0.3, "noise_multiplier": 1.0}}, "level client together with it"),
     ],
 )
 def test_what_cannot_be_summed_is_refused_at_creation(
@@ -295,3 +304,56 @@ def test_a_client_without_a_key_or_with_another_s_is_not_enrolled(coordinator: I
     second.state.write_note("signing.key", first.state.read_note("signing.key") or "")
     taken: httpx.Response = second.enrol(token)
     assert (taken.status_code, taken.json()["type"].rsplit("/", 1)[-1]) == (409, "key-taken")
+
+
+def test_another_identity_key_under_a_known_name_is_refused_until_the_name_is_reset(coordinator: InThread) -> None:
+    federation = coordinator.create(secure_aggregation={}, participation={"min_clients": 3})
+    token = coordinator.token(federation)
+    client = SecureClient(coordinator.http, federation, "a")
+    assert client.enrol(token).status_code == 201
+    assert client.enrol(token).status_code == 200, "the same key again"
+    client.state.remove_note("signing.key")
+    changed = client.enrol(token)
+    assert (changed.status_code, changed.json()["type"].rsplit("/", 1)[-1]) == (409, "identity-changed")
+    assert "ask the operator to reset its name" in changed.json()["detail"]
+    coordinator.post(f"{federation}/clients/a/reset")
+    mine = coordinator.token(federation, client="a")
+    assert client.enrol(mine, secret="e" * 64).status_code == 201
+
+
+def test_a_proof_of_another_key_is_refused(coordinator: InThread) -> None:
+    federation = coordinator.create(secure_aggregation={}, participation={"min_clients": 3})
+    client = SecureClient(coordinator.http, federation, "a")
+    refused = client.enrol(coordinator.token(federation), identity_key="ab" * 32)
+    assert (refused.status_code, refused.json()["type"].rsplit("/", 1)[-1]) == (422, "bad-signature")
+
+
+@pytest.mark.parametrize(("spent", "kind"), [(None, "privacy-missing"), (2.0, "privacy-mismatch"), (1.0, None)])
+def test_a_masked_change_says_what_it_cost(
+    coordinator: InThread, leap: Leap, spent: float | None, kind: str | None
+) -> None:
+    """By its client's own word, held against the public terms; the report tells it."""
+    privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+    federation, clients = federation_of(
+        coordinator, "a", "b", "c", privacy=privacy, training={"batch_size": 5}, aggregation={"weighting": "uniform"}
+    )
+    for number, client in enumerate(clients):
+        client.spent = report_of(10 + number, spent if client.name == "b" else 1.0)
+    while (coordinator.get(federation)["stage"] or {}).get("kind") != "mask":
+        for client in clients:
+            step(client, {"mask": TEN})
+    answer = clients[1].answer(coordinator.task(clients[1]))
+    if kind is not None:
+        assert (answer.status_code, answer.json()["type"].rsplit("/", 1)[-1]) == (422, kind), answer.text
+        return
+    drive(coordinator, clients, leap)
+    (phase,) = coordinator.get(f"{federation}/rounds/1")["phases"]
+    assert {name: one["epsilon"] for name, one in phase["secure"]["privacy"].items()} == dict.fromkeys("abc", 0.5)
+
+
+def report_of(samples: int, z: float | None) -> SpendReport | None:
+    """What a client of so many samples reports that trained with noise z, in batches of 5."""
+    if z is None:
+        return None
+    event = training_event(samples, 5, 1, z).as_json()
+    return SpendReport(events=[PrivacyEvent(**event)], epsilon=0.5, delta=1e-3, noise="seeded")

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from promptfed.client_service import faults as client_faults
+from promptfed.client_service.ledger import Ledger
 from promptfed.coordinator.store import fault_points
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.processes import Managed, Processes
 from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk import operations
 from promptfed.sdk.follow import follow
+from promptfed.shared.privacy.accounting import epsilon_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -106,3 +108,71 @@ def test_the_coordinator_dies(
     options = [f"--database-url={request.getfixturevalue('postgres').schema()}"] if database else []
     assert run(armed, tmp_path, options) == undisturbed
     assert armed.deaths == 1
+
+
+# Together with differential privacy
+
+PAID = {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0, "delta": 1e-3}
+PAYING_POINTS = (
+    "secure-work-written",
+    "mask-written",
+    "spend-locked",
+    "spend-half-written",
+    "spend-written",
+    "mask-sent",
+)
+
+
+class Ledgers(Armed):
+    """The same, each client with a ledger of its own beside its state folder."""
+
+    def start(self, name: str, arguments: list[str]) -> Managed:
+        common = self.environment
+        self.environment = common | {"PROMPTFED_CLIENT_LEDGER": str(self.ledger(name))}
+        try:
+            return super().start(name, arguments)
+        finally:
+            self.environment = common
+
+    def ledger(self, name: str) -> Path:
+        return self.folder / f"ledger-{name}.jsonl"
+
+
+@pytest.fixture
+def paying(tmp_path: Path) -> Iterator[Ledgers]:
+    with Ledgers(tmp_path, environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}) as processes:
+        yield processes
+
+
+def paid_for(processes: Ledgers, folder: Path) -> None:
+    """Run it; each client has paid for each round once, as the coordinator is told."""
+    with LocalFederation(processes, folder) as local:
+        federation = local.create(SPEC | {"privacy": PAID})
+        local.enrol(federation, SITES, lambda count: None)
+        local.api.send(operations.steer(federation, "start"))
+        for last in follow(local.api, federation, between=local.watch):
+            assert last.state in ("enrolling", "running", "finished"), last.describe()
+        reports = local.api.run(operations.accuracies(federation)).reports
+    told = [report["phases"][-1]["secure"]["privacy"] for report in reports[1:]]
+    for site in SITES:
+        spends = Ledger(processes.ledger(f"client-{site.name}")).spends()
+        assert [one.round for one in spends] == [1, 2], "one spend a round, whatever was done again"
+        assert len({one.release for one in spends}) == 2
+        events = [event for one in spends for event in one.events]
+        assert spends[-1].epsilon == epsilon_of(events, 1e-3)
+        assert [report[site.name]["epsilon"] for report in told] == [one.epsilon for one in spends]
+    assert [report["phases"][-1]["secure"]["sum_clients"] for report in reports[1:]] == [3, 3]
+    assert processes.deaths == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("point", PAYING_POINTS)
+def test_a_client_that_pays_dies(point: str, count: int, paying: Ledgers, tmp_path: Path) -> None:
+    paying.victim, paying.variable, paying.fault = "client-south", client_faults.VARIABLE, f"{point}:{count}"
+    paid_for(paying, tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["exchange-before-commit:8", "exchange-committed:8", "sum-computed:1"])
+def test_the_coordinator_of_those_who_pay_dies(fault: str, paying: Ledgers, tmp_path: Path) -> None:
+    paying.victim, paying.variable, paying.fault = "coordinator", fault_points.VARIABLE, fault
+    paid_for(paying, tmp_path)

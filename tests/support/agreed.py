@@ -11,8 +11,11 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.spec import BackboneSpec, TrainingSpec
 
 
-def agreed(state: PrivateState, method: dict[str, Any], rounds: int = 3) -> Agreement:
-    """To train by ``method``; whoever calls a `TaskWork` itself has nothing held against more of it."""
+def agreed(state: PrivateState, method: dict[str, Any], rounds: int = 3, **changes: Any) -> Agreement:
+    """To train by ``method``; whoever calls a `TaskWork` itself has nothing held against more of it.
+
+    ``changes`` are those of the offer.
+    """
     info = EnrolmentInfo(
         federation_id="fed-1",
         name="pets",
@@ -24,5 +27,6 @@ def agreed(state: PrivateState, method: dict[str, Any], rounds: int = 3) -> Agre
         rounds=rounds,
         training=TrainingSpec().model_dump(),
         evaluate_every=1,
+        **changes,
     )
     return Agreement.made(state, terms_of(info, make_method(method), "http://127.0.0.1", "trainer", []))

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 
 from promptfed.client_service.exits import Failure
+from promptfed.client_service.peers import identity_of
 from promptfed.client_service.private_state import PrivateState, Provenance
-from promptfed.client_service.secure import SecureWork, Trained, identity_of
-from promptfed.shared.messages import EnrolRequest, Task
+from promptfed.client_service.secure import SecureWork, Trained
+from promptfed.shared.messages import EnrolRequest, SpendReport, Task
 from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.tensors import decode
 from tests.support.fake_clients import FakeClient, content_digest, enrolment, trained
@@ -25,18 +26,24 @@ class SecureClient(FakeClient):
         self.state = PrivateState(Path(tempfile.mkdtemp(prefix="secure-")), ephemeral=True)
         self.secure = SecureWork(self.state, federation)
         self.trained = 0
+        self.spent: SpendReport | None = None
+        self.withheld = False
         self.bodies: list[bytes] = []
 
     def enrol(self, token: str, **changes: Any) -> httpx.Response:
-        request = EnrolRequest.model_validate(enrolment(self.name, **changes))
+        asked = {name: value for name, value in changes.items() if not name.startswith("identity")}
+        request = EnrolRequest.model_validate(enrolment(self.name, **asked))
         private = identity_of(self.state)
         signed = {
             "identity_key": public_identity(private).hex(),
             "identity_proof": sign(private, "identity", request.proof_body()).hex(),
         }
-        return super().enrol(token, **signed, **changes)
+        return super().enrol(token, **(signed | changes))
 
     def answer(self, task: dict[str, Any]) -> httpx.Response:
+        if task["kind"] == "evaluate" and self.withheld:
+            url = f"{self.path}/tasks/{task['task_id']}/evaluation"
+            return self.http.put(url, json={"splits": {}, "withheld": True}, headers=self.headers)
         if task["kind"] == "evaluate":
             return super().answer(task)
         told = self.http.get(task["payload"]["url"], headers=self.headers)
@@ -60,8 +67,9 @@ class SecureClient(FakeClient):
                 payload = decode(told)[0]
                 self.trained += 1
                 update = trained(payload, self.name, {"round": task.round, "phase": task.phase})
+                about = Provenance(task.task_id, task.round)
                 private = {"own": next(iter(update.values())) * 0 + task.round}
-                self.secure.keep(task, payload, Trained(update, private, Provenance(task.task_id, task.round)))
+                self.secure.keep(task, payload, Trained(update, private, about, {}, self.spent))
             answer = self.secure.keys(task)
         else:
             answer = self.secure.answer(task, told)

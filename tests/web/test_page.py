@@ -15,6 +15,7 @@ from sqlalchemy import select, update
 from promptfed.coordinator.store.tables import BlobRow, UpdateRow
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import FakeClient, drive, trained, update_body
+from tests.support.secure_clients import SecureClient
 from tests.web.conftest import PATIENCE, Visit, visit
 
 expect.set_options(timeout=PATIENCE)
@@ -271,3 +272,38 @@ def test_what_is_damaged_and_whose_change_is_far_off_is_said(coordinator: InThre
     expect(trouble).to_contain_text("c")
     expect(trouble).to_contain_text("its change is 40")
     expect(trouble).to_contain_text("times as long as the round's median")
+
+
+def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordinator: InThread, visited: Visit) -> None:
+    federation = coordinator.create(
+        name="sums", rounds=1, participation={"min_clients": 3, "deadline_seconds": 3600}, secure_aggregation={}
+    )
+    token = coordinator.token(federation)
+    clients = [SecureClient(coordinator.http, federation, name) for name in "abc"]
+    for client in clients:
+        assert client.enrol(token).status_code == 201
+        client.withheld = True
+    coordinator.post(f"{federation}/start")
+    end = time.monotonic() + 300
+    while coordinator.get(federation)["state"] == "running" and time.monotonic() < end:
+        for client in clients:
+            if (response := client.task()).status_code == 200:
+                assert client.answer(response.json()).status_code in (200, 201)
+    visited.open()
+    visited.sign_in()
+    page = visited.page
+    page.get_by_text("finished").first.wait_for()
+    panel = page.get_by_role("region", name="Sums that nobody sees into", exact=True)
+    expect(panel).to_contain_text("Attempt 1: the sum of 3 clients, weight 3; the mean change has the norm")
+    expect(panel).to_contain_text("no client's change has a norm")
+    rows = panel.get_by_role("region", name="Steps of round 1, train, attempt 1").locator("tbody tr")
+    assert [row.split("\t")[:2] for row in rows.all_inner_texts()] == [
+        ["U1", "train\nkeys"],
+        ["U2", "share\nshares"],
+        ["U3", "mask\nmasked changes"],
+        ["U4", "confirm\nsignatures"],
+        ["U5", "unmask\nshares revealed"],
+    ]
+    expect(page.get_by_role("region", name="Agreement of the clients", exact=True)).to_contain_text("only the sum")
+    expect(page.get_by_role("region", name="Training", exact=True)).to_contain_text("no number that a client measured")
+    expect(page.get_by_role("region", name="Accuracy", exact=True)).to_contain_text("Withheld: 3 sites measured")

@@ -37,10 +37,14 @@ export class Accuracy {
   }
 
   #draw() {
-    const there = this.evaluated.length > 0;
+    const last = Object.values(this.evaluated.at(-1)?.evaluation.clients ?? {});
+    const silent = last.filter((one) => one.withheld).length;
+    const there = this.evaluated.length > 0 && silent < last.length;
+    if (silent) fill(this.empty, `Withheld: ${counted(silent, "site")} measured and told nobody. An evaluator whose policy says plain shows how far the prompts are.`);
     this.empty.hidden = there;
-    this.chart.hidden = !there;
+    this.chart.hidden = this.table.hidden = this.remark.hidden = !there;
     if (!there) return;
+    this.empty.hidden = silent === 0;
     const split = this.select.value;
     const clients = seriesByClient(this.evaluated, split);
     const several = clients.length > MANY;

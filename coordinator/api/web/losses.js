@@ -4,6 +4,7 @@ import { Plot } from "./charts.js";
 import { fill, h, panel } from "./dom.js";
 import { counted, figure } from "./format.js";
 import { drawn, MANY, mean } from "./series.js";
+import { HIDDEN } from "./sums.js";
 
 const OF_TIMES = ["train_seconds", "trained_parameters"];
 
@@ -39,6 +40,7 @@ export class Losses {
     const clients = [...(this.found.get(this.select.value)?.values() ?? [])];
     const there = clients.length > 0;
     this.empty.hidden = there;
+    if (this.model.view.spec.secure_aggregation) fill(this.empty, HIDDEN);
     this.plot.element.hidden = this.remark.hidden = !there;
     if (!there) return;
     const name = this.select.value;

@@ -30,6 +30,7 @@ from promptfed.shared.messages import EnrolmentInfo
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.base import Method
 from promptfed.shared.spec import BackboneShape, BackboneSpec, TrainingSpec
+from promptfed.shared.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import NAMES
@@ -95,8 +96,10 @@ def info_of(method: str) -> EnrolmentInfo:
     return EnrolmentInfo(method={"name": method}, backbone=backbone, **known, **plan)
 
 
-def told_of(method: Method, declared: Declared, shape: BackboneShape | None, tests: list[str]) -> Disclosure:
-    info = info_of(method.name)
+def told_of(
+    method: Method, declared: Declared, shape: BackboneShape | None, tests: list[str], **changes: Any
+) -> Disclosure:
+    info = info_of(method.name).model_copy(update=changes)
     terms = terms_of(info, method, "http://127.0.0.1", declared.role, tests)
     return disclose(terms, info, method, declared, shape)
 
@@ -128,6 +131,20 @@ def test_the_last_rounds_tensors_are_told_apart(declared: Declared, backbone: Ba
     by_name = {tensor.name: tensor for exchange in told.exchanges for tensor in exchange.tensors}
     assert by_name["classifier_weight"].shape == ("n", backbone.d_e)
     assert by_name["classifier_weight"].bytes is None
+
+
+def test_of_secure_sums_it_is_told_that_changes_leave_under_masks_alone(declared: Declared) -> None:
+    method = make_method({"name": "promptfl"})
+    secure = SecureAggregationSpec(minimum=5)
+    told = "\n".join(told_of(method, declared, None, [], secure_aggregation=secure, evaluation="withheld").lines())
+    assert "as a part of a sum that nobody sees into, 64 bits a number (phase train)" in told
+    assert "of the changes nothing but sums of at least 5 clients" in told
+    assert "metrics   none" in told
+    assert "accuracies are withheld" in told
+    assert "gradients of images" not in told
+    assert "key       public, made here" in told
+    plain = "\n".join(told_of(method, declared, None, [], secure_aggregation=secure, evaluation="plain").lines())
+    assert "accuracy  on its test images" in plain
 
 
 # The terminal

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from promptfed.client_service.ledger import BudgetExhausted, Ledger
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
@@ -47,3 +48,62 @@ def test_the_state_is_that_of_the_mean_in_the_clear(method: str, backbone: Backb
     for name, tensor in clear.state.items():
         assert (summed.state[name] - tensor).abs().max() < 1e-6, name
     assert run(secure_aggregation={"threshold": 0.7}).state_hash == summed.state_hash, "masks cancel"
+
+
+PRIVACY = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0, "delta": 1e-3}
+
+
+def test_with_noise_for_records_the_state_is_that_of_the_same_noise_in_the_clear(
+    backbone: Backbone, features: FeatureCache
+) -> None:
+    def run(**changes: Any) -> Any:
+        return simulate(spec(rounds=1, privacy=PRIVACY, **changes), SITES, backbone=backbone, features=features)
+
+    clear, summed = run(), run(secure_aggregation={"threshold": 0.7})
+    for name, tensor in clear.state.items():
+        assert (summed.state[name] - tensor).abs().max() < 1e-6, name
+    spent, told = clear.privacy(), summed.privacy()
+    assert told == spent
+    assert (told.clients, told.noise, told.rounds_counted) == (4, "seeded", 1)
+    assert summed.sums().smallest_sum == 4
+    assert all(phase.updates == [] for report in summed.round_reports for phase in report.phases)
+
+
+@pytest.mark.slow
+def test_a_change_that_its_data_set_can_no_longer_afford_does_not_leave(
+    backbone: Backbone, features: FeatureCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is deleted before its masked vector is sent; the others' sum is opened, and the next round is as usual."""
+    spend, refused = Ledger.spend, []
+
+    def spend_but_once(ledger: Ledger, *about: Any) -> bool:
+        if not refused:
+            refused.append(ledger)
+            raise BudgetExhausted("another federation was faster")
+        return spend(ledger, *about)
+
+    monkeypatch.setattr(Ledger, "spend", spend_but_once)
+    wanted = spec(privacy=PRIVACY, secure_aggregation={"threshold": 0.7})
+    result = simulate(wanted, SITES, backbone=backbone, features=features)
+    first, second = (report.phases[0] for report in result.round_reports[1:])
+    assert [one.type for one in first.failed] == ["privacy-budget-exhausted"]
+    assert [one.answered for one in first.secure.steps[:3]] == [4, 4, 3]
+    assert (first.secure.sum_clients, second.secure.sum_clients) == (3, 4)
+    assert len(refused[0].spends()) == 1
+
+
+@pytest.mark.parametrize(("told", "withheld"), [(None, True), ("withheld", True), ("plain", False)])
+def test_accuracies_stay_with_the_sites_unless_the_spec_says_otherwise(
+    told: str | None, withheld: bool, backbone: Backbone, features: FeatureCache
+) -> None:
+    referee = Site("referee", DATA.format(0).replace("painting", "neon"), role="evaluator")
+    wanted = spec(rounds=1, secure_aggregation={}, privacy={"evaluation": told} if told else {})
+    result = simulate(wanted, [*SITES, referee], backbone=backbone, features=features)
+    clients = result.reports[1]["evaluation"]["clients"]
+    assert {name: one["withheld"] for name, one in clients.items()} == {
+        **dict.fromkeys((site.name for site in SITES), withheld),
+        "referee": False,
+    }, "an evaluator's own test set is its owner's"
+    assert all((one["splits"] == {}) is one["withheld"] for one in clients.values())
+    assert all(one["metrics"] == {} and one["zero_shot"] == {} for one in clients.values() if one["withheld"])
+    assert result.reports[1]["phases"][0]["metrics"] == {}

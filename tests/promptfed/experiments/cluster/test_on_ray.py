@@ -102,6 +102,16 @@ def test_the_state_is_that_of_one_process(crews: int, nodes: Nodes, wanted: str,
     assert last_json(out)["state_hash"] == wanted
 
 
+def test_a_sum_that_nobody_sees_is_that_of_one_process(nodes: Nodes, tmp_path: Path) -> None:
+    run = {**RUN, "participation": {"min_clients": 4}, "secure_aggregation": {"threshold": 0.75}}
+    path = written(tmp_path, run)
+    torch.set_num_threads(1)
+    simulated = read_run(path)
+    options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address]
+    out = told("simulate", path, *options, "--storage", tmp_path / "storage", "--json")
+    assert last_json(out)["state_hash"] == simulate(simulated.spec, simulated.sites).state_hash
+
+
 def test_a_run_whose_command_died_goes_on_from_its_storage(nodes: Nodes, wanted: str, tmp_path: Path) -> None:
     """As where the head node is lost: nothing of the command is stopped in order."""
     options = ["--engine", "ray", "--crews", 2, "--address", nodes.cluster.address, "--storage", tmp_path / "storage"]

@@ -1,0 +1,308 @@
+"""What sums that nobody sees into cost: seconds and bytes of a client, and what the five steps add to a round.
+
+First the protocol alone, without training and HTTP: every step of 10, 100 and 1,000 clients, of whom three in ten are
+lost between the steps, over a vector of ``--numbers``. Seconds are CPU seconds of one client (median over the clients),
+bytes those of all that it sends and reads as they stand on the wire; the coordinator's are those that open the sum.
+Beside them stands the plain update of the same numbers.
+
+Then real processes on loopback: five clients and a coordinator, plain and summed federations in turns of ``--repeats``.
+What the steps add is the difference of the median seconds of a phase, from its opening to the state that follows.
+
+    python -m benchmarks.secure_sums --json benchmarks/secure_sums.json --docs docs/secure-aggregation.md
+    python -m benchmarks.secure_sums --clients 10,100 --repeats 1 --rounds 4
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+
+from benchmarks.harness import in_words, integers, machine, parser, table, write
+from benchmarks.round_overhead import run_processes
+from promptfed.runtime.services import Site
+from promptfed.shared.messages import UpdateMetadata
+from promptfed.shared.secagg import keys, member, opening
+from promptfed.shared.secagg.encoding import weighted
+from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, Roster, SharesAnswer, UnmaskAnswer
+from promptfed.shared.secagg.roster import make_roster, read_roster
+from promptfed.shared.spec_aggregation import SecureAggregationSpec
+from promptfed.shared.tensors import encode
+
+SPEC = SecureAggregationSpec()
+LOST = 0.3  # of the clients, between shares and masked vectors
+BAR_SECONDS, BAR_BYTES, BAR_CLIENTS = 0.5, 3.0, 100
+MARKED = re.compile(r"<!-- table: secure sums -->\n.*?<!-- end of table -->", re.DOTALL)
+DIGEST = "sha256:" + "1" * 64
+ABOUT = {
+    "federation_id": "fed-1",
+    "round": 1,
+    "phase": "train",
+    "attempt": 1,
+    "payload_sha256": DIGEST,
+    "terms": "2" * 64,
+    "weight": 1,
+}
+
+T = TypeVar("T")
+
+
+@dataclass
+class Client:
+    """One simulated client, whose CPU seconds and bytes are counted."""
+
+    vector: Any  # (d,) int64
+    seconds: float = 0.0
+    up: int = 0
+    down: int = 0
+    place: int = -1
+    shared: Any = None
+    held: dict[int, member.Pair] = field(default_factory=dict)
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Do it, on this client's clock."""
+        began = time.process_time()
+        try:
+            return work()
+        finally:
+            self.seconds += time.process_time() - began
+
+    def sends(self, answer: BaseModel | bytes) -> bytes:
+        """What goes up, as it stands on the wire."""
+        body = answer if isinstance(answer, bytes) else answer.model_dump_json().encode()
+        self.up += len(body)
+        return body
+
+    def reads(self, told: BaseModel) -> bytes:
+        """What comes down."""
+        body = told.model_dump_json().encode()
+        self.down += len(body)
+        return body
+
+    def keys(self) -> KeysAnswer:
+        """Step train."""
+
+        def work() -> KeysAnswer:
+            self.secrets = member.Secrets.fresh(keys.new_identity())
+            return member.signed_entry(self.secrets, ABOUT)
+
+        self.entry = self.do(work)
+        self.sends(self.entry)
+        return self.entry
+
+    def share(self, told: Roster) -> SharesAnswer:
+        """Step share."""
+        body = self.reads(told)
+
+        def work() -> SharesAnswer:
+            self.roster = read_roster(Roster.model_validate_json(body), self.entry, SPEC, SPEC.minimum)
+            self.place = self.roster.place_of(self.entry.entry)
+            answer, self.shared = member.share_secrets(self.secrets, self.roster, self.place)
+            return answer
+
+        answer = self.do(work)
+        self.sends(answer)
+        return answer
+
+    def mask(self, told: MaskJob) -> Any:
+        """Step mask."""
+        body = self.reads(told)
+
+        def work() -> Any:
+            job = MaskJob.model_validate_json(body)
+            pairs = member.open_boxes(self.secrets, self.roster, self.place, job, member.Limits())
+            self.held, self.sharing = {self.place: self.shared, **pairs}, job.sharing
+            vector = weighted(self.vector, 1)
+            return member.mask_vector(self.secrets, self.roster, self.place, job.sharing, vector)
+
+        vector = self.do(work)
+        tensor = torch.from_numpy(vector.view(np.int64))
+        self.sends(self.do(lambda: encode({"masked": tensor}, {"roster_sha256": self.roster.sha256.hex()})))
+        return vector
+
+    def confirm(self, told: opening.ConfirmJob) -> opening.ConfirmAnswer:
+        """Step confirm."""
+        body = self.reads(told)
+
+        def work() -> opening.ConfirmAnswer:
+            self.list = opening.ConfirmJob.model_validate_json(body)
+            limits = member.Limits()
+            return member.confirm_list(self.secrets, self.roster, self.place, self.sharing, self.list, limits)
+
+        answer = self.do(work)
+        self.sends(answer)
+        return answer
+
+    def unmask(self, told: opening.UnmaskJob) -> UnmaskAnswer:
+        """Step unmask."""
+        body = self.reads(told)
+
+        def work() -> UnmaskAnswer:
+            job = opening.UnmaskJob.model_validate_json(body)
+            return member.reveal_shares(self.roster, self.place, self.list, self.held, job)
+
+        answer = self.do(work)
+        self.sends(answer)
+        return answer
+
+
+def protocol(count: int, numbers: int) -> dict[str, Any]:
+    """One attempt of ``count`` clients; what it cost. The sum is checked."""
+    source = np.random.default_rng(7)
+    clients = [Client(source.integers(-(1 << 30), 1 << 30, numbers, dtype=np.int64)) for _ in range(count)]
+    made, signed = make_roster([client.keys() for client in clients], SPEC, True)
+    shares: dict[int, SharesAnswer] = {}
+    for client in clients:
+        place = made.place_of(client.entry.entry)
+        shares[place] = client.share(made.message(signed, place))
+    there = clients[: count - int(LOST * count)]
+    vectors = {client.place: client.mask(opening.mask_job(made, client.place, shares)) for client in there}
+    confirm = opening.confirm_job(shares, vectors)
+    answers = {client.place: client.confirm(confirm) for client in there}
+    reveals: dict[int, UnmaskAnswer] = {}
+    for client in there:
+        reveals[client.place] = client.unmask(opening.unmask_job(made, client.place, answers))
+    began = time.process_time()
+    total = opening.open_sum(made, confirm, (vectors[one] for one in confirm.alive), reveals)
+    opened = time.process_time() - began
+    if not np.array_equal(total.view(np.int64), sum(client.vector for client in there)):
+        raise SystemExit("the sum is not that of the clients")
+    return {
+        "clients": count,
+        "neighbours": made.graph.neighbours or count - 1,
+        "client_seconds": statistics.median(client.seconds for client in there),
+        "client_bytes_up": statistics.median(client.up for client in there),
+        "client_bytes_down": statistics.median(client.down for client in there),
+        "plain_bytes_up": plain_bytes(numbers),
+        "opening_seconds": opened,
+    }
+
+
+def plain_bytes(numbers: int) -> int:
+    """Bytes of an update in the clear."""
+    about = UpdateMetadata(
+        task_id="tsk-" + "0" * 16, payload_sha256=DIGEST, metrics={"loss": 0.5, "train_seconds": 0.5}
+    )
+    return len(encode({"context": torch.zeros(numbers)}, about.model_dump()))
+
+
+def rounds(repeats: int, count: int, clients: int = 5) -> dict[str, Any]:
+    """Seconds of the phases of plain and summed federations in processes, in turns; each run's first is left out."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    steps: dict[str, list[float]] = defaultdict(list)
+    sent: dict[str, list[int]] = defaultdict(list)
+    for repeat in range(repeats):
+        ways = ["plain", "summed"] if repeat % 2 == 0 else ["summed", "plain"]
+        for way in ways:
+            for report in run_processes(*plan(way, count, clients))[2:]:
+                (phase,) = report["phases"]
+                seconds[way].append(phase["seconds"])
+                sent[way].append(phase["bytes_up"] // clients)
+                for step in phase["secure"]["steps"] if way == "summed" else ():
+                    steps[step["kind"]].append(step["seconds"])
+    medians = {way: statistics.median(found) for way, found in seconds.items()}
+    return {
+        "clients": clients,
+        "rounds": len(seconds["plain"]),
+        "plain_seconds": medians["plain"],
+        "summed_seconds": medians["summed"],
+        "added_seconds": medians["summed"] - medians["plain"],
+        "step_seconds": {kind: statistics.median(found) for kind, found in steps.items()},
+        "bytes_up": {way: statistics.median(found) for way, found in sent.items()},
+    }
+
+
+def plan(way: str, count: int, clients: int) -> tuple[dict[str, Any], list[Site]]:
+    """The spec of one run, and its clients."""
+    spec: dict[str, Any] = {
+        "name": way,
+        "method": {"name": "promptfl"},
+        "rounds": count,
+        "participation": {"min_clients": clients},
+        "aggregation": {"weighting": "uniform"},
+        "evaluation": {"every": count},
+    }
+    if way == "summed":
+        spec["secure_aggregation"] = {}
+    styles = ("painting", "sketch", "quickdraw", "neon", "chalk")
+    return spec, [Site(f"site-{k}", f"symbols:{styles[k % 5]}?topic=weather&per_class=4") for k in range(clients)]
+
+
+def as_table(found: dict[str, Any]) -> str:
+    """The figures as the documentation has them, with the bars."""
+    cells = []
+    for one in found["protocol"]:
+        ratio = one["client_bytes_up"] / one["plain_bytes_up"]
+        up = f"{one['client_bytes_up'] / 1000:,.0f} KB ({ratio:.2f} × plain)"
+        down = f"{one['client_bytes_down'] / 1000:,.0f} KB"
+        row = [f"{one['clients']:,}", str(one["neighbours"]), in_words(one["client_seconds"]), up, down]
+        cells.append([*row, in_words(one["opening_seconds"])])
+    columns = ["clients", "share with", "CPU of a client", "up", "down", "coordinator opens in"]
+    text = table(columns, cells, texts=0)
+    played = found["rounds"]
+    if played is None:
+        return text
+    steps = ", ".join(f"{kind} {in_words(value)}" for kind, value in played["step_seconds"].items())
+    return (
+        f"{text}\n\nA round of {played['clients']} processes on loopback ({played['rounds']} rounds each, medians): "
+        f"{in_words(played['plain_seconds'])} plain, {in_words(played['summed_seconds'])} summed: the steps add "
+        f"**{in_words(played['added_seconds'])}** (bar: {in_words(BAR_SECONDS)}). By step: {steps}."
+    )
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    """The bars that were not reached."""
+    problems = []
+    for one in found["protocol"]:
+        ratio = one["client_bytes_up"] / one["plain_bytes_up"]
+        if one["clients"] == BAR_CLIENTS and ratio > BAR_BYTES:
+            problems.append(f"{ratio:.2f} times the plain bytes up at {BAR_CLIENTS} clients; {BAR_BYTES:g} is the bar")
+    added = found["rounds"]["added_seconds"] if found["rounds"] is not None else 0.0
+    if added > BAR_SECONDS:
+        problems.append(f"the steps add {added:.2f} s to a round; {BAR_SECONDS:g} s is the bar")
+    return problems
+
+
+def main() -> None:
+    """Run, print and write."""
+    command = parser(__doc__)
+    command.add_argument("--clients", type=integers, default=[10, 100, 1000], help="numbers of clients")
+    command.add_argument("--numbers", type=int, default=8192, help="numbers in the vector")
+    command.add_argument("--repeats", type=int, default=2, help="turns of plain and summed processes; 0: none")
+    command.add_argument("--rounds", type=int, default=8, help="of each run")
+    command.add_argument("--docs", type=Path, help="write the table between its markers in this page")
+    options = command.parse_args()
+    torch.set_num_threads(1)
+    found = {
+        "machine": machine(),
+        "numbers": options.numbers,
+        "lost": LOST,
+        "protocol": [protocol(count, options.numbers) for count in options.clients],
+        "rounds": rounds(options.repeats, options.rounds) if options.repeats else None,
+    }
+    text = as_table(found)
+    print(text)
+    write(options.json, found)
+    if options.docs is not None:
+        page = options.docs.read_text()
+        if not MARKED.search(page):
+            raise SystemExit(f"{options.docs} has no place for the table")
+        options.docs.write_text(
+            MARKED.sub(lambda _: f"<!-- table: secure sums -->\n{text}\n<!-- end of table -->", page)
+        )
+    problems = missed(found)
+    if problems:
+        raise SystemExit("; ".join(problems))
+
+
+if __name__ == "__main__":
+    main()

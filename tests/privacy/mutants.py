@@ -1,0 +1,84 @@
+"""Patches of one line each, without which a coordinator has what it is after: under each a test must fail."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import pytest
+
+MEMBER, ROSTER = "promptfed.shared.secagg.member", "promptfed.shared.secagg.roster"
+SECURE, LOOP = "promptfed.client_service.secure", "promptfed.client_service.task_loop"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``line`` of a module's function (``name``, or ``Class.name``) becomes ``instead``; ``attack`` then succeeds."""
+
+    attack: str
+    module: str
+    function: str
+    line: str
+    instead: str
+
+    def apply(self, patch: pytest.MonkeyPatch) -> None:
+        """Put the function in, compiled from the changed source, in the place of the real one."""
+        module = importlib.import_module(self.module)
+        source = inspect.getsource(module)
+        assert source.count(self.line) == 1, f"{self.module} has not just one {self.line!r}"
+        changed: dict[str, Any] = {**vars(module)}
+        exec(compile(source.replace(self.line, self.instead), f"<{self.attack}>", "exec"), changed)
+        owner, _, name = self.function.rpartition(".")
+        function = reduce(getattr, self.function.split(".")[1:], changed[self.function.split(".")[0]])
+        patch.setattr(getattr(module, owner) if owner else module, name, function)
+
+
+SIGNATURE = "    body = confirmed(roster, place, digest)\n", "    return True\n"
+SIZE = "    if len(content) != 2 * shamir.SHARE_BYTES:\n"
+NO_SIZE = "    content = content or bytes(2 * shamir.SHARE_BYTES)\n    if False:\n"
+MUTANTS = (
+    Mutant("other_lists", MEMBER, "_has_signed", *SIGNATURE),
+    Mutant("forged_signatures", MEMBER, "_has_signed", *SIGNATURE),
+    Mutant("too_few_signatures", MEMBER, "reveal_shares", " or len(known) < roster.graph.threshold:", ":"),
+    Mutant("one_signature_thrice", MEMBER, "reveal_shares", "len(set(known)) < len(known) or ", ""),
+    Mutant("a_second_list", SECURE, "SecureWork.answer", 'if task.kind in known["answers"]:', "if False:"),
+    Mutant("a_second_mask", SECURE, "SecureWork.answer", 'if task.kind in known["answers"]:', "if False:"),
+    Mutant("another_attempt", SECURE, "SecureWork.expect", "if revealed is not None and (", "if False and ("),
+    Mutant(
+        "an_attempt_set_back",
+        SECURE,
+        "SecureWork._unmask",
+        "(_name(task), mark) != mark:",
+        "(_name(task), mark) is None:",
+    ),
+    Mutant("the_same_payload", SECURE, "SecureWork.expect", "if served is not None and served != where:", "if False:"),
+    Mutant("an_earlier_round", SECURE, "SecureWork.expect", 'if task.round < markers["round"]:', "if False:"),
+    Mutant("another_payload", ROSTER, "_expect_entry", '"attempt", "payload_sha256", "terms")', '"attempt", "terms")'),
+    Mutant("swapped_keys", ROSTER, "_expect_entry", "if not is_entry_signed(answer):", "if False:"),
+    Mutant("one_identity_twice", ROSTER, "_expect_keys", "for key in (entry.identity_key, ", "for key in ("),
+    Mutant("swapped_boxes", MEMBER, "_open", SIZE, NO_SIZE),
+    Mutant("too_few_share", MEMBER, "expect_set", "if len(chosen) < least:", "if False:"),
+    Mutant("too_few_alive", MEMBER, "expect_set", "if len(chosen) < least:", "if False:"),
+    Mutant(
+        "forgotten_in_the_list", MEMBER, "confirm_list", "or {*job.alive, *job.dropped} != set(sharing):", "or False:"
+    ),
+    Mutant(
+        "fewer_than_the_spec_promises",
+        SECURE,
+        "SecureWork._least",
+        "minimum=max(spec.minimum, self._limits.minimum)",
+        "minimum=self._limits.minimum",
+    ),
+    Mutant("heavy_weight", MEMBER, "expect_set", "if share > limits.max_own_share:", "if False:"),
+    Mutant("strangers", MEMBER, "expect_set", "if known < limits.verified:", "if False:"),
+)
+"""Of the checks of secure sums; every attack of `tests.support.malicious` has at least one."""
+
+PLAIN_PATH = Mutant("plain_path", LOOP, "TaskLoop._send_pending", " or self._secure is not None:", ":")
+"""An update that waits is sent in the clear, as where there are no secure sums."""
+
+UNPAID = Mutant("unpaid", LOOP, "TaskLoop._pay_masked", 'if protection is None or answer.kind != "mask":', "if True:")
+"""A masked change leaves, and its spend is not noted."""
