@@ -27,6 +27,7 @@ from promptfed.client_service.joining.enrolment import (
     label_space,
     open_backbone,
     take_own_options,
+    tells_accuracies,
 )
 from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.monitor import Monitor
@@ -135,7 +136,10 @@ class Joining:
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
         work = self._work(backbone, agreement, source, tests)
-        work.protection, work.plain_evaluations = protection, self._plain_evaluations(info, method, policy)
+        work.protection, work.plain_evaluations = (
+            protection,
+            tells_accuracies(info, method, settings.role, policy, self.parts.plain_evaluations),
+        )
         work.policy, work.asked = policy, asked
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
@@ -147,17 +151,6 @@ class Joining:
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
-
-    def _plain_evaluations(self, info: EnrolmentInfo, method: Method, policy: Policy | None) -> bool:
-        """Whether accuracies leave under protection or beside secure sums: only where spec and owner both say so.
-
-        An evaluator trains nothing: what its own test set says is its owner's choice alone.
-        """
-        own = self.parts.plain_evaluations or (policy is not None and policy.metrics.accuracy == "plain")
-        if self.settings.role == "evaluator":
-            return own
-        asked = info.evaluation or (info.privacy.evaluations if info.privacy is not None else "plain")
-        return own and asked == "plain" and not (info.privacy is not None and method.fine_tunes)
 
     async def _data(self) -> tuple[Source, Mapping[str, Source]]:
         """The client's data and its test sets. One that cannot be declared is refused before anybody is asked."""
