@@ -15,6 +15,9 @@ VARIABLE = "PROMPTFED_CLIENT_FAULT"
 #: Every point there is, in the order in which a protected task reaches them.
 POINTS = ("task-affordable", "pending-written", "spend-locked", "spend-half-written", "spend-written", "update-sent")
 
+#: Those of an evaluation whose accuracies leave as noisy counts.
+COUNT_POINTS = ("counts-written", "counts-spent")
+
 #: Those that secure sums reach besides, in their order.
 SECURE_POINTS = (
     "secure-work-written",

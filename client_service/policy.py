@@ -44,6 +44,7 @@ privacy:
   require: sample               # differentially private training, or nothing
   unit: record                  # or group, such as patients, whom the data then have to name
   max_epsilon: 8.0              # of the training images, over all federations together
+  max_test_epsilon: 4.0         # of the test images, where accuracies leave as noisy counts
   delta: 1.0e-6
   partial: false                # true: begin what does not fit as a whole, and end where the budget does
 secure_aggregation:
@@ -54,7 +55,7 @@ secure_aggregation:
   # peers: ["ed25519:..."]      # fingerprints that were compared over another channel (promptfed client --fingerprint)
   # verified: 2                 # how many of a sum's other members have to be of these
 metrics:
-  accuracy: withheld            # or plain
+  accuracy: withheld            # or noisy (counts with noise, out of the test images' budget), or plain
   training: false               # losses and seconds stay here
 """
 
@@ -94,6 +95,7 @@ class Privacy(Part):
     require: Literal["none", "sample", "client"] = "none"
     unit: Literal["record", "group"] | None = None
     max_epsilon: Annotated[float, Field(gt=0, le=1000)] = 8.0
+    max_test_epsilon: Annotated[float, Field(gt=0, le=1000)] = 4.0
     delta: Annotated[float | None, Field(ge=LEAST_DELTA, lt=1)] = None
     partial: bool = False
 
@@ -101,7 +103,7 @@ class Privacy(Part):
 class Metrics(Part):
     """What numbers may leave; accuracy None: as the federation says, withheld where it is protected."""
 
-    accuracy: Literal["withheld", "plain"] | None = None
+    accuracy: Literal["withheld", "noisy", "plain"] | None = None
     training: bool = True
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.faults import point
 from promptfed.client_service.ledger import BudgetExhausted, Ledger
+from promptfed.client_service.policy import Policy
 from promptfed.client_service.private_state import Pending, PrivateState
+from promptfed.client_service.settings import Settings
 from promptfed.shared.data.source import Split
 from promptfed.shared.messages import EnrolledProtection, EnrolmentInfo, PrivacyEvent, SpendReport, Task
 from promptfed.shared.methods.core.base import Method
@@ -164,6 +167,14 @@ def units_of(info: EnrolmentInfo, train: Split) -> int | None:
     """How many groups there are to protect; None where units are records, or the data name no groups."""
     grouped = info.privacy is not None and info.privacy.unit == "group" and train.groups is not None
     return len(set(train.groups or ())) if grouped else None
+
+
+def own_ledger(settings: Settings, policy: Policy | None) -> Ledger:
+    """The ledger of the data set that the policy names, else the settings."""
+    dataset = (policy and policy.dataset) or settings.dataset
+    if settings.ledger is None and policy is not None and policy.ledger is not None:
+        return Ledger(Path(policy.ledger).expanduser(), dataset)
+    return Ledger(settings.model_copy(update={"dataset": dataset}).ledger_file, dataset)
 
 
 def reported(update: bytes) -> SpendReport | None:

@@ -266,6 +266,10 @@ class EvaluationRequest(Message):
     withheld: Annotated[
         bool, Field(exclude_if=lambda given: not given, description="measured, and kept by the site")
     ] = False
+    privacy: Annotated[
+        SpendReport | None,
+        Field(exclude_if=lambda given: given is None, description="what noisy counts cost the test images"),
+    ] = None
 
 
 class FailureRequest(Message):

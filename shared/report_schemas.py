@@ -145,6 +145,16 @@ class PhaseReport(StageReport):
     )
 
 
+class SpentCounts(BaseModel):
+    """What noisy counts have made of the test images' budget, by their owner's word; ``count_epsilon`` of each."""
+
+    epsilon: float
+    delta: float
+    count_epsilon: float
+    counts: int
+    noise: Literal["secret", "seeded"]
+
+
 class ClientEvaluation(BaseModel):
     """One client's accuracies."""
 
@@ -154,6 +164,9 @@ class ClientEvaluation(BaseModel):
     zero_shot: dict[str, SplitResult]
     metrics: dict[str, float]
     withheld: bool = False  # measured, and kept by the site: accuracies depend on records, and no noise covers them
+    privacy: SpentCounts | None = Field(
+        default=None, exclude_if=lambda given: given is None, description="of accuracies that are noisy counts"
+    )
     received_at: datetime
 
 

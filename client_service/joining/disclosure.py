@@ -125,6 +125,10 @@ class Disclosure:
         told = self.terms.evaluation or (self.terms.privacy.evaluations if self.terms.privacy is not None else "plain")
         if told == "withheld":
             return ["Leaves it after an evaluation:", "  nothing   but that it was made: accuracies are withheld"]
+        if self.terms.privacy is not None and self.terms.privacy.evaluations == "noisy":
+            a = self.terms.privacy.evaluation_epsilon
+            text = f"as numbers of right answers with noise, ε = {a:g} each out of the test images' own budget"
+            return ["Leaves it after an evaluation:", f"  accuracy  on {', '.join(self._tests)}, {text}"]
         return [
             "Leaves it after an evaluation:",
             f"  accuracy  on {', '.join(self._tests)}, with the number of images, and the template's beside it",

@@ -39,9 +39,8 @@ from promptfed.client_service.joining.enrolment import (
     label_space,
     open_backbone,
 )
-from promptfed.client_service.joining.flow import own_ledger
 from promptfed.client_service.policy import RULES, Policy, facts_of, read_policy, refusals
-from promptfed.client_service.protection import expect_room, groups_of, plan, units_of
+from promptfed.client_service.protection import expect_room, groups_of, own_ledger, plan, units_of
 from promptfed.client_service.settings import Settings, make_settings, read_token
 from promptfed.client_service.training.data import domain_of, open_data
 from promptfed.shared.clip import Backbone, BackboneError, shape_of

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from promptfed.client_service.coordinator_client import Refused
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.disclosure import Declared
-from promptfed.client_service.policy import Policy
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.training.data import check_classes, check_domain
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
@@ -123,19 +122,6 @@ def take_own_options(method: Method, settings: Settings) -> None:
         method.take_own(settings.method_options)
     except MethodError as error:
         raise ClientError(Exit.USAGE, f"--method-option: {error}") from None
-
-
-def tells_accuracies(info: EnrolmentInfo, method: Method, role: Role, policy: Policy | None, handed_in: bool) -> bool:
-    """Whether accuracies leave under protection or beside secure sums: only where spec and owner both say so.
-
-    An evaluator trains nothing: what its own test set says is its owner's choice alone. ``handed_in``: who builds the
-    worker chose for the owner.
-    """
-    own = handed_in or (policy is not None and policy.metrics.accuracy == "plain")
-    if role == "evaluator":
-        return own
-    asked = info.evaluation or (info.privacy.evaluations if info.privacy is not None else "plain")
-    return own and asked == "plain" and not (info.privacy is not None and method.fine_tunes)
 
 
 def _project(package: str | None) -> str | None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -27,14 +26,14 @@ from promptfed.client_service.joining.enrolment import (
     label_space,
     open_backbone,
     take_own_options,
-    tells_accuracies,
 )
 from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.noisy_counts import NoisyCounts, what_leaves
 from promptfed.client_service.peers import identity_of
 from promptfed.client_service.policy import Policy, enforce, facts_of, read_policy
 from promptfed.client_service.private_state import Identity, PrivateState
-from promptfed.client_service.protection import SiteProtection, expect_room, groups_of, keep, plan, units_of
+from promptfed.client_service.protection import SiteProtection, expect_room, groups_of, keep, own_ledger, plan, units_of
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.training.data import (
@@ -136,10 +135,11 @@ class Joining:
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
         work = self._work(backbone, agreement, source, tests)
-        work.protection, work.plain_evaluations = (
-            protection,
-            tells_accuracies(info, method, settings.role, policy, self.parts.plain_evaluations),
-        )
+        work.protection = protection
+        work.leaving = what_leaves(info, method, settings.role, policy, self.parts.plain_evaluations)
+        if work.leaving == "noisy":
+            work.counts = await self.compute.run(lambda: self._counts(info, policy, source, tests))
+            work.leaving = "noisy" if work.counts is not None else "withheld"
         work.policy, work.asked = policy, asked
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
@@ -151,6 +151,15 @@ class Joining:
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
+
+    def _counts(
+        self, info: EnrolmentInfo, policy: Policy | None, source: Source, tests: Mapping[str, Source]
+    ) -> NoisyCounts | None:
+        settings, rules = self.settings, policy.privacy if policy is not None else None
+        ledger, noise = self.parts.ledger or own_ledger(settings, policy), self.parts.noise or SecretNoise()
+        most = rules.max_test_epsilon if rules is not None else settings.max_epsilon
+        counts = NoisyCounts(info, ledger, noise, self.state, most, settings.name, settings.coordinator)
+        return counts.begun(source, tests, rules.delta if rules is not None else None)
 
     async def _data(self) -> tuple[Source, Mapping[str, Source]]:
         """The client's data and its test sets. One that cannot be declared is refused before anybody is asked."""
@@ -379,14 +388,6 @@ class Joining:
                 identity = self.state.bind(identity, response.federation_id, response.client_id)
         self.monitor.status.client_id = identity.client_id
         self.monitor.tell("enrolled", client_id=identity.client_id, train=len(source.train), test=len(source.test))
-
-
-def own_ledger(settings: Settings, policy: Policy | None) -> Ledger:
-    """The ledger of the data set that the policy names, else the settings."""
-    dataset = (policy and policy.dataset) or settings.dataset
-    if settings.ledger is None and policy is not None and policy.ledger is not None:
-        return Ledger(Path(policy.ledger).expanduser(), dataset)
-    return Ledger(settings.model_copy(update={"dataset": dataset}).ledger_file, dataset)
 
 
 def _restore(work: TaskWork, compute: Compute) -> None:

@@ -86,6 +86,13 @@ class Evaluation:
                     zero_shot[name] = self._measure_template(name, context, by_template)
         return splits, zero_shot
 
+    def zero_shot_keys(self, own: ClientContext, template: str | None) -> dict[str, str]:
+        """By test set: what the template's accuracy on it depends on, its images, its names and the template."""
+        return {
+            name: canonical_json([self.data.images_hash(name), _template_key(context)])
+            for name, context in self.contexts(own, template)
+        }
+
     def mixture(self, classifier: Classifier, context: ClientContext) -> dict[str, float]:
         """The mean share of each domain over the client's own test images, where the classifier mixes domains.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from promptfed.client_service.agreement import Agreement
 from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.faults import point
+from promptfed.client_service.noisy_counts import Leaving, NoisyCounts
 from promptfed.client_service.policy import Facts, Policy, refusals
 from promptfed.client_service.private_state import PrivateState, Provenance, Serving
 from promptfed.client_service.protection import SiteProtection
@@ -60,7 +61,8 @@ class TaskWork:
     record: Record | None = None
     own_options: Mapping[str, str] = field(default_factory=dict)
     protection: SiteProtection | None = None
-    plain_evaluations: bool = False  # of a protected or summed federation: both its spec and this site allow them
+    leaving: Leaving = "plain"  # what of the accuracies leaves this site
+    counts: NoisyCounts | None = None  # where they leave as noisy counts
     policy: Policy | None = None
     asked: Facts | None = None  # what the federation asks of this site, by which the policy was held when it enrolled
 
@@ -174,22 +176,28 @@ class TaskWork:
             self.state.save_serving(serving)
         if self.withholds:
             return EvaluationRequest(splits={}, withheld=True)
+        kept = self.counts.kept(task) if self.counts is not None else None
+        if kept is not None:
+            return kept
         with torch_settings(served.context.training, self.backbone):
             splits, zero_shot = self._evaluation.run(*parts, served.classifier, task.config.template)
-            metrics = self._evaluation.mixture(served.classifier, served.context)
+            metrics = self._evaluation.mixture(served.classifier, served.context) if self.counts is None else {}
+        if self.counts is not None:
+            keys = self._evaluation.zero_shot_keys(served.context, task.config.template)
+            return self.counts.drawn(task, splits, zero_shot, keys)
         metrics["evaluate_seconds"] = round(time.monotonic() - started, 3)
         return EvaluationRequest(splits=splits, zero_shot=zero_shot, metrics=metrics)
 
     @property
     def withholds(self) -> bool:
         """Whether accuracies stay here: they depend on records, and no noise covers them."""
-        if self.policy is not None and self.policy.metrics.accuracy == "withheld":
+        if self.leaving == "withheld":
             return True
-        terms = self.agreement.consent.terms
-        privacy, summed = terms.privacy, terms.secure_aggregation is not None
-        if privacy is not None and not privacy.protects_records and not summed:
-            return privacy.evaluations != "plain"
-        return (privacy is not None or summed) and not self.plain_evaluations
+        if self.counts is None:
+            return False
+        # Private tensors of an unprotected training depend on records that no noise covers.
+        private, provenance = self.state.committed()
+        return bool(private) and provenance.privacy != "sample"
 
     def expect_policy(self) -> None:
         """Raise Failure where the site's policy no longer allows a task. Terms are pinned: what changes is the day."""

@@ -290,9 +290,18 @@ def _client_evaluation(federation: Federation, name: str, row: Any) -> report_sc
             "zero_shot": row.body["zero_shot"],
             "metrics": row.body["metrics"],
             "withheld": row.body.get("withheld", False),
+            "privacy": _spent_counts(row.body.get("privacy")),
             "received_at": row.received_at,
         }
     )
+
+
+def _spent_counts(spent: dict[str, Any] | None) -> dict[str, Any] | None:
+    if spent is None:
+        return None
+    (event,) = spent["events"]
+    told = {key: spent[key] for key in ("epsilon", "delta", "noise")}
+    return {**told, "count_epsilon": event["z"], "counts": event["count"]}
 
 
 def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, dict[str, float]]:

@@ -239,3 +239,17 @@ def test_seeded_noise_is_marked_and_makes_the_same_bits(tmp_path: Path, monkeypa
             hashes.append([report["state_hash"] for report in reports])
             assert {phase["privacy"]["noise"] for report in reports for phase in report["phases"]} == {"seeded"}
     assert hashes[0] == hashes[1]
+
+
+def test_noisy_counts_are_told_as_such(coordinator: InThread) -> None:
+    """What a client says that its accuracies cost the test images stands beside them."""
+    federation, (client,) = created(coordinator, ("a",), privacy={"level": "none"}, rounds=1)
+    coordinator.post(f"{federation}/start")
+    task = coordinator.task(client)
+    event = {"mechanism": "laplace", "q": 1.0, "z": 0.5, "count": 2}
+    spent = {"events": [event], "epsilon": 1.0, "delta": 1e-3, "noise": "secret"}
+    body = {"splits": {"test": {"accuracy": 0.5, "num_samples": 20}}, "zero_shot": {}, "privacy": spent}
+    path = f"/v1/federations/{federation}/tasks/{task['task_id']}/evaluation"
+    assert coordinator.http.put(path, json=body, headers=client.headers).status_code == 201
+    told = coordinator.get(f"{federation}/rounds")["rounds"][0]["evaluation"]["clients"]["a"]
+    assert told["privacy"] == {"epsilon": 1.0, "delta": 1e-3, "noise": "secret", "count_epsilon": 0.5, "counts": 2}
