@@ -28,12 +28,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from promptfed.client_service.bodies import Body, sha256_of
+from promptfed.client_service.durable_files import Disk
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import EnrolmentInfo, Role, TaskConfig
 from promptfed.shared.tensors import TensorError, Tensors, decode, encode
 
 PENDING = "pending"
 ANSWERED = "answered"
+PAYLOADS = "payloads"
+LARGE = 16 << 20  # bytes from which a payload is mapped and not read
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
@@ -66,7 +70,7 @@ class Pending:
     task_id: str
     round: int
     phase: str
-    update: bytes
+    update: Body
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Serving:
     round: int
     phase: str
     config: TaskConfig
-    payload: bytes
+    payload: bytes | Path
 
 
 class PrivateState:
@@ -92,7 +96,7 @@ class PrivateState:
 
     def __init__(self, folder: Path, ephemeral: bool = False, synced: bool = False):
         self.folder = folder
-        self._disk = _Disk(synced=synced or not ephemeral)
+        self._disk = Disk(synced=synced or not ephemeral)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)  # also where it was there before: nobody else reads a client's private state
@@ -261,8 +265,13 @@ class PrivateState:
 
     def save_serving(self, serving: Serving) -> None:
         """Keep the payload of an evaluation, so that predictions survive a restart and the federation's end."""
-        file = f"serving-{hashlib.sha256(serving.payload).hexdigest()}.safetensors"
-        self._write(file, serving.payload)
+        payload = serving.payload
+        digest = hashlib.sha256(payload).hexdigest() if isinstance(payload, bytes) else sha256_of(payload)
+        file = f"serving-{digest}.safetensors"
+        if isinstance(payload, bytes):
+            self._write(file, payload)
+        else:
+            self._disk.adopt(payload, self.folder / file)
         about = {"round": serving.round, "phase": serving.phase, "payload": file}
         self._write("serving.json", json.dumps(about | {"config": serving.config.model_dump(mode="json")}).encode())
         for old in self.folder.glob("serving-*.safetensors"):
@@ -276,9 +285,13 @@ class PrivateState:
             return None
         try:
             config = TaskConfig.model_validate(raw["config"])
-            return Serving(raw["round"], raw["phase"], config, (self.folder / raw["payload"]).read_bytes())
+            return Serving(raw["round"], raw["phase"], config, self._payload(raw["payload"]))
         except (OSError, ValueError, KeyError, TypeError):
             raise self.damaged("serving.json") from None
+
+    def _payload(self, name: str) -> bytes | Path:
+        path = self.folder / name
+        return path if path.stat().st_size >= LARGE else path.read_bytes()
 
     def record_refusal(self, refusal: dict[str, Any]) -> None:
         """Keep the last refusal."""
@@ -321,7 +334,7 @@ class PrivateState:
 
     def delete_private(self) -> None:
         """Delete private tensors, the update that waits, prompts to predict with and features: all but who this is."""
-        for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features"):
+        for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         own = ("secure-work*", "secure-attempt*", "secure-masked*")
         for pattern in ("committed.safetensors*", "serving*", "last-refusal.json*", *own):
@@ -358,37 +371,13 @@ class _Changed(ValueError):
 def _update_in(folder: Path) -> Pending:
     """The update that lies in a folder. Raises _Changed, or one of UNREADABLE."""
     about = json.loads((folder / "about.json").read_bytes())
-    update = (folder / "update.safetensors").read_bytes()
-    if hashlib.sha256(update).hexdigest() != about["sha256"]:
+    path = folder / "update.safetensors"
+    found = sha256_of(path)
+    if found != about["sha256"]:
         raise _Changed
-    return Pending(about["task_id"], about["round"], about["phase"], update)
+    return Pending(about["task_id"], about["round"], about["phase"], Body(path, path.stat().st_size, found))
 
 
 def _encode(private: Tensors, provenance: Provenance) -> bytes:
     # Clones, since safetensors refuses tensors that share memory, as views of one parameter do.
     return encode({name: tensor.detach().clone() for name, tensor in private.items()}, asdict(provenance))
-
-
-class _Disk:
-    """Writes files; where it is ``synced`` they are on the disk when a call returns."""
-
-    def __init__(self, synced: bool):
-        self._sync = os.fsync if synced else _leave
-
-    def write(self, path: Path, content: bytes) -> None:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            self._sync(file.fileno())
-
-    def sync_folder(self, folder: Path) -> None:
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._sync(handle)
-        finally:
-            os.close(handle)
-
-
-def _leave(handle: int) -> None:
-    """To the system, which writes when it likes."""

@@ -121,7 +121,7 @@ class SiteProtection:
             Failure: privacy-budget-exhausted, or privacy-missing where the update does not say what it cost.
             ClientError: LEDGER.
         """
-        return self.pay_for(release, reported(pending.update), pending.round, pending.phase, pending.task_id)
+        return self.pay_for(release, reported(pending.update.read()), pending.round, pending.phase, pending.task_id)
 
     def pay_for(self, release: str, spent: SpendReport | None, round: int, phase: str, task_id: str | None) -> bool:
         """Write the spend of what is about to leave under the name ``release``; as `pay`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -21,7 +21,7 @@ from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.faults import point
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.policy import Policy
-from promptfed.client_service.private_state import Pending, PrivateState
+from promptfed.client_service.private_state import PAYLOADS, Pending, PrivateState
 from promptfed.client_service.secure import Answer, SecureWork
 from promptfed.client_service.training.data import TEST, Cancelled
 from promptfed.client_service.training.executor import Compute
@@ -34,7 +34,7 @@ from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.secagg.member import Limits
 from promptfed.shared.spec import SpecError
-from promptfed.shared.tensors import TensorError, decode
+from promptfed.shared.tensors import TensorError, decode_place
 
 log = logging.getLogger("promptfed.client")
 
@@ -98,7 +98,7 @@ class TaskLoop:
         try:
             self.work.expect_policy()
             self.agreement.expect(task)
-            payload = await self.coordinator.payload(task)
+            payload = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
             if self._secure is not None:
                 secure = self._secure
                 await self.compute.run(lambda: secure.settle(task))
@@ -126,25 +126,25 @@ class TaskLoop:
             log.exception("task %s failed", task.task_id)
             await self._give_up(task, type(error).__name__, "the client's own log says why")
 
-    async def _train(self, task: Task, payload: bytes) -> None:
+    async def _train(self, task: Task, payload: bytes | Path) -> None:
         metrics = await self._watched(task, lambda cancelled: self.work.train(task, payload, cancelled))
         self._note_sending(task)
         facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
         self.monitor.tell("trained", **facts, payload=task.payload.sha256, **metrics)
         await self._send_pending()
 
-    async def _exchange(self, secure: SecureWork, task: Task, payload: bytes) -> None:
+    async def _exchange(self, secure: SecureWork, task: Task, payload: bytes | Path) -> None:
         """Answer a step of a secure sum with what is on the disk before it leaves."""
         secure.expect(task)
         if task.kind == "train" and not secure.is_trained(task):
             self._compare(task)
             trained = await self._watched(task, lambda cancelled: self.work.trained(task, payload, cancelled))
-            await self.compute.run(lambda: secure.keep(task, decode(payload)[0], trained))
+            await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained))
             facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
             self.monitor.tell("trained", **facts, payload=task.payload.sha256, **trained.metrics)
         elif task.kind != "train":
             self.monitor.task(task.round, task.phase, "summing")
-        act = secure.keys if task.kind == "train" else partial(secure.answer, told=payload)
+        act = secure.keys if task.kind == "train" else partial(_answer_told, secure, told=payload)
         answer = await self.compute.run(lambda: act(task))
         await self._pay_masked(secure, answer)
         self._note_sending(task)
@@ -207,7 +207,7 @@ class TaskLoop:
                 raise
             log.info("the answer that was under way was refused: %s", refused)
 
-    async def _evaluate(self, task: Task, payload: bytes) -> None:
+    async def _evaluate(self, task: Task, payload: bytes | Path) -> None:
         result = await self._watched(task, lambda cancelled: self.work.evaluate(task, payload, cancelled))
         self._note_sending(task)
         await self.coordinator.send_evaluation(task.task_id, result)
@@ -247,14 +247,14 @@ class TaskLoop:
         self.agreement.note_settled("train", pending.round, pending.phase)
         self.state.commit()
         self._settled.add(pending.task_id)
-        self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=len(pending.update))
+        self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=pending.update.size)
 
     async def _paid(self, pending: Pending) -> bool:
         """Write what an update costs into the ledger before it leaves; one that no longer fits is deleted."""
         protection = self.work.protection
         if protection is None:
             return True
-        release = hashlib.sha256(pending.update).hexdigest()
+        release = pending.update.sha256
         try:
             await self.compute.run(lambda: protection.pay(pending, release))
         except Failure as failure:
@@ -283,7 +283,7 @@ class TaskLoop:
             self._note(refused, task)
         else:
             facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
-            self.monitor.tell("sent_again", **facts, bytes=len(answered.update))
+            self.monitor.tell("sent_again", **facts, bytes=answered.update.size)
             await asyncio.sleep(SHORTEST_POLL)
 
     def _compare(self, task: Task) -> None:
@@ -354,6 +354,10 @@ class TaskLoop:
             else:
                 if current is not None and current.task_id != task.task_id:
                     gone.set()
+
+
+def _answer_told(secure: SecureWork, task: Task, told: bytes | Path) -> Answer:
+    return secure.answer(task, told if isinstance(told, bytes) else told.read_bytes())
 
 
 def _limits(policy: Policy | None) -> Limits:

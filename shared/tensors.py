@@ -119,6 +119,11 @@ def decode_file(path: Path) -> tuple[Tensors, object | None]:
         raise TensorError("not-safetensors", f"the body is not a safetensors file: {error}") from None
 
 
+def decode_place(place: bytes | Path) -> tuple[Tensors, object | None]:
+    """As ``decode`` of bytes, or as ``decode_file``. Raises TensorError."""
+    return decode(place) if isinstance(place, bytes) else decode_file(place)
+
+
 def _metadata(body: bytes, size: int) -> object | None:
     """What a body of ``size`` bytes says about itself, in its first ones."""
     if size < 8:

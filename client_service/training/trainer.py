@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from promptfed.shared.methods.core.protection import Protection
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.outcomes import Record
 from promptfed.shared.spec import TrainingSpec
-from promptfed.shared.tensors import DTYPES, Tensors, decode, encode
+from promptfed.shared.tensors import DTYPES, Tensors, decode_place, encode
 
 log = logging.getLogger("promptfed.client")
 
@@ -72,7 +73,7 @@ class TaskWork:
         self._kept_back: set[str] = set()
         self.served: ServedParts | None = None  # what the last evaluation's classifier was made of
 
-    def train(self, task: Task, payload: bytes, cancelled: Cancelled) -> dict[str, float]:
+    def train(self, task: Task, payload: bytes | Path, cancelled: Cancelled) -> dict[str, float]:
         """Train from committed state and leave the update in ``state.pending()``; its metrics. Raises as `trained`."""
         trained = self.trained(task, payload, cancelled)
         about = UpdateMetadata(
@@ -86,7 +87,7 @@ class TaskWork:
         point("pending-written")
         return dict(trained.metrics)
 
-    def trained(self, task: Task, payload: bytes, cancelled: Cancelled) -> Trained:
+    def trained(self, task: Task, payload: bytes | Path, cancelled: Cancelled) -> Trained:
         """Train from committed state; nothing of it is written down.
 
         Raises:
@@ -95,7 +96,7 @@ class TaskWork:
         """
         started = time.monotonic()
         method, context = self._context(task.config, task.round, task.phase, cancelled)
-        tensors, _ = decode(payload)
+        tensors, _ = decode_place(payload)
         phase = phase_of(method, task.round, task.config.rounds, task.phase)
         self._check(tensors, method, phase, task.config)
         trained: list[int] = []
@@ -167,7 +168,7 @@ class TaskWork:
             log.warning("the number %r is not sent: the method does not declare it among its metrics", name)
         return agreed
 
-    def evaluate(self, task: Task, payload: bytes, cancelled: Cancelled) -> EvaluationRequest:
+    def evaluate(self, task: Task, payload: bytes | Path, cancelled: Cancelled) -> EvaluationRequest:
         """Accuracy on every test set, and the template's; the classifier serves predictions from now on."""
         started = time.monotonic()
         serving = Serving(task.round, task.phase, task.config, payload)
@@ -219,7 +220,7 @@ class TaskWork:
 
     def _serve(self, serving: Serving, cancelled: Cancelled) -> tuple[Served, ServedParts]:
         method, context = self._context(serving.config, serving.round, serving.phase, cancelled)
-        payload, _ = decode(serving.payload)
+        payload, _ = decode_place(serving.payload)
         self._check(payload, method, None, serving.config)
         with torch_settings(context.training, self.backbone), torch.no_grad():
             private, _ = self._prepared(method, context, serving.config.peers)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Body, Header, Query, Request, Response, status
 from fastapi.responses import JSONResponse
+from sqlalchemy.orm import Session
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
@@ -22,7 +23,10 @@ from promptfed.coordinator.api.deps import (
     TokenId,
     Viewed,
 )
+from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import deletion
+from promptfed.coordinator.engine.disk_room import disk_told
+from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.uploads import Incoming
 from promptfed.coordinator.operations import federations, tokens
 from promptfed.coordinator.reports.federations import federation_view
@@ -76,7 +80,11 @@ def create(
     federation = federations.create(registry, spec, idempotency_key)
     response.headers["Location"] = f"/v1/federations/{federation.id}"
     with registry.database.read() as session:
-        return federation_view(session, federation)
+        return _view(session, registry, federation)
+
+
+def _view(session: Session, registry: Registry, federation: Federation) -> FederationView:
+    return federation_view(session, federation).model_copy(update={"disk": disk_told(registry, federation)})
 
 
 @router.get("", responses=described.for_callers())
@@ -88,14 +96,14 @@ def list_federations(registry: RegistryOf, _: IsViewer, limit: Limit = 100, afte
         begin = ids.index(after) + 1 if after in ids else 0
         page = [known[id] for id in ids[begin : begin + limit]]
         following = page[-1].id if page and begin + limit < len(ids) else None
-        return FederationPage(federations=[federation_view(session, federation) for federation in page], next=following)
+        return FederationPage(federations=[_view(session, registry, federation) for federation in page], next=following)
 
 
 @router.get("/{federation}", responses=described.for_callers())
 def get_federation(registry: RegistryOf, federation: Viewed) -> FederationView:
     """One federation: resolved spec, state and reason, round and phase, who has answered, who is awaited until when."""
     with registry.database.read() as session:
-        return federation_view(session, federation)
+        return _view(session, registry, federation)
 
 
 @router.delete(
@@ -109,7 +117,7 @@ def delete_federation(registry: RegistryOf, federation: OperatedAny) -> None:
 def _steer(registry: RegistryOf, federation: Operated, verb: str) -> FederationView:
     federations.steer(registry, federation.id, verb)
     with registry.database.read() as session:
-        return federation_view(session, registry.get(federation.id))
+        return _view(session, registry, registry.get(federation.id))
 
 
 @router.post(

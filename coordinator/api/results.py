@@ -19,7 +19,7 @@ from promptfed.coordinator.reports.pieces import json_pieces
 from promptfed.shared.api_schemas import GenerateRequest, MetricList, PromptsView, TensorView
 from promptfed.shared.report_schemas import RoundPage, RoundReport
 from promptfed.shared.signatures import SIGNATURE_HEADER, statement
-from promptfed.shared.tensors import decode
+from promptfed.shared.tensors import Tensors, decode_place
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 
@@ -111,7 +111,7 @@ def get_prompts(
             digest = base64.b64encode(bytes.fromhex(state.sha256.removeprefix("sha256:"))).decode()
             return tensors_at(place, headers | {"Repr-Digest": f"sha-256=:{digest}:"})
         if kind == "application/json":
-            return _as_json(state, registry.blobs.read(state.sha256), headers)
+            return _as_json(state, decode_place(place)[0], headers)
     raise problems.NotAcceptable("the state comes as application/octet-stream (safetensors) or application/json")
 
 
@@ -127,8 +127,7 @@ def round_number(round: str) -> int | None:
     return None if round == "latest" else int(round)
 
 
-def _as_json(state: rounds.Stored, content: bytes, headers: dict[str, str]) -> JSONResponse:
-    tensors, _ = decode(content)
+def _as_json(state: rounds.Stored, tensors: Tensors, headers: dict[str, str]) -> JSONResponse:
     numbers = sum(tensor.numel() for tensor in tensors.values())
     if numbers > MOST_JSON_NUMBERS:
         text = f"the state has {numbers} numbers; JSON is given up to {MOST_JSON_NUMBERS}"

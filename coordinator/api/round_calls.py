@@ -28,6 +28,7 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.answer_headers import OF_THE_API, with_headers
+from promptfed.coordinator.http.blob_file import first_byte
 from promptfed.coordinator.http.body_limits import JsonBody
 from promptfed.coordinator.http.callers import (
     ClientCaller,
@@ -146,7 +147,8 @@ class RoundCalls:
         if call.kind == "payload":
             if tasks.is_at_hand(registry, caller, task_id):
                 return _payload(registry, caller, task_id)
-            return await run_sync(_payload, registry, caller, task_id)
+            asked = next((value for name, value in call.scope["headers"] if name == b"range"), b"")
+            return await run_sync(_payload, registry, caller, task_id, first_byte(asked.decode("latin-1")))
         if call.kind == "update":
             uploads = call.scope["app"].state.uploads
             return _receipt(*await tasks.take_update(_body(call), uploads, registry, caller, task_id, call.announced))
@@ -165,8 +167,8 @@ async def _enrolled(call: _Call, caller: _Enrolling, seconds: float) -> _Answer:
         )
 
 
-def _payload(registry: Registry, caller: CallingClient, task_id: str) -> _Answer:
-    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id)
+def _payload(registry: Registry, caller: CallingClient, task_id: str, begin: int = 0) -> _Answer:
+    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id, begin)
     etag = f'"{digest}"'
     if isinstance(place, bytes):
         return _Answer(body=place, kind=_TENSORS, etag=etag)

@@ -19,6 +19,7 @@ from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
+from promptfed.coordinator.http.blob_file import first_byte
 from promptfed.coordinator.http.uploads import Incoming, Uploads, announced_digest, expect_digest
 from promptfed.coordinator.operations import exchanges, submissions
 from promptfed.coordinator.store.fault_points import point
@@ -123,12 +124,18 @@ def _config(registry: Registry, federation: Federation) -> str:
     response_class=FileResponse,
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
+        206: {"content": {"application/octet-stream": {}}, "description": "the range that was asked for"},
         **described.documented(*CLIENT, problems.PayloadGone),
     },
 )
-def get_payload(registry: RegistryOf, caller: Calling, task_id: TaskId) -> Response:
+def get_payload(
+    registry: RegistryOf,
+    caller: Calling,
+    task_id: TaskId,
+    asked: Annotated[str | None, Header(alias="range", description="`bytes=N-`: of a large one, from there on")] = None,
+) -> Response:
     """What the client starts from: always the same bytes for one task."""
-    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id)
+    digest, place = submissions.payload(registry, caller.federation, caller.client, task_id, first_byte(asked))
     return tensors_at(place, {"ETag": f'"{digest}"'})
 
 

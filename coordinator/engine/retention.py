@@ -78,6 +78,19 @@ def sweep(registry: Registry) -> None:
         named = {digest for query in _stored() for digest in session.scalars(query)}
     registry.blobs.remove(set(registry.blobs.all()) - named, _named)
     registry.blobs.remove_litter()
+    sweep_partial(registry)
+
+
+def sweep_partial(registry: Registry) -> None:
+    """Remove what has arrived of updates whose tasks are over."""
+
+    def is_open(federation: str, task: str) -> bool | None:
+        known = registry.federations.get(federation)
+        if known is None:
+            return None if registry.blobs.shared else False
+        return any(one.id == task for one in (*known.tasks.values(), *known.resend.values()))
+
+    registry.blobs.partial.sweep(is_open)
 
 
 def _named(session: Session, digests: list[str]) -> set[str]:

@@ -141,6 +141,7 @@ class Scheduler:
     def _beat(self) -> None:
         self._registry.database.beat()
         self._registry.last_seen.flush()
+        retention.sweep_partial(self._registry)
 
     async def _delete_leftovers(self) -> None:
         try:

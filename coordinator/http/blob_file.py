@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from pathlib import Path
 
 from fastapi.responses import FileResponse
 from starlette.types import Message, Receive, Scope, Send
 
 BY_PATH = "http.response.pathsend"
+_FROM = re.compile(r"bytes=(\d{1,15})-")
 PART = 256 << 10  # bytes that are handed over at once; the next ones once the connection takes more
+
+
+def first_byte(asked: str | None) -> int:
+    """Where the range of a Range header begins, of the only kind that clients ask for; else 0."""
+    match = _FROM.fullmatch(asked or "")
+    return int(match[1]) if match else 0
 
 
 class BlobFile(FileResponse):

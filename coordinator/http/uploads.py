@@ -83,7 +83,7 @@ class Uploads:
     def __init__(self, registry: Registry, most: int, timeout: float, wait_seconds: float):
         self._registry = registry
         self._most = most
-        self._timeout = timeout
+        self.timeout = timeout  # seconds for a body, or longer where it is long
         self._wait_seconds = wait_seconds
         self._places = asyncio.Semaphore(most)
         self._by_client: dict[object, _ClientPlaces] = {}
@@ -116,11 +116,27 @@ class Uploads:
                 yield upload
         finally:
             self._waiting_bytes -= in_memory
-            own.bodies -= 1
-            if own.bodies == 0:
-                del self._by_client[body.client]
+            self._leave(body, own)
             if on_disk and _is_there(path):
                 await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    @asynccontextmanager
+    async def place(self, body: Incoming) -> AsyncIterator[None]:
+        """A block in which the caller receives the body itself. Raises TooManyUploads."""
+        own = self._enter(body)
+        try:
+            await self._take_places(own, body.held)
+            try:
+                yield
+            finally:
+                self._give_places(own)
+        finally:
+            self._leave(body, own)
+
+    def _leave(self, body: Incoming, own: _ClientPlaces) -> None:
+        own.bodies -= 1
+        if own.bodies == 0:
+            del self._by_client[body.client]
 
     def _enter(self, body: Incoming) -> _ClientPlaces:
         """The places of the body's client, which has one body more."""
@@ -169,7 +185,7 @@ class Uploads:
 
     async def _receive(self, body: Incoming, path: Path, limit: int) -> Upload:
         # Of one that is small, or not announced, nobody waits longer.
-        seconds = max(self._timeout, min(body.length or 0, limit) / BYTES_PER_SECOND)
+        seconds = max(self.timeout, min(body.length or 0, limit) / BYTES_PER_SECOND)
         try:
             async with asyncio.timeout(seconds):
                 return await self._stream(body, path, limit)

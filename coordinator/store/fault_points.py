@@ -48,6 +48,9 @@ DELETION_POINTS = ("federation-hidden", "federation-rows-deleted")
 #: Those that only secure sums reach.
 SECURE_POINTS = ("exchange-before-commit", "exchange-committed", "sum-computed", "exchanges-deleted")
 
+#: Of updates that come in parts, in their order; ``update-received`` follows them.
+PART_POINTS = ("part-kept",)
+
 _armed = os.environ.get(VARIABLE, "")
 _reached: Counter[str] = Counter()
 _lock = threading.Lock()

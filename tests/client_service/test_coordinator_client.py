@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from promptfed.client_service.bodies import Body
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings, make_settings
@@ -182,7 +183,7 @@ def test_no_redirect_is_followed(status: int) -> None:
     for call in (
         script.client.payload(make_task()),
         script.client.task(1),
-        script.client.send_update("t", b"update"),
+        script.client.send_update("t", Body.of(b"update")),
     ):
         with pytest.raises(Refused, match="redirects are not followed") as refusal:
             asyncio.run(call)
@@ -241,7 +242,7 @@ def test_a_payload_that_is_not_what_was_announced_is_refused(content: bytes) -> 
 
 def test_an_update_carries_its_digest() -> None:
     script = Scripted(httpx.Response(201))
-    asyncio.run(script.client.send_update("a/../task", b"update"))
+    asyncio.run(script.client.send_update("a/../task", Body.of(b"update")))
     request = script.requests[0]
     digest = base64.b64encode(hashlib.sha256(b"update").digest()).decode()
     assert request.headers["content-digest"] == f"sha-256=:{digest}:"

@@ -31,7 +31,7 @@ def test_ephemeral_state_is_neither_locked_nor_synced(tmp_path: Path, monkeypatc
     assert second.identity("a", "trainer") == identity
     pending = second.pending()
     assert pending is not None
-    assert pending.update == b"update"
+    assert pending.update.read() == b"update"
     second.commit()
     assert second.committed() == ({}, Provenance("task"))
     assert synced == []

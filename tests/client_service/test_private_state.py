@@ -79,7 +79,7 @@ def survives(folder: Path, change: Callable[[PrivateState], None], look: Callabl
 def committed_and_pending(state: PrivateState) -> tuple[float, str | None, bytes | None]:
     tensors, provenance = state.committed()
     pending = state.pending()
-    return float(tensors["v"][0]), provenance.task_id, pending.update if pending else None
+    return float(tensors["v"][0]), provenance.task_id, pending.update.read() if pending else None
 
 
 def test_a_kill_while_committing_leaves_the_state_before_or_after(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_kill_while_writing_an_update_leaves_it_whole_or_absent(tmp_path: Path
         completed = killed_in(state, change, step)
         again = PrivateState(where)
         pending = again.pending()
-        seen.append(pending.update if pending else None)
+        seen.append(pending.update.read() if pending else None)
         if pending:
             again.commit()
             assert again.committed()[0]["v"].tolist() == [3.0] * 3
@@ -202,16 +202,22 @@ def test_a_damaged_update_is_never_sent(tmp_path: Path) -> None:
         state.pending()
 
 
+def told(pending: Pending | None) -> tuple[str, int, str, bytes]:
+    """All that an update to be sent is."""
+    assert pending is not None
+    return pending.task_id, pending.round, pending.phase, pending.update.read()
+
+
 def test_the_accepted_update_is_kept_until_the_next_one(tmp_path: Path) -> None:
     state = PrivateState(tmp_path)
     assert state.answered() is None
     for number, update in enumerate((b"first", b"second"), 1):
         state.write_pending(update, vector(1.0), Provenance(f"task-{number}", number, "train"))
         state.commit()
-        assert state.answered() == Pending(f"task-{number}", number, "train", update)
+        assert told(state.answered()) == (f"task-{number}", number, "train", update)
     state.write_pending(b"third", vector(1.0), ROUND_1)
     state.discard()
-    assert state.answered() == Pending("task-2", 2, "train", b"second"), "a refused one takes nobody's place"
+    assert told(state.answered()) == ("task-2", 2, "train", b"second"), "a refused one takes nobody's place"
     (tmp_path / "answered" / "update.safetensors").write_bytes(b"other")
     assert state.answered() is None, "what is damaged is not sent"
     state.delete_private()

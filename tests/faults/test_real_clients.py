@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from promptfed.client_service import coordinator_client
+from promptfed.client_service import connection
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.worker import Worker
@@ -45,8 +45,8 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> FeatureCache:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients try again at once."""
-    monkeypatch.setattr(coordinator_client, "FIRST_BACKOFF", 0.02)
-    monkeypatch.setattr(coordinator_client, "LONGEST_BACKOFF", 0.1)
+    monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.02)
+    monkeypatch.setattr(connection, "LONGEST_BACKOFF", 0.1)
 
 
 @pytest.fixture

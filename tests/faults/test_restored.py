@@ -15,7 +15,7 @@ import pytest
 import torch
 from sqlalchemy import select, update
 
-from promptfed.client_service import coordinator_client, task_loop
+from promptfed.client_service import connection, task_loop
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.training.trainer import TaskWork
@@ -34,8 +34,8 @@ ROUNDS = 5
 def test_clients_that_keep_running_answer_a_restored_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_client, "FIRST_BACKOFF", 0.02)
-    monkeypatch.setattr(coordinator_client, "LONGEST_BACKOFF", 0.1)
+    monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.02)
+    monkeypatch.setattr(connection, "LONGEST_BACKOFF", 0.1)
     go, stay = threading.Event(), threading.Event()
     hold_training(monkeypatch, go, stay)
     data, backup, told = tmp_path / "data", tmp_path / "backup", []

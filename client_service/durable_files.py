@@ -1,0 +1,43 @@
+"""Files that are on the disk when a call returns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+class Disk:
+    """Writes files; where it is ``synced`` they are on the disk when a call returns."""
+
+    def __init__(self, synced: bool):
+        self._sync = os.fsync if synced else _leave
+
+    def write(self, path: Path, content: bytes) -> None:
+        """A file with this content, which only its owner reads."""
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            self._sync(file.fileno())
+
+    def adopt(self, source: Path, path: Path) -> None:
+        """A second name for a file, or a copy where the file system has none."""
+        path.unlink(missing_ok=True)
+        try:
+            os.link(source, path)
+        except OSError:
+            shutil.copyfile(source, path)
+        self.sync_folder(path.parent)
+
+    def sync_folder(self, folder: Path) -> None:
+        """A folder's entries."""
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._sync(handle)
+        finally:
+            os.close(handle)
+
+
+def _leave(handle: int) -> None:
+    """To the system, which writes when it likes."""

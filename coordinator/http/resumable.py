@@ -1,0 +1,167 @@
+"""Uploads that go on where they were cut off, after the IETF's draft-ietf-httpbis-resumable-upload.
+
+The upload resource is the task's update itself, so nothing has to be created first. What arrives is written as it
+comes, also of a request that is cut off, and the next request goes on behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect
+
+from promptfed.coordinator.http.uploads import CHUNK, Incoming, Uploads, announced_digest
+from promptfed.coordinator.problems import (
+    BadUploadHeaders,
+    BodyTooLarge,
+    DigestMissing,
+    IncompleteBody,
+    InconsistentLength,
+    MismatchingOffset,
+    StorageFull,
+    UploadTimeout,
+)
+from promptfed.coordinator.store.blobs import PREFIX
+from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.partial_uploads import PartialUpload, PartialUploads, TakenOver
+from promptfed.shared.methods.core.sizes import BYTES_PER_SECOND
+
+OFFSET, LENGTH, COMPLETE = "Upload-Offset", "Upload-Length", "Upload-Complete"
+YES, NO = "?1", "?0"  # a structured field's booleans (RFC 9651)
+_INTEGER = re.compile(r"[0-9]{1,15}")
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a request says of the whole body: its digest and length."""
+
+    digest: str
+    length: int
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], limit: int) -> Announced:
+        """Of its headers. Raises DigestMissing, BadUploadHeaders, BodyTooLarge."""
+        try:
+            digest = announced_digest(headers.get("repr-digest"))
+        except DigestMissing:
+            raise DigestMissing("send the whole body's SHA-256 as `Repr-Digest: sha-256=:<base64>:`") from None
+        length = _number(headers, LENGTH)
+        if length == 0:
+            raise BadUploadHeaders(f"{LENGTH} is 0: no update is empty")
+        if length > limit:
+            text = f"an update may have {limit} bytes (admission.max_bytes); this one is announced with {length}"
+            raise BodyTooLarge(text)
+        return cls(digest, length)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a request's bytes belong, and whether they are the last."""
+
+    offset: int
+    is_last: bool
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str], whole: Announced, size: int | None) -> Part:
+        """Of its headers; ``size``: its Content-Length. Raises BadUploadHeaders, InconsistentLength."""
+        offset, complete = _number(headers, OFFSET), headers.get(COMPLETE.lower())
+        if complete not in (YES, NO):
+            raise BadUploadHeaders(f"{COMPLETE} says {YES} with the last part, {NO} before")
+        end = offset + (size or 0)
+        if end > whole.length or (complete == YES and size is not None and end != whole.length):
+            text = f"bytes up to {end} are announced, and {LENGTH} is {whole.length}"
+            raise InconsistentLength(f"{text}: send {COMPLETE}: {YES} with what ends there")
+        return cls(offset, complete == YES)
+
+
+def _number(headers: Mapping[str, str], name: str) -> int:
+    text = headers.get(name.lower(), "")
+    if not _INTEGER.fullmatch(text):
+        raise BadUploadHeaders(f"{name} is a number of bytes, in up to 15 digits")
+    return int(text)
+
+
+async def receive(
+    body: Incoming, part: Part, partial: PartialUpload, partials: PartialUploads, uploads: Uploads
+) -> int:
+    """Add a request's bytes to what has arrived; how much that is now, durably.
+
+    Raises:
+        MismatchingOffset, InconsistentLength, StorageFull: nothing of it was taken, or nothing behind the length.
+        TooManyUploads, UploadTimeout, IncompleteBody: what has arrived is kept for the next request.
+    """
+    async with uploads.place(body):
+        reached = await asyncio.to_thread(partial.size)
+        if part.offset != reached:
+            raise _mismatch(part.offset, reached)
+        if reached == 0:
+            await asyncio.to_thread(_make_room, partial, partials)
+        try:
+            reached = await _take(body, part.offset, partial, uploads.timeout)
+        except TakenOver:
+            raise IncompleteBody("a newer request goes on with this upload") from None
+        finally:
+            await asyncio.to_thread(partial.sync)
+            point("part-kept")
+    return reached
+
+
+def _mismatch(provided: int, expected: int) -> MismatchingOffset:
+    text = f"the part begins at byte {provided}, and {expected} bytes have arrived: go on from there"
+    members = {"expected-offset": expected, "provided-offset": provided}
+    return MismatchingOffset(text, headers={OFFSET: str(expected), COMPLETE: NO}, **members)
+
+
+def _make_room(partial: PartialUpload, partials: PartialUploads) -> None:
+    """Before the first bytes: the task's earlier body goes, and the disk has to hold this one."""
+    for other in partials.others(partial):
+        other.unlink(missing_ok=True)
+    if shutil.disk_usage(partials.folder).free < partial.length:
+        raise StorageFull(f"the disk has no room for {partial.length} bytes: make room and send it again")
+
+
+async def _take(body: Incoming, offset: int, partial: PartialUpload, least_seconds: float) -> int:
+    """Write the parts as they come; where that ends too early, what has come is written all the same."""
+    seconds = max(least_seconds, min(body.length or 0, partial.length) / BYTES_PER_SECOND)
+    written, waiting, held, writing = offset, list[bytes](), 0, None
+    try:
+        async with asyncio.timeout(seconds) as partial.limit:
+            if not partial.is_newest:
+                raise TakenOver
+            async for some in body.parts():
+                if written + held + len(some) > partial.length:
+                    raise InconsistentLength(f"the part goes on behind {LENGTH}, {partial.length} bytes")
+                waiting.append(some)
+                held += len(some)
+                if held >= CHUNK:
+                    # A write that is under way ends, whatever becomes of the request.
+                    writing = asyncio.create_task(asyncio.to_thread(partial.append, written, waiting))
+                    written, waiting, held = written + held, [], 0
+                    await asyncio.shield(writing)
+    except TimeoutError:
+        if not partial.is_newest:
+            raise TakenOver from None
+        raise UploadTimeout(f"the body did not arrive within {seconds:g} s: what has arrived is kept") from None
+    except ClientDisconnect:
+        raise IncompleteBody("the connection ended before the body did: what has arrived is kept") from None
+    finally:
+        partial.limit = None
+        if writing is not None:
+            await writing
+        if waiting:
+            await asyncio.to_thread(partial.append, written, waiting)
+    return written + held
+
+
+def digest_of_file(partial: PartialUpload) -> str | None:
+    """``sha256:<hex>`` of what has arrived; None where it is gone."""
+    try:
+        with partial.path.open("rb") as file:
+            return PREFIX + hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,199 @@
+"""Long bodies over lines that are cut: what has arrived is not sent again, and nothing else than the whole is used."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from promptfed.client_service import connection, transfers
+from promptfed.client_service.bodies import Body
+from promptfed.client_service.connection import BadAnswer, Refused
+from promptfed.client_service.coordinator_client import CoordinatorClient
+from promptfed.client_service.exits import ClientError
+from promptfed.shared.messages import Task
+from promptfed.shared.tensors import decode, decode_file
+from tests.support.coordinators import InThread, in_thread
+from tests.support.fake_clients import SHAPE, FakeClient, secret_of, update_body
+from tests.support.relay import Cut, Relay
+
+M, WIDE = 64, {**SHAPE, "d_t": 4096}  # a state of a megabyte
+Use = Callable[[CoordinatorClient], Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is long begins with a megabyte, and clients try again at once."""
+    monkeypatch.setattr(transfers, "RESUMABLE", 1 << 18)
+    monkeypatch.setattr(transfers, "IN_FILES", 1 << 18)
+    monkeypatch.setattr(transfers, "PART", 600_000)
+    monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.02)
+    monkeypatch.setattr(connection, "LONGEST_BACKOFF", 0.05)
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
+    with in_thread(tmp_path_factory.mktemp("coordinator") / "data") as server:
+        yield server
+
+
+@pytest.fixture
+def opened(coordinator: InThread, tmp_path: Path) -> tuple[FakeClient, dict[str, Any], Body]:
+    """A client with an open task, and an update for it."""
+    federation = coordinator.create(name=tmp_path.name, method={"name": "promptfl", "m": M})
+    a, b = coordinator.enrol(federation, f"{tmp_path.name}-a", f"{tmp_path.name}-b", backbone_shape=WIDE)
+    coordinator.post(f"{federation}/start")
+    task, _ = coordinator.training([a, b])
+    return a, task, Body.of(update_body({"context": torch.ones(M, WIDE["d_t"])}, task))
+
+
+def play(url: str, client: FakeClient, use: Use, give_up_after: float = 300.0) -> Any:
+    """Whatever ``use`` does with the client's connection to ``url``."""
+
+    async def run() -> Any:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            given = CoordinatorClient(http, url, client.federation, give_up_after, secret_of(client.name))
+            return await use(given)
+
+    return asyncio.run(run())
+
+
+def test_an_update_goes_on_where_the_line_was_cut(
+    coordinator: InThread, opened: tuple[FakeClient, dict[str, Any], Body], tmp_path: Path
+) -> None:
+    client, task, update = opened
+    path = tmp_path / "update"
+    path.write_bytes(update.read())
+    from_file = Body(path, update.size, update.sha256)
+    with Relay(coordinator.url, [Cut(up=300_000), Cut(up=250_000), Cut(up=200_000)]) as line:
+        play(line.url, client, lambda c: c.send_update(task["task_id"], from_file))
+        assert line.cuts == [], "it was cut three times"
+        assert line.up < 1.5 * update.size
+        before = line.up
+        play(line.url, client, lambda c: c.send_update(task["task_id"], from_file))
+        assert line.up - before < 5000, "what was accepted is not sent again"
+    registry = coordinator.registry
+    with registry.database.read():
+        assert registry.blobs.read(f"sha256:{update.sha256}") == update.read()
+
+
+def test_a_killed_client_goes_on_with_what_it_had_sent(
+    coordinator: InThread, opened: tuple[FakeClient, dict[str, Any], Body]
+) -> None:
+    client, task, update = opened
+    with Relay(coordinator.url, [Cut(up=500_000)]) as line:
+        with pytest.raises(ClientError, match="no answer from the coordinator"):
+            play(line.url, client, lambda c: c.send_update(task["task_id"], update), give_up_after=0.0)
+        play(line.url, client, lambda c: c.send_update(task["task_id"], update))
+        assert update.size < line.up < 1.3 * update.size
+
+
+def test_what_is_refused_is_refused_with_the_reason(
+    coordinator: InThread, opened: tuple[FakeClient, dict[str, Any], Body]
+) -> None:
+    client, task, update = opened
+    other = Body.of(update_body({"context": torch.zeros(M, WIDE["d_t"])}, {**task, "task_id": "another"}))
+    with pytest.raises(Refused, match="wrong-task"):
+        play(coordinator.url, client, lambda c: c.send_update(task["task_id"], other))
+    play(coordinator.url, client, lambda c: c.send_update(task["task_id"], update))
+    with pytest.raises(Refused, match="already-answered"):
+        play(coordinator.url, client, lambda c: c.send_update(task["task_id"], other))
+    with pytest.raises(Refused, match="not-found"):
+        play(coordinator.url, client, lambda c: c.send_update("no-task", other))
+
+
+def test_a_coordinator_of_an_earlier_version_gets_it_whole() -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.method)
+        return httpx.Response(201 if request.method == "PUT" else 405, json={})
+
+    async def run() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+            await CoordinatorClient(http, "http://c", "f").send_update("t", Body.of(bytes(1 << 19)))
+
+    asyncio.run(run())
+    assert asked == ["HEAD", "PATCH", "PUT"]
+
+
+def payload_of(task: dict[str, Any], folder: Path) -> Use:
+    return lambda client: client.payload(Task.model_validate(task), folder)
+
+
+def test_a_payload_goes_on_where_the_line_was_cut(
+    coordinator: InThread, opened: tuple[FakeClient, dict[str, Any], Body], tmp_path: Path
+) -> None:
+    client, task, _ = opened
+    folder = tmp_path / "payloads"
+    folder.mkdir()
+    (folder / "of-an-earlier-task").write_bytes(b"1")
+    whole = client.http.get(task["payload"]["url"], headers=client.headers).content
+    with Relay(coordinator.url, [Cut(down=300_000), Cut(down=250_000)]) as line:
+        path = play(line.url, client, payload_of(task, folder))
+        assert line.cuts == []
+        assert len(whole) < line.down < 1.3 * len(whole)
+        assert path.read_bytes() == whole
+        assert list(folder.iterdir()) == [path], "it alone"
+        before = line.down
+        assert play(line.url, client, payload_of(task, folder)) == path
+        assert line.down == before, "what is there is not fetched again"
+    assert torch.equal(decode_file(path)[0]["context"], decode(whole)[0]["context"])
+
+
+def test_a_killed_client_goes_on_with_what_it_has_of_a_payload(
+    coordinator: InThread, opened: tuple[FakeClient, dict[str, Any], Body], tmp_path: Path
+) -> None:
+    client, task, _ = opened
+    with Relay(coordinator.url, [Cut(down=600_000)]) as line:
+        with pytest.raises(ClientError, match="no answer from the coordinator"):
+            play(line.url, client, payload_of(task, tmp_path / "p"), give_up_after=0.0)
+        path = play(line.url, client, payload_of(task, tmp_path / "p"))
+        assert line.down < 1.3 * path.stat().st_size
+
+
+def test_a_beginning_that_was_damaged_is_not_used(
+    coordinator: InThread, opened: tuple[FakeClient, dict[str, Any], Body], tmp_path: Path
+) -> None:
+    client, task, _ = opened
+    name = task["payload"]["sha256"].removeprefix("sha256:")
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / f"{name}.part").write_bytes(bytes(1000))
+    with pytest.raises(BadAnswer, match="were announced"):
+        play(coordinator.url, client, payload_of(task, tmp_path / "p"))
+    assert list((tmp_path / "p").iterdir()) == [], "the next attempt begins anew"
+    path = play(coordinator.url, client, payload_of(task, tmp_path / "p"))
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == name
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "content"),
+    [
+        (206, {"Content-Range": "bytes 7-9/400000"}, b"xxx"),
+        (206, {"Content-Range": "bytes 5-9/10"}, b"xxx"),
+        (206, {}, b"xxx"),
+        (200, {}, bytes(400_001)),
+    ],
+)
+def test_an_answer_that_is_not_the_asked_for_range_is_refused(
+    status: int, headers: dict[str, str], content: bytes, tmp_path: Path
+) -> None:
+    draft = tmp_path / "aa.part"
+    draft.write_bytes(b"12345")
+
+    async def run() -> None:
+        stream = httpx.ByteStream(content)
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, headers=headers, stream=stream))
+        async with httpx.AsyncClient(transport=transport) as http:
+            wanted = transfers.Wanted(400_000, "sha256:aa")
+            await transfers.fetch(CoordinatorClient(http, "http://c", "f"), "/payload", wanted, tmp_path)
+
+    with pytest.raises(BadAnswer, match="payload"):
+        asyncio.run(run())
+    assert draft.stat().st_size <= 400_000
