@@ -55,7 +55,12 @@ def noise(seed: bytes, size: int) -> Tensor:
 
     A statistical generator would not do: torch's is started with 32 bits, which can be tried out.
     """
-    parts = []
+    parts = [drawn for _, drawn in noise_blocks(seed, size)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def noise_blocks(seed: bytes, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """The same in blocks, and where each belongs."""
     for number, start in enumerate(range(0, size, BLOCK)):
         pairs = (min(BLOCK, size - start) + 1) // 2
         stream = hashlib.shake_256(seed + number.to_bytes(8, "little")).digest(2 * pairs * BYTES)
@@ -63,8 +68,8 @@ def noise(seed: bytes, size: int) -> Tensor:
         uniform = ((words >> (64 - MANTISSA)) & ((1 << MANTISSA) - 1)).double() / (1 << MANTISSA)
         lengths = (-2 * torch.log1p(-uniform[:pairs])).sqrt()  # Box and Muller's, of 1 − u, which is never 0
         angles = 2 * math.pi * uniform[pairs:]
-        parts.append(torch.cat([lengths * angles.cos(), lengths * angles.sin()])[: min(BLOCK, size - start)])
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        stop = min(start + BLOCK, size)
+        yield slice(start, stop), torch.cat([lengths * angles.cos(), lengths * angles.sin()])[: stop - start]
 
 
 def seed_of(key: str, round: int, phase: str) -> bytes:

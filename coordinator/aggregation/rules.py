@@ -1,12 +1,14 @@
 """Rules that take the mean's place where some updates may be bad, and what each made of every update.
 
 All of them see an update as one vector, the tensors in name order one behind the other, relative to the state that its
-client began with. Sums run in float64, in blocks of columns: the updates themselves are held once, in float32.
+client began with. Sums run in float64, in blocks of columns: small updates are held once, in float32, large ones stay
+in their files.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -14,12 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from promptfed.coordinator.aggregation.flame import flame, noise
-from promptfed.coordinator.aggregation.rows import Combined, Rows, squared_distances
+from promptfed.coordinator.aggregation.flame import flame, noise_blocks
+from promptfed.coordinator.aggregation.rows import Combined, Room, Rows, squared_distances
 from promptfed.coordinator.aggregation.weights import capped, weighted_mean
 from promptfed.shared.methods.core.base import ClientUpdate
 from promptfed.shared.spec_aggregation import AggregationSpec
-from promptfed.shared.tensors import Shape, Tensors
+from promptfed.shared.tensors import Tensors
 
 log = logging.getLogger("promptfed.coordinator")
 
@@ -55,7 +57,7 @@ class Rule:
         self._spec = spec
         self._base = base
         self._seed = seed
-        self.room: Callable[[Shape], Tensor] = torch.empty  # where the mean of large updates is written
+        self.room: Room = torch.empty  # where large vectors and tensors are written
         self.judged: dict[str, Judged] = {}
         self.measured: dict[str, float] = {}
 
@@ -66,7 +68,7 @@ class Rule:
         given = list(updates)
         if not given:
             raise ValueError("there is no update to aggregate")
-        rows = Rows(given, self._base, self._spec.clip_norm)
+        rows = Rows(given, self._base, self._spec.clip_norm, self.room)
         weights = torch.tensor([update.weight for update in given], dtype=torch.float64)
         point, influence = RULES[self._spec.rule](rows, weights / weights.sum(), self._spec)
         if self._spec.rule == "flame":
@@ -89,9 +91,13 @@ class Rule:
             return point
         if self._seed is None:
             raise ValueError("FLAME's noise has no seed: give the rule one, or take flame_noise: 0")
-        added = level * bound * noise(self._seed, rows.size)
-        self.measured["flame_noise"] = float(added.norm())
-        return point + added
+        squares = 0.0
+        for columns, drawn in noise_blocks(self._seed, rows.size):
+            added = level * bound * drawn
+            squares += float(added.square().sum())
+            point[columns] += added
+        self.measured["flame_noise"] = math.sqrt(squares)
+        return point
 
 
 def mean(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:
@@ -133,14 +139,16 @@ def trimmed_mean(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined
 
 def _by_coordinate(rows: Rows, weights: Tensor, kept: Callable[[Tensor, Tensor], Tensor]) -> Combined:
     """A mean of each coordinate's sorted values by ``kept(sums of weights so far, own weights)``, all ``(K, n)``."""
-    parts, influence = [], torch.zeros_like(weights)
-    for _, values in rows.blocks():
+    influence = torch.zeros_like(weights)
+
+    def middle(values: Tensor) -> Tensor:
         ordered, order = values.sort(dim=0, stable=True)
         own = weights[order]
         shares = kept(own.cumsum(0), own)
-        parts.append((shares * ordered).sum(0))
         influence.index_add_(0, order.flatten(), shares.flatten())
-    return torch.cat(parts), influence / rows.size
+        return (shares * ordered).sum(0)
+
+    return rows.combined(middle), influence / rows.size
 
 
 def krum(rows: Rows, weights: Tensor, spec: AggregationSpec) -> Combined:

@@ -6,7 +6,6 @@ the same bytes, because it depends on nothing but what is committed.
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
 from promptfed.coordinator.engine import aggregates, secure_jobs
+from promptfed.coordinator.engine.disk_room import disk_of, no_room
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.batch import serve_tasks
@@ -28,7 +28,7 @@ from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow
 from promptfed.coordinator.store.tensor_blobs import Stored, put_tensors
 from promptfed.shared.methods.core.base import MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.methods.core.client_checks import check_clients, check_hopeless
-from promptfed.shared.methods.core.sizes import check_sizes, needed_bytes
+from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.tensors import TensorError, Tensors, encode, method_part, state_hash
 
@@ -91,15 +91,11 @@ def _expect_room(registry: Registry, federation: Federation, context: ServerCont
         check_sizes(federation.spec, federation.method, context, trainers)
         check_clients(federation.spec, trainers)
         check_hopeless(federation.method, federation.spec, context, trainers)
-        needed = needed_bytes(federation.spec, federation.method, context, trainers)
+        disk = disk_of(registry, federation, context)
     except MethodError as error:
         raise problems.CannotStart(str(error)) from None
-    free = shutil.disk_usage(registry.blobs.incoming).free
-    if needed > free:
-        text = f"{trainers} trainers need about {needed:,} bytes of disk at once, and {free:,} are free"
-        raise problems.CannotStart(
-            f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
-        )
+    if disk is not None and disk.needed > disk.free:
+        raise problems.CannotStart(no_room(disk))
 
 
 def _send_start(change: Change) -> None:

@@ -19,6 +19,7 @@ from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import audit, jobs, recovery, retention
+from promptfed.coordinator.engine.disk_room import disk_told, no_room
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import tokens
 from promptfed.coordinator.operations.client_names import client_name
@@ -80,7 +81,7 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
     """Create a federation, or find the one that this Idempotency-Key has created.
 
     Raises:
-        InvalidSpec, NameTaken, KeyReused: it cannot.
+        InvalidSpec, NameTaken, KeyReused, StorageFull: it cannot.
     """
     request_digest = _digest_of(raw)
     with registry.exclusively():
@@ -91,6 +92,7 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
         if any(spec.name in (federation.name, federation.id) for federation in registry.federations.values()):
             raise _taken(spec)
         federation = replace(new_federation("fed-" + secrets.token_hex(8), spec), noise_key=secrets.token_hex(32))
+        _expect_room(registry, federation)
         federation = _budgeted(federation, registry.noise)
         if spec.participation.draw == "secret" and federation.sampling_key is None:
             federation = federation.drawing_with(secrets.token_hex(32))
@@ -104,6 +106,13 @@ def create(registry: Registry, raw: dict[str, Any], key: str | None = None) -> F
         registry.add(federation)
     point("federation-created")
     return federation
+
+
+def _expect_room(registry: Registry, federation: Federation) -> None:
+    """Refuse what the disk cannot hold, where the spec says what the backbone looks like; the start looks again."""
+    disk = disk_told(registry, federation)
+    if disk is not None and disk.needed > disk.free:
+        raise problems.StorageFull(no_room(disk))
 
 
 def _taken(spec: FederationSpec) -> problems.NameTaken:

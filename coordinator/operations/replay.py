@@ -14,6 +14,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
+from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.aggregation.private_mean import Terms
 from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.aggregation.weights import shares
@@ -25,10 +26,11 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations.masked import UpdatesMasked
 from promptfed.coordinator.problems import NoState, NotAMean, NotFound, Refusal, TooFewUpdates, UpdatesGone
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
+from promptfed.coordinator.store.tensor_blobs import room
 from promptfed.shared.methods.core.base import MethodError
 from promptfed.shared.methods.core.rule_checks import check_flame, check_krum, check_means
 from promptfed.shared.spec_aggregation import AggregationSpec
-from promptfed.shared.tensors import Tensors, decode, norm, state_hash
+from promptfed.shared.tensors import Tensors, state_hash
 
 
 class PrivacyProtected(Refusal, status=409, kind="privacy-protected", title="A second release of the same updates"):
@@ -248,12 +250,13 @@ def computed(
     if step.total is not None:
         total = np.frombuffer(step.total.body, dtype="<i8").astype(np.int64)
         return secure_jobs.state_after(federation, before, phase, total, step.total.weight, context)[0]
-    stream = global_state.stored_updates(registry.blobs, updates)
-    return global_state.after_phase(federation, before, phase, stream, rule, context)
+    with room(registry.blobs) as rule.room:
+        stream = global_state.stored_updates(registry.blobs, updates)
+        return global_state.after_phase(federation, before, phase, stream, rule, context)
 
 
 def _stored(registry: Registry, row: StateRow) -> Tensors:
-    return decode(registry.blobs.read(row.sha256))[0]
+    return registry.blobs.tensors(row.sha256)[0]
 
 
 def _weighed(
@@ -276,4 +279,4 @@ def _weighed(
 
 def _distance(first: Tensors, second: Tensors) -> float:
     alike = [name for name in first if name in second and first[name].shape == second[name].shape]
-    return norm({name: first[name].double() - second[name].double() for name in alike})
+    return change_norm({name: first[name] for name in alike}, second)

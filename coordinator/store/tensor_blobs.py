@@ -16,8 +16,8 @@ from promptfed.coordinator.store.blobs import PREFIX, Blobs, Held
 from promptfed.shared.methods.core.sizes import LARGE
 from promptfed.shared.tensors import Shape, Tensors, encode, encode_file, size_of
 
-Room = Callable[[Shape], Tensor]
-"""A float32 tensor of a shape, to be filled."""
+Room = Callable[..., Tensor]
+"""A tensor of a shape, to be filled; ``dtype``: float32 unless given."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def room(blobs: Blobs) -> Iterator[Room]:
     """Within the block, tensors that lie in files which nobody else sees; the disk is free once they are gone."""
     made: list[Path] = []
 
-    def allocate(shape: Shape) -> Tensor:
+    def allocate(shape: Shape, *, dtype: torch.dtype = torch.float32) -> Tensor:
         path = blobs.temporary()
         made.append(path)
-        found = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=torch.float32)
+        found = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype)
         return found.reshape(shape)
 
     try:

@@ -64,6 +64,10 @@ def create(
         else:
             view = created.view
             console.print(f"Created {view.name} ({view.id}), state {view.state}.", highlight=False)
+            if view.disk is not None:
+                needed, free = size(view.disk.needed), size(view.disk.free)
+                text = f"With {view.disk.trainers} trainers it takes up to {needed} of the coordinator's disk at once"
+                console.print(f"{text}; {free} are free.", highlight=False)
 
 
 @federation_app.command("list")

@@ -14,6 +14,7 @@ HEADER = 1 << 20  # beside the tensors of an update: names, metadata
 BYTES_PER_SECOND = 1 << 20  # the slowest line that is reckoned with
 LARGE = 16 << 20  # bytes from which tensors are worked on in files
 MOST_SORTED = 1 << 28  # numbers of all updates together that are sorted, or gone through a thousand times
+MOST_IN_MEMORY = 1 << 24  # numbers of one update of which several vectors are held in float64
 SORTING = ("median", "trimmed_mean", "geometric_median")
 
 
@@ -64,7 +65,8 @@ def check_sizes(spec: FederationSpec, method: Method, context: ServerContext, cl
             f"{spec.participation.deadline_seconds:g}: raise it, for the training as well"
         )
     rule = spec.aggregation.rule
-    if rule in SORTING and clients * up // 4 > MOST_SORTED:
+    held = rule == "geometric_median" and up // 4 > MOST_IN_MEMORY
+    if held or (rule in SORTING and clients * up // 4 > MOST_SORTED):
         raise MethodError(
             f"the rule {rule} goes through all numbers of all updates many times, and {clients} updates of {up // 4:,} "
             "are too many for it: take krum, multi_krum, flame or clip_norm"

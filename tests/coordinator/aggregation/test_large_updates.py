@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from promptfed.coordinator.aggregation import weights
+from promptfed.coordinator.aggregation import rows, weights
+from promptfed.coordinator.aggregation.rules import Rule
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tensor_blobs import put_tensors, room
@@ -15,6 +16,7 @@ from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.base import ClientUpdate, MethodError, ServerContext
 from promptfed.shared.methods.core.sizes import check_sizes, exchanged, needed_bytes, update_limit
 from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import decode_file, encode, encode_file, state_hash
 
 VIT_B_32 = BackboneShape(
@@ -59,6 +61,34 @@ def test_by_entry_comes_to_the_bits_of_update_by_update(tmp_path: Path, monkeypa
     assert state_hash(by_entry) == state_hash(by_update)
     with pytest.raises(ValueError, match="no update"):
         weighted_mean([])
+
+
+RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("block", [rows.BLOCK, 10_000])  # one that holds all, and some that end within tensors
+def test_a_robust_rule_comes_to_the_same_bits_from_files(
+    rule: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "BLOCK", block)
+    updates = updates_in(tmp_path, 7)
+    base = {"b": torch.full((3, 16_411), 0.25), "a": torch.ones(8)}  # "a" is of another size, and begins at zero
+    spec = {"rule": rule, "clip_norm": None if rule == "flame" else 200.0}
+    held, mapped = (
+        Rule(AggregationSpec.model_validate({**spec, "weighting": "uniform"}), base, bytes(32)) for _ in range(2)
+    )
+    in_memory = held(updates)
+    monkeypatch.setattr(rows, "LARGE", 0)
+    monkeypatch.setattr(rows, "_flat", None)  # nothing is put together
+    blobs = Blobs(tmp_path)
+    blobs.open()
+    with room(blobs) as mapped.room:
+        from_files = mapped(updates)
+        assert len(list(blobs.incoming.iterdir())) >= 4, "the vector and three tensors"
+    assert list(blobs.incoming.iterdir()) == [], "nothing is left on the disk"
+    assert state_hash(from_files) == state_hash(in_memory)
+    assert (mapped.judged, mapped.measured) == (held.judged, held.measured)
 
 
 def test_a_file_of_tensors_has_the_bytes_that_memory_would_have(
@@ -116,6 +146,10 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         context,
         10,
     )
+    last, _ = sized(trainable="last_k", k=3)
+    with pytest.raises(MethodError, match="take krum"):
+        check_sizes(spec_of(aggregation={"rule": "geometric_median"}), last, context, 3)
+    check_sizes(spec_of(aggregation={"rule": "median"}), last, context, 3)
     giant = VIT_B_32.model_copy(
         update={"d_v": 1664, "mlp_width": 8192, "vision_layers": 48, "positions": 257, "patch_size": 14}
     )

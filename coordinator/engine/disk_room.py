@@ -1,0 +1,39 @@
+"""What a federation of large updates takes of the disk."""
+
+from __future__ import annotations
+
+import shutil
+
+from promptfed.coordinator.domain.federation import Federation
+from promptfed.coordinator.engine.registry import Registry
+from promptfed.shared.api_schemas import DiskView
+from promptfed.shared.methods.core.base import MethodError, ServerContext
+from promptfed.shared.methods.core.sizes import needed_bytes
+
+
+def disk_of(registry: Registry, federation: Federation, context: ServerContext) -> DiskView | None:
+    """What the disk has to hold for those who are enrolled, or as many as the spec asks for; None where it is little.
+
+    Raises MethodError as ``dims`` does.
+    """
+    trainers = max(len(federation.run.trainers()), federation.spec.participation.min_clients)
+    needed = needed_bytes(federation.spec, federation.method, context, trainers)
+    if not needed:
+        return None
+    return DiskView(needed=needed, trainers=trainers, free=shutil.disk_usage(registry.blobs.incoming).free)
+
+
+def no_room(disk: DiskView) -> str:
+    """Why a federation does not fit, and what to do."""
+    text = f"{disk.trainers} trainers need about {disk.needed:,} bytes of disk at once, and {disk.free:,} are free"
+    return f"{text}: make room, train less, or send transport: bfloat16 where the method has it"
+
+
+def disk_told(registry: Registry, federation: Federation) -> DiskView | None:
+    """The same as far as it is known: None before anybody said what the backbone looks like."""
+    if federation.shape is None or federation.absent is not None:
+        return None
+    try:
+        return disk_of(registry, federation, federation.context())
+    except MethodError:
+        return None  # The start says why it cannot run.
