@@ -2,7 +2,59 @@
 
 from __future__ import annotations
 
-from promptfed.shared.methods.weights import WeightMethod
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from promptfed.shared.methods.core import fedsr, generalization
+from promptfed.shared.methods.core.base import (
+    ClientContext,
+    ClientInfo,
+    ClientUpdate,
+    Combine,
+    Phase,
+    ServerContext,
+    TrainResult,
+)
+from promptfed.shared.methods.core.disclosures import Disclosed
+from promptfed.shared.methods.core.fedsr import Representation
+from promptfed.shared.methods.core.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
+from promptfed.shared.methods.core.trained_tower import TrainedTower
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
+from promptfed.shared.methods.weights import CHANGE, WeightMethod, WeightsHyper
+from promptfed.shared.seeds import generator
+from promptfed.shared.spec import FederationSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
+
+
+class FedAvgHyper(WeightsHyper):
+    """Which weights are trained under which head, and two ways to generalise to domains that nobody has."""
+
+    fedsr: Annotated[
+        bool,
+        Field(
+            description="FedSR: behind the tower a normal distribution of a representation z, on which the linear head "
+            "stands, kept short and near what its class alone would say"
+        ),
+    ] = False
+    d_z: Annotated[int, Field(ge=1, le=8192, description="fedsr: numbers of z")] = 512
+    length_weight: Annotated[float, Field(ge=0, le=1000, description="fedsr: weight of the mean of ‖z‖²")] = 0.01
+    divergence_weight: Annotated[float, Field(ge=0, le=1000, description="fedsr: weight of the divergence")] = 0.0005
+    weighting: Annotated[
+        Literal["samples", "ga"],
+        Field(
+            description="samples: as the spec's aggregation says; ga: FedDG-GA's weights, larger for clients who are "
+            "worse off with the mean than with their own last update; each tells that gap in loss, on a tenth of its "
+            "training images that is not trained on"
+        ),
+    ] = "samples"
+    centred: Annotated[bool, Field(description="ga: the gaps less their mean, as the paper has it")] = True
 
 
 class FedAvg(WeightMethod):
@@ -11,8 +63,146 @@ class FedAvg(WeightMethod):
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017, as the
     rows FedAvg in the tables of pFedPG, PLAN and FaST-PT, of which none gives rate, head or epochs. The weight decay
     is towards zero, of the weights and not of their change, which would be FedProx towards the frozen backbone.
+    Options: FedSR (`core.fedsr`) and FedDG-GA's weights (`core.generalization`).
     """
 
     name = "fedavg"
     summary = "The image tower's own weights, all or a part, fine-tuned by each client and averaged."
     paper = "McMahan et al., Communication-Efficient Learning of Deep Networks (FedAvg), 2017"
+    Hyper = FedAvgHyper
+    hyper: FedAvgHyper
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether weights follow gaps in loss."""
+        return self.hyper.weighting == "ga"
+
+    @property
+    def disclosures(self) -> tuple[Disclosed, ...]:
+        """And the gap."""
+        if not self.adjusts:
+            return super().disclosures
+        text = "how much worse the shared model does than your own last update, on a tenth of your training images"
+        return (*super().disclosures, Disclosed("operator", text))
+
+    # Server half
+
+    def check(self, spec: FederationSpec) -> None:
+        """And FedSR without a linear head."""
+        if self.hyper.fedsr:
+            fedsr.check_options(self.hyper.head, self.hyper.private)
+        super().check(spec)
+
+    def travelling(self) -> tuple[TensorSpec, ...]:
+        """And FedSR's."""
+        return super().travelling() + (fedsr.MAPS + fedsr.REFERENCE if self.hyper.fedsr else ())
+
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
+        """And the clients' weights, which nobody is told."""
+        return super().state_tensors() + ((WEIGHTS, ROUND) if self.adjusts else ())
+
+    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+        """And the gap; the state is then no mean by the spec's weights."""
+        [phase] = super().phases(round, rounds)
+        return (replace(phase, up=(*phase.up, GAP), mean=False),) if self.adjusts else (phase,)
+
+    def dims(self, context: ServerContext) -> dict[str, int]:
+        """And FedSR's: its head stands on z."""
+        dims = super().dims(context)
+        if self.hyper.fedsr:
+            dims |= {"d_f": dims["d_h"], "d_z": self.hyper.d_z, "d_h": self.hyper.d_z}
+        return dims | ({"n": len(context.clients)} if self.adjusts else {})
+
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+        """And FedSR's start, and equal weights."""
+        state, dims = super().initial_state(context, generator), self.dims(context)
+        if self.hyper.fedsr:
+            state |= fedsr.start(context.seed, dims["classes"], dims["d_f"], dims["d_z"])
+        return state | (generalization.start(context) if self.adjusts else {})
+
+    def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
+        """A supplied state, with equal weights for the clients that there are."""
+        return super().adopt(state, context) | (generalization.start(context) if self.adjusts else {})
+
+    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """A newcomer counts as the others do on average."""
+        return generalization.joined(state, client, context) if self.adjusts else state
+
+    def aggregate(
+        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+    ) -> Tensors:
+        """Δ + the mean of the changes, by samples or by the adjusted weights."""
+        if not self.adjusts:
+            return super().aggregate(state, phase, updates, combine, context)
+        given = list(updates)  # mapped from files where they are large
+        gaps = {update.client: float(update.tensors[GAP.name]) for update in given}
+        after, shares = generalization.adjusted(state, gaps, context, centred=self.hyper.centred)
+        weighed = (ClientUpdate(update.client, shares[update.client], _without_gap(update.tensors)) for update in given)
+        return super().aggregate(state, phase, weighed, combine, context) | after
+
+    # Client half
+
+    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        """E epochs from the received weights; with GA on nine tenths of the images, and the gap on the tenth."""
+        if not self.adjusts:
+            return self._trained(context, payload, private)
+        aside, rest = generalization.held_out(context.seed, context.client, len(context.train))
+        held, own = (replace(context, train=Subset(context.train, rows)) for rows in (aside, rest))
+        received = self._loss(held, payload, private)
+        result = self._trained(own, payload, private)
+        learned = {name: payload[name].float() + result.update[CHANGE + name] for name in self._names}
+        gap = received - float(private[OWN_LOSS]) if OWN_LOSS in private else 0.0
+        kept = result.private | {OWN_LOSS: torch.tensor(self._loss(held, learned, result.private))}
+        return TrainResult(result.update | {GAP.name: torch.tensor(gap)}, kept, result.metrics)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.travelling())
+
+    def _loss(self, context: ClientContext, payload: Tensors, private: Tensors) -> float:
+        """The mean cross-entropy of a state's classifier on ``context.train``."""
+        scorer, labels = self.classifier(context.for_training(), payload, private), context.train.labels
+        parts = torch.split(torch.arange(len(context.train)), CHUNK)
+        losses = []
+        for rows in parts:
+            scores = scorer.logits(context.train, rows)
+            loss = F.cross_entropy(scores, labels[rows.to(labels.device)].to(scores.device))
+            losses.append((float(loss), len(rows)))
+        return generalization.mean_loss(losses)
+
+    def _trained(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        if not self.hyper.fedsr:
+            return super().train(context, payload, private)
+        device, start = context.backbone.device, self.changes(context, payload, private)
+        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        begun = self._representation(context, payload)
+        head = begun.on(device, trainable=True)
+        labels = context.train.labels.to(device)
+        draws = generator(context.seed, context.round, context.client, "fedsr")
+
+        def loss(indices: Tensor) -> Tensor:
+            features = self.features(tower, context.train.images(indices))
+            noise = torch.randn(len(indices), self.hyper.d_z, generator=draws).to(device)
+            entropy, length, divergence = head.losses(features, labels[indices.to(device)], noise)
+            return entropy + self.hyper.length_weight * length + self.hyper.divergence_weight * divergence
+
+        final = train(context, [*tower.leaves.values(), *head.tensors.values()], loss)
+        update = self.sent(start, tower, None, None)
+        update |= {CHANGE + name: head.tensors[name].detach().cpu() - begun.tensors[name] for name in begun.tensors}
+        return TrainResult(update, {}, {"loss": final})
+
+    def _representation(self, context: ClientContext, payload: Tensors) -> Representation:
+        return Representation.of(context.label_space or context.class_names, payload)
+
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+        """By FedSR's mean logits of twenty draws, or as all of these methods."""
+        if not self.hyper.fedsr:
+            return super().classifier(context, payload, private)
+        device, tower = context.backbone.device, self.tower(context, payload, private)
+        head = self._representation(context, payload).among(context.class_names).on(device)
+        noise = fedsr.draws_for_images(context.seed, self.hyper.d_z)
+        return ImageClassifier(lambda images: head.classified(self.features(tower, images), noise))
+
+
+def _without_gap(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name != GAP.name}

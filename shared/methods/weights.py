@@ -206,13 +206,17 @@ class WeightMethod(Method):
             )
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """The change of each kind that travels, and a shared head."""
+        """All that travels."""
+        return self.travelling()
+
+    def travelling(self) -> tuple[TensorSpec, ...]:
+        """The change of each kind that is shared, and a shared head."""
         head = SHARED_HEAD if self.shares_head else ()
         return tuple(tensor_spec(kind) for kind in self.shared_kinds) + head
 
     def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
         """One exchange a round: Δ down, what was changed up."""
-        down = tuple(replace(spec, dtype=self.hyper.transport) for spec in self.state_tensors())
+        down = tuple(replace(spec, dtype=self.hyper.transport) for spec in self.travelling())
         up = tuple(replace(spec, name=CHANGE + spec.name) for spec in down)
         return (Phase("train", down=down, up=up, mean=True),)
 
@@ -258,11 +262,11 @@ class WeightMethod(Method):
         """Δ + the mean of the changes."""
         changes = combine(updates)
         # In place: what `combine` made is nobody else's, and may be hundreds of megabytes in a file.
-        return {spec.name: changes[CHANGE + spec.name].add_(state[spec.name]) for spec in self.state_tensors()}
+        return {spec.name: changes[CHANGE + spec.name].add_(state[spec.name]) for spec in self.travelling()}
 
     def prompts(self, state: Tensors) -> Tensors:
         """How far each kind has moved, by block: the weights themselves are too many to show."""
-        return kind_norms({spec.name: state[spec.name] for spec in self.state_tensors()})
+        return kind_norms({spec.name: state[spec.name] for spec in self.travelling()})
 
     # Client half
 
@@ -335,7 +339,7 @@ class WeightMethod(Method):
         """What goes up: the changes of all kinds that travel, and of a shared head."""
         changes = tower.changes_from(start)
         update = {CHANGE + kind: changes[kind] for kind in self.shared_kinds}
-        if self.shares_head:
+        if self.shares_head and head is not None:
             assert isinstance(head, LinearHead)
             assert isinstance(begun, LinearHead)
             pairs = zip(HEAD, head.parameters, begun.parameters, strict=True)
