@@ -11,7 +11,8 @@ import httpx
 
 from promptfed.client_service import transfers
 from promptfed.client_service.bodies import Body
-from promptfed.client_service.connection import TIMEOUT, BadAnswer, Connection, parse
+from promptfed.client_service.connection import TIMEOUT, Connection, parse
+from promptfed.client_service.connection import BadAnswer as BadAnswer
 from promptfed.client_service.connection import Refused as Refused
 from promptfed.client_service.connection import Traffic as Traffic
 from promptfed.client_service.exits import ClientError, Exit

@@ -125,6 +125,9 @@ export class Status {
       ["Sent up", bytes(up), "and not one image"],
       ["Taken down", bytes(down), null],
     ];
+    // What a round costs beside the accuracy that it buys: the last one that has trained.
+    const last = rounds.filter((one) => one.bytes_up > 0).at(-1);
+    if (last) shown.push(["A round costs", bytes(last.bytes_up + last.bytes_down), `round ${last.round}: ${bytes(last.bytes_up)} up, ${bytes(last.bytes_down)} down`]);
     const left = secondsLeft(view, rounds);
     if (left !== null) shown.splice(1, 0, ["Left, about", duration(left), null]);
     fill(this.figures, shown.map(([name, value, remark]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, remark ? h("small", {}, remark) : null))));
