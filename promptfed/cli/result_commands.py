@@ -41,6 +41,9 @@ def export(
     classes: Classes = None,
     data: ClassesOf = None,
     anonymous: Annotated[bool, typer.Option(help="number the clients in the card instead of naming them")] = False,
+    merged: Annotated[
+        bool, typer.Option(help="of methods that change weights: open_clip's model with the changes in it as well")
+    ] = False,
     allow_backbone: AllowBackbone = False,
     backbone_file: BackboneFile = None,
     coordinator: Url = None,
@@ -60,7 +63,7 @@ def export(
         if to is not None:
             repository_of(to)
             open_hub(token_needed=True)
-        options = ExportOptions(given_class_names(classes, data), anonymous, allow_backbone)
+        options = ExportOptions(given_class_names(classes, data), anonymous, allow_backbone, merged)
         with TemporaryDirectory(prefix="promptfed-export-") as temporary:
             folder = out or Path(temporary) / "export"
             check_new(folder)

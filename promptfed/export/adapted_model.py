@@ -22,6 +22,7 @@ from promptfed.shared.data import DataError, open_source
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import UnknownMethod, make_method
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Fixed, Method, MethodError, ServerContext
+from promptfed.shared.methods.core.merging import Merges, checkpoint_of
 from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.spec import BackboneShape, BackboneSpec, SpecError, TrainingSpec
@@ -102,10 +103,7 @@ class AdaptedModel:
             CommandError: there is none, the backbone is another one, or a name does not fit into it.
         """
         self.check_alone()
-        wanted = self.backbone.fingerprint
-        if wanted != backbone.fingerprint:
-            text = f"the backbone here is {backbone.fingerprint}, the federation's was {wanted}"
-            raise CommandError(f"{text}: install the same version of promptfed and of the weights", Exit.BAD_INPUT)
+        self._expect(backbone)
         method, names = self.make_method(), tuple(class_names)
         context = self._client_context(backbone, names)
         payload = method.payload(self.state, None, NOBODY, self._context(shape_of(backbone)))
@@ -118,6 +116,31 @@ class AdaptedModel:
         except (MethodError, BackboneError) as error:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
         return Served(method.name, self.round, context, classifier, template)
+
+    def merged(self, backbone: Backbone, class_names: Sequence[str]) -> Tensors:
+        """Open_clip's model with the state's changes of weights in it, by open_clip's names.
+
+        Raises:
+            CommandError: the method changes no weights, or the backbone is another one or no model of open_clip's.
+        """
+        method = self.make_method()
+        if not isinstance(method, Merges):
+            text = f"{method.name} changes no weights of the towers: its state is all that there is to take away"
+            raise CommandError(f"{text}, leave --merged out", Exit.BAD_INPUT)
+        self._expect(backbone)
+        context = self._client_context(backbone, tuple(class_names) or ("thing",))
+        payload = method.payload(self.state, None, NOBODY, self._context(shape_of(backbone)))
+        try:
+            with torch.no_grad():
+                return checkpoint_of(backbone, method.merged(context, payload))
+        except (MethodError, BackboneError) as error:
+            raise CommandError(str(error), Exit.BAD_INPUT) from None
+
+    def _expect(self, backbone: Backbone) -> None:
+        wanted = self.backbone.fingerprint
+        if wanted != backbone.fingerprint:
+            text = f"the backbone here is {backbone.fingerprint}, the federation's was {wanted}"
+            raise CommandError(f"{text}: install the same version of promptfed and of the weights", Exit.BAD_INPUT)
 
     def _client_context(self, backbone: Backbone, names: tuple[str, ...]) -> ClientContext:
         none = torch.zeros(0, dtype=torch.int64)

@@ -17,6 +17,7 @@ from promptfed.export.model_card import (
     FORMAT,
     JSON_FILE,
     MARKDOWN_FILE,
+    MERGED_FILE,
     STATE_FILE,
     WEIGHTS_FILE,
     Card,
@@ -40,11 +41,15 @@ from promptfed.shared.tensors import TensorError, decode, encode, state_hash
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How to export: class names instead of the spec's, whether clients are numbered instead of named."""
+    """How to export: class names instead of the spec's, whether clients are numbered instead of named.
+
+    ``merged``: beside the state, open_clip's model with the state's changes of weights in it.
+    """
 
     class_names: tuple[str, ...] | None = None
     anonymous: bool = False
     allow_backbone: bool = False
+    merged: bool = False
 
 
 def export(result: FederationResult, out: Path, options: ExportOptions, backbone: Backbone | None = None) -> Card:
@@ -66,6 +71,9 @@ def export(result: FederationResult, out: Path, options: ExportOptions, backbone
         else:
             files[WEIGHTS_FILE] = encode(weights)
             files |= backbone_files(backbone) if carries_backbone(model.backbone) else {}
+    if options.merged:
+        backbone = backbone or open_backbone_of(model, options.allow_backbone)
+        files[MERGED_FILE] = encode(model.merged(backbone, names or ()))
     source = "the federation's spec" if options.class_names is None else "who exported it"
     contents = Contents(names, source, model.state, weights, why_none, model.missing() is None, files)
     card = card_of(result, model, contents, options.anonymous)

@@ -32,6 +32,7 @@ STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (
     "card.json",
     "card.md",
 )
+MERGED_FILE = "open_clip_model.safetensors"  # as open_clip and promptfed look for it in a folder
 BACKBONE_FOLDER = "backbone"  # of weights that open_clip cannot load by name
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from promptfed.export.model_card import (
     BACKBONE_FOLDER,
     JSON_FILE,
+    MERGED_FILE,
     STATE_FILE,
     WEIGHTS_FILE,
     Accuracies,
@@ -25,10 +26,16 @@ from promptfed.shared.plain_text import markdown_cell, markdown_code
 MOST_CLASSES = 12  # named one by one
 WHAT = {
     STATE_FILE: "the global state, as the coordinator holds it",
+    MERGED_FILE: "open_clip's model with the state's changes of weights in it",
     WEIGHTS_FILE: "what plain open_clip code classifies with",
     f"{BACKBONE_FOLDER}/open_clip_config.json": "the backbone, which open_clip cannot load by name",
     f"{BACKBONE_FOLDER}/open_clip_model.safetensors": "its weights",
 }
+
+
+def _a_round(card: Card) -> str:
+    """What a round has cost, beside the accuracies that it has bought."""
+    return f" ({size((card.bytes['up'] + card.bytes['down']) / card.round)} a round)" if card.round else ""
 
 
 def markdown(card: Card, snippet: str | None) -> str:
@@ -44,7 +51,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         "template": markdown_code(card.template).replace("|", "\\|"),
         "federation": f"{card.federation['state']}, seed {card.seed}",
         "participants": f"{trained} trained, {len(card.participants) - trained} only evaluated",
-        "sent": f"{size(card.bytes['up'])} up, {size(card.bytes['down'])} down, and not one image",
+        "sent": f"{size(card.bytes['up'])} up, {size(card.bytes['down'])} down{_a_round(card)}, and not one image",
         "state": f"`{card.hashes['state']}`",
         "backbone's weights": f"`{card.hashes['backbone']}`",
     }

@@ -34,6 +34,7 @@ from promptfed.shared.methods.core.base import (
 from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.insights import Measured
 from promptfed.shared.methods.core.lora_sums import best_of_rank, product_sums, relative_error
+from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.text_features import spoken, template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
@@ -231,6 +232,14 @@ class FedLoRA(Method):
         final = train(context, list(leaves.values()), loss)
         return TrainResult({name: leaf.detach().cpu() for name, leaf in leaves.items()}, {}, {"loss": final})
 
+    def merged(self, context: ClientContext, payload: Tensors) -> MergedTowers:
+        """Both towers with W + γ·B·A in the place of W."""
+        device = context.backbone.device
+        factors = {name: tensor.to(device) for name, tensor in self.factors(context, payload).items()}
+        model = _Adapted(self.hyper, context, factors)
+        found = {tower: model.merged(tower) for tower in self.towers}
+        return MergedTowers(visual=found.get(VISUAL, {}), text=found.get(TEXT, {}))
+
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """Classifies with W + γ·B·A in the place of W, texts and images alike."""
         device = context.backbone.device
@@ -293,11 +302,12 @@ class _Adapted:
         rows = tower.blocks(tower.weights, tower.rows(tower.weights, self._ids), low_rank=low_rank)
         return F.normalize(tower.pool(tower.weights, rows, tower.ends(self._ids)).float(), dim=-1)
 
-    def merged(self) -> dict[str, Tensor]:
-        """The image tower's weights with the changes added."""
-        assert self._visual is not None
-        weights, d = dict(self._visual.weights), self._visual.blocks_shape.width
-        for number, low in self._low_rank(VISUAL, self._visual.layers, None, 0).items():
+    def merged(self, which: str = VISUAL) -> dict[str, Tensor]:
+        """A tower's weights with the changes added."""
+        tower = self._visual if which == VISUAL else self._text
+        assert tower is not None
+        weights, d = dict(tower.weights), tower.blocks_shape.width
+        for number, low in self._low_rank(which, tower.layers, None, 0).items():
             change = low.change()
             qkv = change[:3].reshape(-1, d)
             name, output = f"{number}.in_proj_weight", f"{number}.out_proj_weight"

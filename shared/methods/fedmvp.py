@@ -73,6 +73,13 @@ class FedMVPHyper(Hyperparameters):
     label_space: LabelSpace = "client"
     m: Annotated[int, Field(ge=1, le=512, description="prompts of an image")] = 4
     heads: Annotated[int, Field(ge=1, le=256, description="attention heads of the generator; must divide d_v")] = 4
+    queries: Annotated[
+        Literal["patches", "mean"],
+        Field(
+            description="patches: each looks at the texts, and what a run of them finds is averaged; mean: a run is "
+            "averaged first, so that m queries look instead of one for each patch"
+        ),
+    ] = "patches"
     texts: Annotated[
         Literal["attributes", "joined", "template"],
         Field(
@@ -115,7 +122,9 @@ def bins(count: int, m: int) -> list[slice]:
 
 def generated(own: Mapping[str, Tensor], patches: Tensor, texts: Tensor, hyper: FedMVPHyper, lora: bool) -> Tensor:
     """(V1)-(V3) prompts ``(B, m, d_v)`` of patches E ``(B, N, d_v)`` and text features A ``(texts, d_e)``."""
-    width = patches.shape[-1]
+    runs, width = bins(patches.shape[1], hyper.m), patches.shape[-1]
+    if hyper.queries == "mean":
+        patches = torch.stack([patches[:, run].mean(1) for run in runs], dim=1)
     values = F.linear(texts, own["proj_weight"], own["proj_bias"])
     query = F.layer_norm(patches, (width,), own["norm_image_weight"], own["norm_image_bias"])
     keys = F.layer_norm(values, (width,), own["norm_text_weight"], own["norm_text_bias"])
@@ -133,7 +142,9 @@ def generated(own: Mapping[str, Tensor], patches: Tensor, texts: Tensor, hyper: 
     hidden = F.layer_norm(found, (width,), own["norm_ff_weight"], own["norm_ff_bias"])
     value, gate = F.linear(hidden, own["ff_1_weight"], own["ff_1_bias"]).chunk(2, dim=-1)
     found = found + F.linear(value * F.gelu(gate), own["ff_2_weight"], own["ff_2_bias"])
-    return torch.stack([found[:, run].mean(1) for run in bins(patches.shape[1], hyper.m)], dim=1)
+    if hyper.queries == "mean":
+        return found
+    return torch.stack([found[:, run].mean(1) for run in runs], dim=1)
 
 
 class PromptedImages:

@@ -38,6 +38,7 @@ from promptfed.shared.methods.core.heads import (
     head_width,
     shared_classes,
 )
+from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import (
     NORMS,
     Trainable,
@@ -271,8 +272,12 @@ class WeightMethod(Method):
     # Client half
 
     def tower(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainedTower:
-        """The tower with what has been learned."""
+        """With what has been learned."""
         return TrainedTower.of(context.backbone, self.hyper, self.changes(context, payload, private))
+
+    def merged(self, context: ClientContext, payload: Tensors) -> MergedTowers:
+        """The image tower with the shared changes."""
+        return MergedTowers(visual=self.tower(context, payload, {}).weights())
 
     def changes(self, context: ClientContext, payload: Tensors, private: Tensors) -> Tensors:
         """Δ by kind, float32: the shared part as received, the client's own as it was left, or zero."""

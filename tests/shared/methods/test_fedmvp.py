@@ -214,6 +214,20 @@ def test_the_federation_switches_once_and_for_good(backbone: Backbone) -> None:
     assert found.metrics["lora_active"] == 1.0
 
 
+def test_queries_may_be_the_means_of_runs_of_patches(backbone: Backbone) -> None:
+    tried = method(m=3, queries="mean")
+    own = started(tried, backbone)
+    draws = torch.Generator().manual_seed(0)
+    patches, texts = torch.randn(2, 7, 32, generator=draws), F.normalize(torch.randn(5, 16, generator=draws), dim=1)
+    found = generated(own, patches, texts, tried.hyper, lora=False)
+    for image, prompts in zip(patches, found, strict=True):
+        means = torch.stack([image[0:3].mean(0), image[2:5].mean(0), image[4:7].mean(0)])
+        # Of three patches in three runs, each is a run: the equations with a loop over patches.
+        assert_values(prompts, literal_prompts(own, means, texts, 3))
+    plain = method(m=3)
+    assert float((found - generated(own, patches, texts, plain.hyper, lora=False)).abs().max()) > 1e-4
+
+
 def test_the_low_rank_part_changes_what_attention_takes(backbone: Backbone) -> None:
     tried = method()
     own = started(tried, backbone)
