@@ -23,8 +23,10 @@ from promptfed.client_service.faults import point
 from promptfed.client_service.peers import Met, identity_of, meet
 from promptfed.client_service.private_state import PrivateState, Provenance
 from promptfed.shared.messages import SpendReport, Task
+from promptfed.shared.privacy.distributed import PartialNoise
+from promptfed.shared.privacy.noise import Kind, NoiseStream
 from promptfed.shared.secagg import SecureError, member
-from promptfed.shared.secagg.encoding import encode_change, weighted
+from promptfed.shared.secagg.encoding import encoded, flat_change, weighted
 from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, Roster, UnmaskJob, alive_digest
 from promptfed.shared.secagg.roster import Roster as ReadRoster
@@ -45,6 +47,15 @@ class Trained:
     provenance: Provenance
     metrics: Mapping[str, float] = field(default_factory=dict)
     spent: SpendReport | None = None
+
+
+@dataclass(frozen=True)
+class OwnNoise:
+    """This client's part of the noise for whole clients, and the draws that it is made of."""
+
+    part: PartialNoise
+    stream: NoiseStream
+    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -101,21 +112,30 @@ class SecureWork:
         if task.round < markers["round"]:
             raise Failure("payload-repeated", f"round {task.round} is asked for after round {markers['round']}")
 
-    def keep(self, task: Task, payload: Tensors, trained: Trained) -> None:
-        """Make a trained change durable. It never lies where updates are sent from.
+    def keep(
+        self,
+        task: Task,
+        payload: Tensors,
+        trained: Trained,
+        noise: OwnNoise | None = None,
+    ) -> None:
+        """Make a trained change durable, with its part of the noise. It never lies where updates are sent from.
 
         Raises:
             Failure: out-of-range.
         """
         try:
-            change = encode_change(trained.update, payload)
+            change = flat_change(trained.update, payload)
         except SecureError as error:
             raise Failure(error.kind, str(error)) from None
+        whole = encoded(change) if noise is None else noise.part.noised(change, noise.stream)
         about = {**dict(zip(("round", "phase"), _where(task), strict=True)), "payload": task.payload.sha256}
         if trained.spent is not None:
             about["privacy"] = trained.spent.model_dump()
+        if noise is not None:
+            about["noise"] = noise.kind
         private = {f"private.{name}": tensor.detach().clone() for name, tensor in trained.private.items()}
-        content = {"change": torch.from_numpy(change), **private}
+        content = {"change": torch.from_numpy(whole), **private}
         self._state.write_file(WORK, encode(content, {**about, "provenance": asdict(trained.provenance)}))
         point("secure-work-written")
         markers = self._markers()
@@ -203,7 +223,7 @@ class SecureWork:
         vector = weighted(tensors["change"].numpy(), roster.entries[place].weight)
         masked = member.mask_vector(own, roster, place, job.sharing, vector)
         tensor = torch.from_numpy(masked.view(np.int64))
-        told_too = {"privacy": about["privacy"]} if "privacy" in about else {}
+        told_too = {name: about[name] for name in ("privacy", "noise") if name in about}
         self._state.write_file(MASKED, encode({"masked": tensor}, {"roster_sha256": roster.sha256.hex(), **told_too}))
         return ""
 

@@ -139,7 +139,8 @@ class TaskLoop:
         if task.kind == "train" and not secure.is_trained(task):
             self._compare(task)
             trained = await self._watched(task, lambda cancelled: self.work.trained(task, payload, cancelled))
-            await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained))
+            noise = self.work.own_noise(task)
+            await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained, noise))
             facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
             self.monitor.tell("trained", **facts, payload=task.payload.sha256, **trained.metrics)
         elif task.kind != "train":

@@ -28,7 +28,7 @@ class SpentPrivacy(BaseModel):
 
 
 class CentralPrivacy(BaseModel):
-    """What a phase's mean was noised with at the coordinator, and what all so far have cost, for a whole client.
+    """What a phase's mean was noised with, and what all so far have cost, for a whole client.
 
     It covers the states. Lengths, cosines and metrics of single updates are for the operator only, not covered by ε.
     """
@@ -38,8 +38,10 @@ class CentralPrivacy(BaseModel):
     clip: float
     next_clip: float = Field(description="of the next phase; another one where it is adaptive")
     noise_multiplier: float
-    expected: float = Field(description="K̄, by which the sum is divided, whoever came")
-    noise: Literal["central", "seeded"] = Field(description="seeded: simulated, a guarantee to nobody")
+    expected: float = Field(description="K̄, by which the sum is divided, whoever came; of a secure sum its clients")
+    noise: Literal["central", "distributed", "seeded"] = Field(
+        description="distributed: of the clients together, in a secure sum; seeded: simulated, a guarantee to nobody"
+    )
 
 
 class UpdateReport(BaseModel):

@@ -140,7 +140,7 @@ class Joining:
         if work.leaving == "noisy":
             work.counts = await self.compute.run(lambda: self._counts(info, policy, source, tests))
             work.leaving = "noisy" if work.counts is not None else "withheld"
-        work.policy, work.asked = policy, asked
+        work.policy, work.asked, work.noise = policy, asked, self.parts.noise or SecretNoise()
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None

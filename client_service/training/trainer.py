@@ -23,7 +23,7 @@ from promptfed.client_service.noisy_counts import Leaving, NoisyCounts
 from promptfed.client_service.policy import Facts, Policy, refusals
 from promptfed.client_service.private_state import PrivateState, Provenance, Serving
 from promptfed.client_service.protection import SiteProtection
-from promptfed.client_service.secure import Trained
+from promptfed.client_service.secure import OwnNoise, Trained
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
@@ -37,6 +37,8 @@ from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method
 from promptfed.shared.methods.core.protection import Protection
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.outcomes import Record
+from promptfed.shared.privacy.distributed import PartialNoise
+from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import DTYPES, Tensors, decode_place, encode
 
@@ -64,6 +66,7 @@ class TaskWork:
     protection: SiteProtection | None = None
     leaving: Leaving = "plain"  # what of the accuracies leaves this site
     counts: NoisyCounts | None = None  # where they leave as noisy counts
+    noise: Noise = field(default_factory=SecretNoise)
     policy: Policy | None = None
     asked: Facts | None = None  # what the federation asks of this site, by which the policy was held when it enrolled
 
@@ -122,6 +125,16 @@ class TaskWork:
             spent = self.protection.report(protection.event)
         provenance = Provenance(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
         return Trained(update, result.private, provenance, finite, spent)
+
+    def own_noise(self, task: Task) -> OwnNoise | None:
+        """This client's part of the noise for whole clients, by the terms that its owner agreed to, if there is any."""
+        terms = self.agreement.consent.terms
+        privacy, secure = terms.privacy, terms.secure_aggregation
+        if privacy is None or not privacy.is_distributed or secure is None:
+            return None
+        honest = secure.minimum - privacy.colluding
+        part = PartialNoise(float(privacy.clip or 0), float(privacy.noise_multiplier or 0), honest)
+        return OwnNoise(part, self.noise.stream(task.round, task.phase, self.name), self.noise.kind)
 
     def _protection(self, task: Task, context: ClientContext) -> Protection | None:
         """The attempt's differential privacy, which the budget can afford; None where none was agreed to.

@@ -92,6 +92,15 @@ class Attempt:
         """Σ w of those whose vectors are in the sum."""
         return sum(self.roster.entries[place].weight for place in self.confirm.alive)
 
+    @property
+    def has_seeded_noise(self) -> bool:
+        """Whether somebody's part of the noise was simulated, by its own word: a guarantee to nobody."""
+        here = (PhaseRow.federation_id == self._id, PhaseRow.round == self._round, PhaseRow.step == self._first + MASK)
+        query = select(ExchangeRow.metrics).join(TaskRow, TaskRow.id == ExchangeRow.task_id)
+        with self._database.read() as session:
+            told = session.scalars(query.join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(*here, TaskRow.counted))
+            return any((metrics or {}).get("privacy_seeded") for metrics in told)
+
     def total(self) -> Whole:
         """``(d,)`` int64: the sum. Raises SecureError: ``bad-shares`` or ``sum-invalid``."""
         reveals = {self.place(c): UnmaskAnswer.model_validate_json(body) for c, body in self._answers(UNMASK).items()}

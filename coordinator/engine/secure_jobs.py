@@ -15,13 +15,17 @@ from promptfed.coordinator.aggregation import global_state, secure_sums
 from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.run_state import SecureStep
+from promptfed.coordinator.engine import private_jobs
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
 from promptfed.shared.methods.core.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.methods.core.client_checks import partial_noise, spent
 from promptfed.shared.secagg import SecureError
-from promptfed.shared.secagg.encoding import Whole, as_tensors, mean_change
+from promptfed.shared.secagg.encoding import LARGEST_CHANGE, SCALE, Whole, as_tensors, mean_change
 from promptfed.shared.tensors import Tensors, method_part
+
+MOST_DEVIATIONS = 40.0  # of the noise of a mean, which nothing honest ever reaches
 
 
 def attempt_of(registry: Registry, federation: Federation, round: int, step: int) -> Attempt:
@@ -56,13 +60,13 @@ class Summed:
     weight: int
     clients: int
     norm: float
+    privacy: dict[str, Any] | None = None
 
     def measured(self) -> dict[str, Any]:
         """What the round's report keeps: nothing of any one client."""
-        return {
-            "phase": {"sum_clients": self.clients, "sum_weight": self.weight, "mean_norm": self.norm},
-            "clients": {},
-        }
+        phase = {"sum_clients": self.clients, "sum_weight": self.weight, "mean_norm": self.norm}
+        told = {} if self.privacy is None else {"privacy": self.privacy}
+        return {"phase": phase, "clients": {}, **told}
 
     def row(self, phase_id: int) -> SumRow:
         """The sum as it is kept."""
@@ -81,14 +85,33 @@ def summed(registry: Registry, federation: Federation, state: Tensors, round: in
     total, phase = attempt.total(), federation.method_phase(round, step)
     after, norm = state_after(federation, state, phase, total, attempt.weight, federation.context())
     point("sum-computed")
-    return Summed(after, total, attempt.weight, len(attempt.confirm.alive), norm)
+    count = len(attempt.confirm.alive)
+    return Summed(after, total, attempt.weight, count, norm, _noised(registry, federation, attempt, count))
+
+
+def _noised(registry: Registry, federation: Federation, attempt: Attempt, count: int) -> dict[str, Any] | None:
+    """What the clients' noise in all sums so far has cost; None where they add none."""
+    privacy = federation.spec.privacy
+    if not privacy.is_distributed:
+        return None
+    with registry.database.read() as session:
+        sums = private_jobs.released(session, federation) + 1
+    return {
+        "epsilon": spent(federation.spec, sums),
+        "delta": privacy.delta,
+        "clip": privacy.clip,
+        "next_clip": privacy.clip,
+        "noise_multiplier": privacy.noise_multiplier,
+        "expected": count,
+        "noise": "seeded" if attempt.has_seeded_noise else "distributed",
+    }
 
 
 def state_after(
     federation: Federation, state: Tensors, phase: Phase, total: Whole, weight: int, context: ServerContext
 ) -> tuple[Tensors, float]:
     """The state after ``phase``, whose payload changes by total/(2³²·weight); and the L2 norm of that change."""
-    mean = mean_change(total, weight)
+    mean = mean_change(total, weight, _largest(federation, weight))
     norm, limit = float(np.linalg.norm(mean)), federation.spec.admission.max_update_norm
     if limit is not None and norm > limit:
         text = f"the mean's norm is {norm:.6g}; {limit:g} is allowed (admission.max_update_norm)"
@@ -102,6 +125,15 @@ def state_after(
         return dict(tensors)
 
     return global_state.after_combined(federation, state, phase, combine, context), norm
+
+
+def _largest(federation: Federation, count: int) -> float:
+    """The largest number that a mean of ``count`` honest clients can have; with their noise, that it will have."""
+    privacy = federation.spec.privacy
+    if not privacy.is_distributed:
+        return LARGEST_CHANGE
+    deviation = partial_noise(federation.spec).variance ** 0.5 / SCALE
+    return float(privacy.clip or 0.0) + MOST_DEVIATIONS * deviation / count**0.5
 
 
 def forget_answers(session: Session, federation: Federation, round: int) -> None:

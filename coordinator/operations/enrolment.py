@@ -265,7 +265,7 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
 
 def _check_delta(federation: Federation, client: Client) -> None:
     """One trainer more must leave δ below 1/N where whole clients are protected."""
-    if client.role == "trainer" and federation.spec.privacy.is_central:
+    if client.role == "trainer" and federation.spec.privacy.protects_clients:
         others = [name for name in federation.run.trainers() if name != client.name]
         check_clients(federation.spec, len(others) + 1)
 

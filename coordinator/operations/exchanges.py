@@ -123,7 +123,9 @@ def _examine(
     if task.kind == "share":
         opening.check_shares(roster, place, SharesAnswer.model_validate_json(body))
     elif task.kind == "mask":
-        spent = _examine_vector(federation, task, body, roster.sha256.hex())
+        spent, noise = _examine_vector(federation, task, body, roster.sha256.hex())
+        if noise is not None:
+            return {"privacy_seeded": float(noise == "seeded")}
         return spent_metrics(federation, client, spent) or None
     elif task.kind == "confirm":
         opening.check_confirmation(roster, place, attempt.confirm.alive, ConfirmAnswer.model_validate_json(body))
@@ -154,8 +156,10 @@ def _examine_keys(federation: Federation, client: Client, task: AskedTask, answe
         raise BadSignature("the entry is not signed with the identity key that this client enrolled")
 
 
-def _examine_vector(federation: Federation, task: AskedTask, body: bytes, roster: str) -> SpendReport | None:
-    """What it says of its cost."""
+def _examine_vector(
+    federation: Federation, task: AskedTask, body: bytes, roster: str
+) -> tuple[SpendReport | None, str | None]:
+    """What it says of its cost, or of the part of the noise that is in it."""
     try:
         tensors, about = decode(body)
     except TensorError as error:
@@ -165,12 +169,15 @@ def _examine_vector(federation: Federation, task: AskedTask, body: bytes, roster
     if len(tensors) != 1 or vector is None or str(vector.dtype) != "torch.int64" or tuple(vector.shape) != (size,):
         raise BadExchange(f"one tensor {secure_sums.MASKED!r} of {size} int64 numbers is expected")
     told: dict[str, Any] = dict(about) if isinstance(about, dict) else {}
-    privacy = told.pop("privacy", None)
+    privacy, noise = told.pop("privacy", None), told.pop("noise", None)
     if told != {"roster_sha256": roster}:
         raise WrongRoster("the metadata is not just the roster's SHA-256 under roster_sha256")
     if looks_unmasked(secure_sums.vector_of(body)):
         raise LooksUnmasked("most of its numbers are small: it was sent without masks, and was not stored")
-    return None if privacy is None else SpendReport.model_validate(privacy)
+    if (noise in ("secret", "seeded")) != federation.spec.privacy.is_distributed:
+        text = f"{federation.name} has {'' if federation.spec.privacy.is_distributed else 'no '}noise in each change"
+        raise problems.PrivacyMismatch(f"{text}, and the metadata says {noise!r} of it")
+    return None if privacy is None else SpendReport.model_validate(privacy), noise
 
 
 @dataclass(frozen=True)

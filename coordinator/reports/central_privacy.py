@@ -14,9 +14,9 @@ from promptfed.shared.privacy.client_level import Drowned
 
 
 def central_privacy(session: Session, federation: Federation) -> CentralPrivacyView | None:
-    """None where the coordinator adds no noise."""
+    """None where no noise is for whole clients."""
     given, rules = federation.spec.privacy, federation.rules
-    if not given.is_central or federation.absent is not None:
+    if not given.protects_clients or federation.absent is not None:
         return None
     clients = max(len(federation.run.trainers()), rules.min_clients)
     found = _drowned(federation, clients)

@@ -68,6 +68,12 @@ def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
     )
 
 
+def central_privacy(stage: PhaseRow) -> report_schemas.CentralPrivacy | None:
+    """What the clients' noise in an attempt's sum, and in all before it, has cost; None where they added none."""
+    told = (stage.measured or {}).get("privacy")
+    return None if told is None else report_schemas.CentralPrivacy.model_validate(told)
+
+
 def troubles(
     session: Session, report: report_schemas.PhaseReport, stages: Sequence[PhaseRow]
 ) -> dict[str, list[report_schemas.FailureReport] | list[str]]:

@@ -66,7 +66,7 @@ def markdown(card: Card, snippet: str | None) -> str:
         "## Participants",
         _participants(card.participants),
         "## Privacy",
-        _privacy(card.privacy),
+        _privacy(card.privacy, card.secure_aggregation is not None),
         *_sums(card.secure_aggregation),
         "## Use",
         *_use(card, snippet),
@@ -83,12 +83,12 @@ UNPROTECTED = (
 )
 
 
-def _privacy(given: PrivacySummary | None) -> str:
+def _privacy(given: PrivacySummary | None, summed: bool = False) -> str:
     """What ε covers and what not; clients' ε and noise are their own word."""
     if given is None or given.epsilon_max is None:
         return UNPROTECTED
     if given.level == "client":
-        return _central(given)
+        return _clients(given, summed)
     text = (
         f"Each of {given.clients} clients trained with DP-SGD (clip {given.clip:g}, noise at least "
         f"{given.noise_multiplier:g}) at the level of one {given.unit}: by the clients' own word ε is "
@@ -102,12 +102,15 @@ def _privacy(given: PrivacySummary | None) -> str:
     return text
 
 
-def _central(given: PrivacySummary) -> str:
+def _clients(given: PrivacySummary, summed: bool) -> str:
+    who, word = "The coordinator", "operator's word, who saw every update"
+    if summed:
+        who, word = "All clients together", "clients' own word, whose changes nobody else saw"
     text = (
-        f"The coordinator added noise (clip {given.clip:g}, noise {given.noise_multiplier:g}) to each round's mean at "
+        f"{who} added noise (clip {given.clip:g}, noise {given.noise_multiplier:g}) to each round's mean at "
         f"the level of one whole client of {given.clients}: ε is {given.epsilon_max:.3g} at δ = {given.delta:g} "
         f"({given.relation}, {given.accountant}) after {given.rounds_counted} rounds. It covers the prompts, by the "
-        "operator's word, who saw every update. It does not cover who took part and when, numbers of images, class "
+        f"{word}. It does not cover who took part and when, numbers of images, class "
         f"names, nor what many clients share. Accuracies: {given.evaluation}."
     )
     if given.noise == "seeded":

@@ -172,8 +172,9 @@ class FederationResult:
             delta=given.delta,
             noise_multiplier=given.noise_multiplier,
             noise=last.noise if last is not None else given.noise,
+            accountant="zcdp" if given.is_distributed else ACCOUNTANT,
             rounds_counted=sum(any(phase.state_hash for phase in report.phases) for report in self.round_reports),
-            evaluation=given.evaluations,
+            evaluation=self.federation.spec.evaluations,
         )
 
     @property

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.methods.core.base import Method, MethodError, ServerContext
 from promptfed.shared.methods.core.client_checks import with_noise
+from promptfed.shared.methods.core.distributed_checks import with_parts
 from promptfed.shared.methods.core.privacy_checks import check_privacy
 from promptfed.shared.methods.core.rule_checks import check_rule
 from promptfed.shared.methods.core.secure_checks import check_secure
@@ -200,7 +201,7 @@ def resolve_spec(raw: dict[str, Any]) -> FederationSpec:
     if errors:
         raise SpecError(errors)
     try:
-        return with_noise(method, resolved)
+        return with_parts(method, with_noise(method, resolved))
     except MethodError as error:
         raise SpecError([{"path": "privacy.noise_multiplier", "detail": str(error)}]) from None
 

@@ -84,6 +84,16 @@ class PrivacySpec(BaseModel):
         return self.level == "client" and self.noise == "central"
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether each client adds a part of the noise for whole clients, which is enough in a secure sum."""
+        return self.level == "client" and self.noise == "distributed"
+
+    @property
+    def protects_clients(self) -> bool:
+        """Whether a whole client is what the noise covers."""
+        return self.level == "client"
+
+    @property
     def evaluations(self) -> Evaluations:
         """What accuracies leave a site."""
         return self.evaluation or ("withheld" if self.level == "sample" else "plain")

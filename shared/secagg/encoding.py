@@ -48,8 +48,13 @@ def flat_change(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -> 
 
 
 def encode_change(update: Mapping[str, Tensor], payload: Mapping[str, Tensor]) -> Whole:
-    """``(d,)`` int64: x = rint(Δ·2³²) of `flat_change`. Raises as it does."""
-    return np.rint(flat_change(update, payload) * SCALE).astype(np.int64)
+    """``(d,)`` int64: `flat_change` in whole numbers. Raises as it does."""
+    return encoded(flat_change(update, payload))
+
+
+def encoded(change: NDArray[np.float64]) -> Whole:
+    """x = rint(Δ·2³²)."""
+    return np.rint(change * SCALE).astype(np.int64)
 
 
 def weighted(change: Whole, weight: int) -> Words:

@@ -285,7 +285,7 @@ def refusal(coordinator: InThread, **changes: Any) -> str:
         ({"secure_aggregation": {"threshold": 0.5}}, "greater than 0.5"),
         ({"secure_aggregation": {"neighbours": 5}}, "multiple of 2"),
         ({"secure_aggregation": {"neighbours": 20}}, "weighting uniform"),
-        ({"privacy": {"level": "client", "clip": 0.3, "noise_multiplier": 1.0}}, "level client together with it"),
+        ({"privacy": {"level": "client", "clip": 0.3, "noise_multiplier": 1.0}}, "take noise: distributed"),
     ],
 )
 def test_what_cannot_be_summed_is_refused_at_creation(

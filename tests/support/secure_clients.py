@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import httpx
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.peers import identity_of
 from promptfed.client_service.private_state import PrivateState, Provenance
-from promptfed.client_service.secure import SecureWork, Trained
+from promptfed.client_service.secure import OwnNoise, SecureWork, Trained
 from promptfed.shared.messages import EnrolRequest, SpendReport, Task
 from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.tensors import decode
@@ -28,6 +29,7 @@ class SecureClient(FakeClient):
         self.trained = 0
         self.spent: SpendReport | None = None
         self.withheld = False
+        self.noise: Callable[[Task], OwnNoise] | None = None
         self.bodies: list[bytes] = []
 
     def enrol(self, token: str, **changes: Any) -> httpx.Response:
@@ -68,8 +70,9 @@ class SecureClient(FakeClient):
                 self.trained += 1
                 update = trained(payload, self.name, {"round": task.round, "phase": task.phase})
                 about = Provenance(task.task_id, task.round)
+                own = self.noise(task) if self.noise is not None else None
                 private = {"own": next(iter(update.values())) * 0 + task.round}
-                self.secure.keep(task, payload, Trained(update, private, about, {}, self.spent))
+                self.secure.keep(task, payload, Trained(update, private, about, {}, self.spent), own)
             answer = self.secure.keys(task)
         else:
             answer = self.secure.answer(task, told)

@@ -7,6 +7,7 @@ import math
 from promptfed.shared.methods.core.base import Method, MethodError, ServerContext
 from promptfed.shared.privacy.accounting import PrivacyError, calibrate, check_delta, default_delta, epsilon_of
 from promptfed.shared.privacy.client_level import AdaptedClip, Drowned, budget_rounds, client_event
+from promptfed.shared.privacy.distributed import MOST_NUMBERS, PartialNoise, epsilon_of_sums
 from promptfed.shared.spec import FederationSpec
 from promptfed.shared.spec_section import ceil_fraction
 
@@ -127,7 +128,23 @@ def spent(spec: FederationSpec, phases: int) -> float:
         return 0.0
     assert given.noise_multiplier is not None
     assert given.delta is not None
+    if given.is_distributed:
+        return epsilon_of_sums(partial_noise(spec).rho(MOST_NUMBERS), phases, given.delta)
     return epsilon_of([client_event(given.noise_multiplier, sampling_of(spec), phases)], given.delta)
+
+
+def honest_parts(spec: FederationSpec) -> int:
+    """h: parts of the noise at least that are in a secure sum and told to nobody on the operator's side."""
+    assert spec.secure_aggregation is not None
+    return spec.secure_aggregation.minimum - spec.privacy.colluding
+
+
+def partial_noise(spec: FederationSpec) -> PartialNoise:
+    """One client's part of the noise of a resolved spec. Raises PrivacyError where it cannot be."""
+    given = spec.privacy
+    assert given.clip is not None
+    assert given.noise_multiplier is not None
+    return PartialNoise(given.clip, given.noise_multiplier, honest_parts(spec))
 
 
 def expected_clients(spec: FederationSpec, clients: int) -> float:
@@ -146,12 +163,14 @@ def drowned(method: Method, spec: FederationSpec, context: ServerContext, client
     expected, z = expected_clients(spec, clients), spec.privacy.noise_multiplier or 0.0
     if spec.privacy.adaptive_clip is not None:
         z = adapted(spec, expected).noise_of_changes(z)
+    if spec.privacy.is_distributed:
+        z *= math.sqrt(expected / honest_parts(spec))  # each of them adds a part, and fewer would be enough
     return Drowned(z, numbers, expected, noised_phases(method, spec.rounds, spec.rounds))
 
 
 def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> None:
     """Raise MethodError where the noise is longer than all that ``clients`` could learn in all rounds."""
-    if not spec.privacy.is_central or spec.privacy.accept_noise:
+    if not spec.privacy.protects_clients or spec.privacy.accept_noise:
         return
     found = drowned(method, spec, context, clients)
     if found.after_rounds > 1:
@@ -161,7 +180,7 @@ def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext,
 
 def check_clients(spec: FederationSpec, clients: int) -> None:
     """Raise MethodError where δ is too large for so many trainers: at 1/N one of them may be published whole."""
-    if not spec.privacy.is_central:
+    if not spec.privacy.protects_clients:
         return
     assert spec.privacy.delta is not None
     try:

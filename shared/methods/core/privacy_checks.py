@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.methods.core.client_checks import check_central, check_sampling
+from promptfed.shared.methods.core.distributed_checks import check_distributed
 from promptfed.shared.privacy.accounting import PrivacyError
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec import FederationSpec
@@ -21,6 +22,9 @@ def check_privacy(method: Method, spec: FederationSpec) -> None:
         return
     if given.is_central:
         check_central(method, spec)
+        return
+    if given.is_distributed:
+        check_distributed(spec)
         return
     _check_built(given)
     if given.unit == "group" and given.evaluation == "noisy":

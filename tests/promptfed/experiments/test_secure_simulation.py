@@ -11,6 +11,7 @@ from promptfed.client_service.ledger import BudgetExhausted, Ledger
 from promptfed.experiments.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.privacy.distributed import MOST_NUMBERS, PartialNoise, epsilon_of_sums
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=4&client={}"
 SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(4)]
@@ -107,3 +108,20 @@ def test_accuracies_stay_with_the_sites_unless_the_spec_says_otherwise(
     assert all((one["splits"] == {}) is one["withheld"] for one in clients.values())
     assert all(one["metrics"] == {} and one["zero_shot"] == {} for one in clients.values() if one["withheld"])
     assert result.reports[1]["phases"][0]["metrics"] == {}
+
+
+@pytest.mark.slow
+def test_with_the_clients_own_noise_for_whole_clients(backbone: Backbone, features: FeatureCache) -> None:
+    privacy = {"level": "client", "noise": "distributed", "clip": 0.5, "noise_multiplier": 0.5, "delta": 1e-2}
+    wanted = spec(privacy=privacy | {"accept_noise": True}, secure_aggregation={}, aggregation={"weighting": "uniform"})
+    first, again = (simulate(wanted, SITES, backbone=backbone, features=features) for _ in range(2))
+    assert first.state_hash == again.state_hash
+    told = first.privacy()
+    assert told is not None
+    assert (told.level, told.noise, told.rounds_counted) == ("client", "seeded", 2)
+    # Sums are of three at least, of whom one may collude: two parts of the noise are secret.
+    assert told.epsilon_max == epsilon_of_sums(PartialNoise(0.5, 0.5, 2).rho(MOST_NUMBERS), 2, 1e-2)
+    assert all(one["withheld"] for one in first.reports[2]["evaluation"]["clients"].values())
+    clear = simulate(spec(aggregation={"weighting": "uniform"}), SITES, backbone=backbone, features=features)
+    far = max(float((first.state[name] - tensor).abs().max()) for name, tensor in clear.state.items())
+    assert 0.01 < far < 5, "noised, and still a state"
