@@ -223,8 +223,9 @@ class SecureWork:
         vector = weighted(tensors["change"].numpy(), roster.entries[place].weight)
         masked = member.mask_vector(own, roster, place, job.sharing, vector)
         tensor = torch.from_numpy(masked.view(np.int64))
-        told_too = {name: about[name] for name in ("privacy", "noise") if name in about}
-        self._state.write_file(MASKED, encode({"masked": tensor}, {"roster_sha256": roster.sha256.hex(), **told_too}))
+        told_too = {"roster_sha256": roster.sha256.hex()}
+        told_too |= {name: about[name] for name in ("privacy", "noise") if name in about}
+        self._state.write_file(MASKED, encode({"masked": tensor}, told_too))
         return ""
 
     def _confirm(self, known: dict[str, Any], task: Task, told: bytes) -> str:

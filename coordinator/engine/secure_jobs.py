@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -132,8 +133,8 @@ def _largest(federation: Federation, count: int) -> float:
     privacy = federation.spec.privacy
     if not privacy.is_distributed:
         return LARGEST_CHANGE
-    deviation = partial_noise(federation.spec).variance ** 0.5 / SCALE
-    return float(privacy.clip or 0.0) + MOST_DEVIATIONS * deviation / count**0.5
+    deviation = math.sqrt(partial_noise(federation.spec).variance) / SCALE
+    return float(privacy.clip or 0.0) + MOST_DEVIATIONS * deviation / math.sqrt(count)
 
 
 def forget_answers(session: Session, federation: Federation, round: int) -> None:
