@@ -21,7 +21,7 @@ from promptfed.shared.clip.slots import ImageSplit
 from promptfed.shared.data import DataError, Domain, Source, Split, open_source
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
-from promptfed.shared.methods.core.base import Method
+from promptfed.shared.methods.core.base import Method, MethodError
 from promptfed.shared.methods.core.training import TaskCancelled
 
 CHUNK = 256  # images between two looks at whether to stop
@@ -41,8 +41,10 @@ class LocalSplit:
         images: Callable[[Tensor], Tensor],
         raw_features: Callable[[], Tensor],
         patches: Callable[[Tensor], Tensor],
+        block_rows: Callable[[Tensor, int], Tensor] | None = None,
     ):
         self.labels = labels
+        self._block_rows = block_rows
         self._features = features
         self._raw_features = raw_features
         self._images = images
@@ -66,6 +68,12 @@ class LocalSplit:
     def patches(self, indices: Tensor) -> Tensor:
         """``(B, M, d_e)`` float32, L2-normalised, on the backbone's device."""
         return self._patches(indices)
+
+    def block_rows(self, indices: Tensor, start: int) -> Tensor:
+        """``(B, S, d_v)`` float32 before block ``start`` of the frozen image tower, on the backbone's device."""
+        if self._block_rows is None:
+            raise MethodError("these images change from step to step: no rows of them are kept (cache_blocks)")
+        return self._block_rows(indices, start)
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,7 @@ class ClientData:
             lambda rows: self._images(which, rows),
             lambda: self.features(which, raw=True),
             lambda rows: self._patches(self._splits[which], rows),
+            lambda rows, start: self._block_rows(self._splits[which], rows, start),
         )
 
     def augmented(self, label_space: tuple[str, ...], views: int, purpose: str) -> LocalSplit:
@@ -210,6 +219,10 @@ class ClientData:
 
     def _patches(self, split: ImageSplit, rows: Tensor) -> Tensor:
         found = self._cache.patches.features(self._backbone, split, rows.tolist())
+        return found.to(self._backbone.device)
+
+    def _block_rows(self, split: ImageSplit, rows: Tensor, start: int) -> Tensor:
+        found = self._cache.blocks(start).features(self._backbone, split, rows.tolist())
         return found.to(self._backbone.device)
 
     def _images(self, which: str, rows: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.clip.backbone import Backbone
+from promptfed.shared.clip.block_cache import BLOCKS, BlockCache
 from promptfed.shared.clip.patch_cache import PART, PatchCache
 from promptfed.shared.clip.slots import SHARD_SUFFIX, ImageSplit, encode_in_slots, folder_name, kept_slots
 from promptfed.shared.files import write_whole
@@ -45,10 +46,18 @@ class FeatureCache:
     def __init__(self, root: Path, *, max_bytes: int | None = None, keep_patches: bool = True) -> None:
         self._root = Path(root)
         self.patches = PatchCache(self._root / PART, keep=keep_patches)
+        self._keep, self._blocks = keep_patches, dict[int, BlockCache]()
         self._max_bytes = max_bytes
         self._folders: dict[str, _Folder] = {}
         self._lock = threading.Lock()
         self.images_computed = 0
+
+    def blocks(self, start: int) -> BlockCache:
+        """The rows before block ``start``, within the same bound."""
+        if start not in self._blocks:
+            root = self._root / BLOCKS
+            self._blocks[start] = BlockCache(root, start, keep=self._keep, max_bytes=self._max_bytes)
+        return self._blocks[start]
 
     def features(self, backbone: Backbone, split: ImageSplit, *, indices: Sequence[int] | None = None) -> Tensor:
         """`(N, d_e)` normalised, on the CPU, of all images of the split or of those at `indices`, in that order."""

@@ -18,7 +18,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.slots import SHARD_SUFFIX, ImageSplit, encode_in_slots, folder_name, kept_slots
+from promptfed.shared.clip.slots import SHARD_SUFFIX, Encode, ImageSplit, encode_in_slots, folder_name, kept_slots
 from promptfed.shared.files import write_whole
 
 NUMBER_BYTES = 2  # of a number in float16
@@ -64,6 +64,17 @@ class PatchCache:
         self._folders: dict[str, _Folder] = {}
         self._lock = threading.Lock()
         self.images_computed = 0
+
+    def about(self) -> dict[str, str]:
+        """What a row is, beside the backbone's patch features."""
+        return {}
+
+    def encoder(self, backbone: Backbone) -> Encode:
+        """What is kept of a batch of images."""
+        return backbone.encode_patches
+
+    def written(self, folder: Path, name: str) -> None:
+        """After the file ``name`` was added to ``folder``."""
 
     def features(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int]) -> Tensor:
         """`(B, M, d_e)` float32 on the CPU, of the images at `indices`, in that order."""
@@ -114,20 +125,20 @@ class PatchCache:
         while todo:
             folder = self._folder(backbone)
             if folder.slots is None:
-                folder.slots = kept_slots(folder.path, backbone, backbone.encode_patches)
+                folder.slots = kept_slots(folder.path, backbone, self.encoder(backbone))
             part, todo = todo[: len(folder.slots)], todo[len(folder.slots) :]
             images = torch.stack([backbone.preprocess(split.image(missing[digest])) for digest in part])
-            rows = encode_in_slots(images, folder.slots, backbone.encode_patches).half()
+            rows = encode_in_slots(images, folder.slots, self.encoder(backbone)).half()
             self.images_computed += len(part)
             made = dict(zip(part, rows, strict=True))
             if self._keep:
-                _write(folder, made)
+                self.written(folder.path, _write(folder, made))
             if hold:
                 held |= made
         return held
 
     def _folder(self, backbone: Backbone) -> _Folder:
-        name = folder_name(backbone)
+        name = folder_name(backbone, **self.about())
         if name not in self._folders:
             path = self._root / name
             path.mkdir(parents=True, exist_ok=True)
@@ -174,9 +185,10 @@ def _read(folder: _Folder, digests: Sequence[str]) -> dict[str, Tensor]:
     return found
 
 
-def _write(folder: _Folder, rows: dict[str, Tensor]) -> None:
+def _write(folder: _Folder, rows: dict[str, Tensor]) -> str:
     data = save_tensors({digest: row.contiguous() for digest, row in rows.items()})
     name = hashlib.sha256(data).hexdigest() + SHARD_SUFFIX
     write_whole(folder.path / name, data, mode=0o600)
     folder.seen.add(name)
     folder.places.update(dict.fromkeys(rows, name))
+    return name

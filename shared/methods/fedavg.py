@@ -177,6 +177,7 @@ class FedAvg(WeightMethod):
         tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
         begun = self._representation(context, payload)
         head = begun.on(device, trainable=True)
+        context = self.shown(context, tower)
         labels = context.train.labels.to(device)
         draws = generator(context.seed, context.round, context.client, "fedsr")
 
@@ -201,7 +202,8 @@ class FedAvg(WeightMethod):
         device, tower = context.backbone.device, self.tower(context, payload, private)
         head = self._representation(context, payload).among(context.class_names).on(device)
         noise = fedsr.draws_for_images(context.seed, self.hyper.d_z)
-        return ImageClassifier(lambda images: head.classified(self.features(tower, images), noise))
+        kept = tower.first if self.hyper.cache_blocks else None
+        return ImageClassifier(lambda images: head.classified(self.features(tower, images), noise), kept)
 
 
 def _without_gap(tensors: Mapping[str, Tensor]) -> Tensors:

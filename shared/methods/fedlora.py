@@ -29,17 +29,19 @@ from promptfed.shared.methods.core.base import (
     Needs,
     Phase,
     ServerContext,
+    Split,
     TrainResult,
 )
 from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.insights import Measured
+from promptfed.shared.methods.core.kept_blocks import CacheBlocks, KeptRows, are_rows, check_kept_blocks
 from promptfed.shared.methods.core.lora_sums import best_of_rank, product_sums, relative_error
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.text_features import spoken, template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec import BackboneShape
+from promptfed.shared.spec import BackboneShape, FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class FedLoRAHyper(VisualHyper):
     dropout: Annotated[
         float, Field(ge=0, lt=1, description="of the input of A in training, a mask of its own for each matrix")
     ] = 0.25
+    cache_blocks: CacheBlocks = False
     aggregation: Annotated[
         Literal["average", "freeze_a", "alternate", "svd"],
         Field(
@@ -127,6 +130,12 @@ class FedLoRA(Method):
         return (AGGREGATE, Disclosed("operator", f"low-rank changes of attention in {where}"))
 
     # Server half
+
+    def check(self, spec: FederationSpec) -> None:
+        """Rows are kept below the first changed block of the image tower alone."""
+        if self.hyper.cache_blocks:
+            below = self.hyper.blocks == "last_k" and VISUAL in self.towers
+            check_kept_blocks(self.name, spec, frozen_below=below, how="take blocks: last_k of the image tower")
 
     def check_backbone(self, shape: BackboneShape) -> None:
         """And towers of the plain kind."""
@@ -251,7 +260,9 @@ class FedLoRA(Method):
             return _OverFeatures(text, context.backbone.logit_scale)
         weights = model.merged()
         scale = context.backbone.logit_scale
-        return ImageClassifier(lambda images: scale * model.image_features(images, None, weights) @ text.T)
+        return ImageClassifier(
+            lambda images: scale * model.image_features(images, None, weights) @ text.T, model.kept_before
+        )
 
 
 class _Adapted:
@@ -272,8 +283,20 @@ class _Adapted:
         if self._visual is None:
             images = self._context.train.features()[indices.to(self._backbone.device)]
         else:
-            images = self.image_features(self._context.train.images(indices), step)
+            images = self.image_features(self.shown().images(indices), step)
         return self._backbone.logit_scale * images @ self.text_features(step).T
+
+    @property
+    def kept_before(self) -> int | None:
+        """The block before which rows are kept; None where images are looked at."""
+        if self._visual is None or not self._hyper.cache_blocks:
+            return None
+        return self._visual.layers - len(self._factors[_a(VISUAL).name])
+
+    def shown(self) -> Split:
+        """The training images, or their rows."""
+        split, start = self._context.train, self.kept_before
+        return split if start is None else KeptRows(split, start)
 
     def image_features(self, images: Tensor, step: int | None, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """``(B, d_e)`` normalised; by the branches, or by merged ``weights``."""
@@ -284,7 +307,10 @@ class _Adapted:
             low_rank = None if weights is not None else self._low_rank(VISUAL, tower.layers, step, number)
             used = tower.weights if weights is None else weights
             with Towers(self._backbone, self._hyper).image_precision():
-                rows = tower.blocks(used, tower.rows(used, part), low_rank=low_rank)
+                if are_rows(part):
+                    rows = tower.blocks(used, part, self.kept_before or 0, low_rank=low_rank)
+                else:
+                    rows = tower.blocks(used, tower.rows(used, part), low_rank=low_rank)
                 return F.normalize(tower.project(used, tower.pool(used, rows)).float(), dim=-1)
 
         size = self._hyper.checkpoint

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.trained_tower import TrainedTower
-from promptfed.shared.methods.weights import Head, WeightMethod, WeightsHyper, squared_distance
+from promptfed.shared.methods.weights import Head, WeightMethod, WeightsHyper
 
 
 class FedProxHyper(WeightsHyper):
@@ -42,3 +44,14 @@ class FedProx(WeightMethod):
             return self.hyper.mu / 2 * distance(indices, images, logits)
 
         return term
+
+
+def squared_distance(tower: TrainedTower, head: Head, kinds: Iterable[str]) -> visual.Term:
+    """Σ‖W − W^r‖² over ``kinds`` and a linear head, from where they are now."""
+    moving: Mapping[str, Tensor] = {kind: tower.leaves[kind] for kind in kinds if kind in tower.leaves}
+    pairs = [(leaf, leaf.detach().clone()) for leaf in [*moving.values(), *head.parameters]]
+
+    def term(indices: Tensor, images: Tensor, logits: Tensor) -> Tensor:
+        return torch.stack([(leaf - begun).square().sum() for leaf, begun in pairs]).sum()
+
+    return term

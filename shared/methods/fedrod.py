@@ -38,6 +38,7 @@ class FedRoD(WeightMethod):
         begun = self.shared_head(context, payload)
         head = begun.trainable(device)
         own = private.get(OWN_HEAD, torch.zeros_like(begun.weight)).to(device).clone().requires_grad_()
+        context = self.shown(context, tower)
         labels = context.train.labels.to(device)
         shares = log_shares(labels, len(begun.names))
 

@@ -124,6 +124,7 @@ class PerFedAvg(WeightMethod):
         return learning_rate(context.training, context.round, context.rounds) if given is None else given
 
     def _loss(self, context: ClientContext, tower: TrainedTower, head: Head) -> BatchLoss:
+        context = self.shown(context, tower)
         labels = context.train.labels.to(context.backbone.device)
 
         def loss(indices: Tensor) -> Tensor:

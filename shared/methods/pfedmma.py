@@ -35,6 +35,7 @@ from promptfed.shared.methods.core.base import (
     TrainResult,
 )
 from promptfed.shared.methods.core.disclosures import AGGREGATE, Disclosed
+from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_blocks
 from promptfed.shared.methods.core.text_features import spoken, template_features
 from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.core.visual import CHUNK
@@ -56,6 +57,7 @@ PAIRS = 8  # blocks 5 to 12 of 12
 class PFedMMAHyper(Hyperparameters):
     """The adapters, and what of them is shared."""
 
+    cache_blocks: CacheBlocks = False
     r: Annotated[int, Field(ge=1, le=4096, description="width of the adapters")] = 32
     k: Annotated[
         int | None,
@@ -150,9 +152,12 @@ class AdaptedTowers:
             features = split.features()
             return features[indices.to(features.device)]
         tower, first = self._backbone.vision_tower(), self._first(VISUAL)
-        with torch.no_grad():
-            rows = tower.rows(tower.weights, self._backbone.image_input(split.images(indices)))
-            rows = tower.blocks(tower.weights, rows, 0, first)
+        if self._hyper.cache_blocks:
+            rows = self._backbone.image_input(split.block_rows(indices, first))
+        else:
+            with torch.no_grad():
+                rows = tower.rows(tower.weights, self._backbone.image_input(split.images(indices)))
+                rows = tower.blocks(tower.weights, rows, 0, first)
         rows = tower.blocks(tower.weights, rows, first, adapters=self._adapters(own, VISUAL))
         features = tower.project(tower.weights, tower.pool(tower.weights, rows))
         return F.normalize(features.float(), dim=-1)
@@ -207,6 +212,9 @@ class PFedMMA(Method):
         """An adapter that adds nothing learns nothing."""
         if self.hyper.alpha == 0:
             raise MethodError("alpha: 0 switches the adapters off, and nothing can be trained: take zero_shot")
+        if self.hyper.cache_blocks:
+            how = "take towers: text without it"
+            check_kept_blocks(self.name, spec, frozen_below=VISUAL in kinds_of(self.hyper), how=how)
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All of the adapters."""

@@ -8,7 +8,7 @@ weights do not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,12 +38,14 @@ from promptfed.shared.methods.core.heads import (
     head_width,
     shared_classes,
 )
+from promptfed.shared.methods.core.kept_blocks import CacheBlocks, KeptRows, check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import (
     NORMS,
     Trainable,
     TrainedTower,
     kind_norms,
+    own_dims,
     tensor_spec,
     tower_dims,
     trained_kinds,
@@ -76,6 +78,7 @@ class TowerHyper(VisualHyper):
         Literal["float32", "bfloat16"],
         Field(description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits"),
     ] = "float32"
+    cache_blocks: CacheBlocks = False
 
 
 class HeadHyper(TowerHyper):
@@ -193,6 +196,8 @@ class WeightMethod(Method):
             raise MethodError("projected is for a linear head: take head: linear with it, or leave it out")
         if hyper.trainable == "none" and not self.is_linear:
             raise MethodError("trainable: none under a text head leaves nothing to train: take head: linear with it")
+        if hyper.cache_blocks:
+            check_kept_blocks(self.name, spec, frozen_below=hyper.trainable == "last_k", how="take trainable: last_k")
         if hyper.trainable == "all" and spec.backbone.precision != "fp32":
             text = f"a backbone in {spec.backbone.precision} cannot hold the small steps that trainable: all takes"
             raise MethodError(f"{text}: take precision fp32, with autocast: bf16 to save memory")
@@ -284,7 +289,7 @@ class WeightMethod(Method):
         found = {kind: payload[kind].float() for kind in self.shared_kinds}
         own = self.private_kinds
         if own and own[0] not in private:
-            dims = tower_dims(self.name, self.hyper.trainable, self.hyper.k, _alone(context))
+            dims = own_dims(self.name, self.hyper.trainable, self.hyper.k, context)
             private = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in own}
         return found | {kind: private[kind] for kind in own}
 
@@ -311,6 +316,12 @@ class WeightMethod(Method):
             parts = torch.split(torch.arange(len(context.train)), visual.CHUNK)
             return torch.cat([self.features(tower, context.train.images(part)) for part in parts])
 
+    def shown(self, context: ClientContext, tower: TrainedTower) -> ClientContext:
+        """The task with kept rows in the place of images, where the options say so."""
+        if not self.hyper.cache_blocks:
+            return context
+        return replace(context, train=KeptRows(context.train, tower.first))
+
     def fit(
         self,
         context: ClientContext,
@@ -328,7 +339,7 @@ class WeightMethod(Method):
         ]
         if tower.leaves and what != "head":
             return visual.train_on_images(
-                context, parameters, lambda images: head.logits(self.features(tower, images)), extra
+                self.shown(context, tower), parameters, lambda images: head.logits(self.features(tower, images)), extra
             )
         features, labels = self.fixed_features(context, tower), context.train.labels.to(context.backbone.device)
 
@@ -378,23 +389,5 @@ class WeightMethod(Method):
     def classify(self, tower: TrainedTower, head: Head, context: ClientContext) -> ImageClassifier:
         """Classifies among ``context.class_names``."""
         chosen = head.among(context.class_names) if isinstance(head, LinearHead) else head
-        return ImageClassifier(lambda images: chosen.logits(self.features(tower, images)))
-
-
-def _alone(context: ClientContext) -> ServerContext:
-    """What a client knows of the sizes by itself."""
-    from promptfed.shared.clip import shape_of
-
-    shape = shape_of(context.backbone)
-    return ServerContext(context.training, shape, context.class_names, (), seed=context.seed, rounds=context.rounds)
-
-
-def squared_distance(tower: TrainedTower, head: Head, kinds: Iterable[str]) -> visual.Term:
-    """Σ‖W − W^r‖² over ``kinds`` and a linear head, from where they are now."""
-    moving: Mapping[str, Tensor] = {kind: tower.leaves[kind] for kind in kinds if kind in tower.leaves}
-    pairs = [(leaf, leaf.detach().clone()) for leaf in [*moving.values(), *head.parameters]]
-
-    def term(indices: Tensor, images: Tensor, logits: Tensor) -> Tensor:
-        return torch.stack([(leaf - begun).square().sum() for leaf, begun in pairs]).sum()
-
-    return term
+        kept = tower.first if self.hyper.cache_blocks else None
+        return ImageClassifier(lambda images: chosen.logits(self.features(tower, images)), kept)

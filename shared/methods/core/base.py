@@ -136,6 +136,13 @@ class Split(Protocol):
         From the client's disk, rounded to float16 there, on the backbone's device; for methods that need them.
         """
 
+    def block_rows(self, indices: Tensor, start: int) -> Tensor:
+        """``(B, S, d_v)`` float32 of the images at ``indices (B,)`` before block ``start`` of the frozen image tower.
+
+        From the client's disk, rounded to float16 there, on the backbone's device. Raises MethodError where images
+        change from step to step.
+        """
+
 
 @dataclass(frozen=True)
 class ClientContext:

@@ -111,6 +111,10 @@ class Subset:
         """As of the split."""
         return self._split.patches(self._indices[indices.to(self._indices.device)])
 
+    def block_rows(self, indices: Tensor, start: int) -> Tensor:
+        """As of the split."""
+        return self._split.block_rows(self._indices[indices.to(self._indices.device)], start)
+
 
 def mean_loss(loss_of: Sequence[tuple[float, int]]) -> float:
     """Of losses of batches and their sizes, that of all images."""

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.functional import BLOCK_KINDS
-from promptfed.shared.methods.core.base import MethodError, ServerContext
+from promptfed.shared.methods.core.base import ClientContext, MethodError, ServerContext
+from promptfed.shared.methods.core.kept_blocks import are_rows
 from promptfed.shared.methods.core.visual import Towers, VisualHyper
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -97,6 +98,17 @@ def tower_dims(method: str, trainable: Trainable, k: int, context: ServerContext
     }
 
 
+def own_dims(method: str, trainable: Trainable, k: int, context: ClientContext) -> dict[str, int]:
+    """The same of what a client knows by itself."""
+    from promptfed.shared.clip import shape_of
+
+    shape = shape_of(context.backbone)
+    names, training = context.class_names, context.training
+    return tower_dims(
+        method, trainable, k, ServerContext(training, shape, names, (), seed=context.seed, rounds=context.rounds)
+    )
+
+
 @dataclass(frozen=True)
 class TrainedTower:
     """An image tower of which some weights are W = frozen + change, float32, the others the backbone's own.
@@ -148,12 +160,19 @@ class TrainedTower:
         return weights
 
     def features(self, images: Tensor, *, projected: bool, normalize: bool) -> Tensor:
-        """`(B, d_e)` of images `(B, 3, H, W)`; `(B, d_v)` before the projection unless ``projected``."""
+        """`(B, d_e)` of images `(B, 3, H, W)`; `(B, d_v)` before the projection unless ``projected``.
+
+        Instead of images their rows `(B, S, d_v)` before block ``first`` will do.
+        """
         weights, images = self.weights(), self.backbone.image_input(images)
 
         def encode(part: Tensor) -> Tensor:
             with Towers(self.backbone, self.hyper).image_precision():
-                found = self.tower.encode(weights, part, projected=projected).float()
+                if are_rows(part):
+                    pooled = self.tower.pool(weights, self.tower.blocks(weights, part, self.first))
+                    found = (self.tower.project(weights, pooled) if projected else pooled).float()
+                else:
+                    found = self.tower.encode(weights, part, projected=projected).float()
             return torch.nn.functional.normalize(found, dim=-1) if normalize else found
 
         size = self.hyper.checkpoint

@@ -27,6 +27,7 @@ from promptfed.shared.methods.core.base import (
     Split,
 )
 from promptfed.shared.methods.core.context import INIT_STD, text_width
+from promptfed.shared.methods.core.kept_blocks import KeptRows
 from promptfed.shared.methods.core.training import train
 
 if TYPE_CHECKING:
@@ -101,13 +102,16 @@ class Towers:
 class ImageClassifier:
     """Scores images by ``logits``, which is handed them in chunks and without gradients."""
 
-    def __init__(self, logits: Logits):
+    def __init__(self, logits: Logits, rows_before: int | None = None):
+        """``rows_before``: ``logits`` takes the kept rows before this block instead of images."""
         self._logits = logits
+        self._rows_before = rows_before
 
     def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
+        shown = split if self._rows_before is None else KeptRows(split, self._rows_before)
         with torch.no_grad():
-            return torch.cat([self._logits(split.images(part)) for part in torch.split(indices, CHUNK)])
+            return torch.cat([self._logits(shown.images(part)) for part in torch.split(indices, CHUNK)])
 
 
 def prompted_logits(towers: Towers, context: ClientContext, text: Tensor, visual: Tensor) -> Logits:
