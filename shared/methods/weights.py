@@ -312,9 +312,10 @@ class WeightMethod(Method):
 
     def fixed_features(self, context: ClientContext, tower: TrainedTower) -> Tensor:
         """``(N, d)`` of all training images where no weight of the tower changes meanwhile; computed once."""
+        shown = self.shown(context, tower).train
         with torch.no_grad():
-            parts = torch.split(torch.arange(len(context.train)), visual.CHUNK)
-            return torch.cat([self.features(tower, context.train.images(part)) for part in parts])
+            parts = torch.split(torch.arange(len(shown)), visual.CHUNK)
+            return torch.cat([self.features(tower, shown.images(part)) for part in parts])
 
     def shown(self, context: ClientContext, tower: TrainedTower) -> ClientContext:
         """The task with kept rows in the place of images, where the options say so."""
