@@ -19,6 +19,13 @@ from promptfed.shared.clip.slots import SHARD_SUFFIX, Encode
 BLOCKS = "blocks"  # the folder beside the pooled features'
 
 
+@torch.no_grad()
+def rows_before(backbone: Backbone, images: Tensor, start: int) -> Tensor:
+    """`(B, S, d_v)` of images `(B, 3, H, W)` before block ``start`` of the frozen tower, computed and not rounded."""
+    tower = backbone.vision_tower()
+    return tower.blocks(tower.weights, tower.rows(tower.weights, backbone.image_input(images)), 0, start)
+
+
 class BlockCache(PatchCache):
     """Rows ``(S, d_v)`` of each image before block ``start``; with ``max_bytes`` the oldest files go first."""
 
@@ -33,14 +40,7 @@ class BlockCache(PatchCache):
 
     def encoder(self, backbone: Backbone) -> Encode:
         """The lower part of the tower, with the backbone's own weights."""
-        tower = backbone.vision_tower()
-
-        @torch.no_grad()
-        def encode(images: Tensor) -> Tensor:
-            rows = tower.rows(tower.weights, backbone.image_input(images))
-            return tower.blocks(tower.weights, rows, 0, self._start)
-
-        return encode
+        return lambda images: rows_before(backbone, images, self._start)
 
     def written(self, folder: Path, name: str) -> None:
         """Make room for the file ``name``, which stays."""

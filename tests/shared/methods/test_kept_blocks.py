@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from promptfed.client_service.serving.prediction import OneImage
 from promptfed.client_service.training.data import TRAIN, ClientData
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
@@ -110,6 +111,8 @@ def test_rows_are_computed_once_and_rounded_before_their_first_use(backbone: Bac
     again, fresh = client_data(backbone, tmp_path)
     assert again.split(TRAIN, data.class_names).block_rows(indices, 2).equal(rows)
     assert fresh.blocks(2).images_computed == 0, "another process reads them"
+    picture = open_source("symbols:sketch?topic=weather&per_class=2&test_per_class=1").train.image(3)
+    assert_values(OneImage(backbone, picture).block_rows(torch.tensor([0]), 2)[0], rows[0], 1e-3)
     subset = Subset(split, torch.tensor([3, 0]))
     assert subset.block_rows(torch.tensor([1]), 2)[0].equal(rows[1])
 
