@@ -15,8 +15,8 @@ from promptfed.experiments.results import JsonObject, read_run
 from promptfed.experiments.runner import Bench, Job, Runner
 from promptfed.experiments.tables import TableRow
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.files import write_file
 from promptfed.sdk.pace import duration
+from promptfed.shared.files import write_whole
 
 BENCH_FILE, RESULTS_FILE = "bench.json", "results.json"
 GROWS = ("targets",)  # of a setting: a bench may be run with more of them later, as with more methods and seeds
@@ -48,7 +48,11 @@ def claim(out: Path, bench: Bench) -> None:
             what = "; ".join(f"{name} was {_short(there[name])}, is {_short(own[name])}" for name in differs)
             text = f"{out} holds another bench ({what}): give --out another folder, or run that one again"
             raise CommandError(text, Exit.BAD_INPUT)
-    write_file(out / BENCH_FILE, (json.dumps(own, indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(own, indent=1, ensure_ascii=False)
+    try:  # whole, since another bench may begin in this folder at the same time, or this one be killed
+        write_whole(out / BENCH_FILE, (text + "\n").encode(), synced=False)
+    except OSError as error:
+        raise CommandError(f"cannot write {out / BENCH_FILE}: {error.strerror}", Exit.BAD_INPUT) from None
 
 
 def _identity_in(out: Path) -> JsonObject | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ from typer.testing import CliRunner
 
 from promptfed.cli.bench_output import fitted, letters, remarks_on
 from promptfed.cli.main import app
-from promptfed.experiments.bench_folder import results_csv
+from promptfed.experiments.bench_folder import BENCH_FILE, claim, results_csv
+from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.results import Run
+from promptfed.experiments.runner import Bench
+from promptfed.experiments.setting import Setting
 from promptfed.experiments.tables import TableRow
 from promptfed.sdk.errors import Exit
 from promptfed.sdk.result import Accuracy
@@ -44,6 +49,27 @@ def test_a_folder_of_another_bench_is_refused_and_of_the_same_goes_on(tmp_path: 
     assert code == 0
     assert f"1 of 2 federations are done in {tmp_path}; the other 1 will take about" in stderr
     assert "all of them" in bench(tmp_path, methods="zero_shot,promptfl:m=2:rounds=2")[2]
+
+
+def test_a_claim_that_is_killed_while_it_writes_leaves_a_folder_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = Bench(PROTOCOLS["personalisation"], parse_entries("zero_shot"), Setting((DATA,)), (0,))
+    claim(tmp_path, wanted)
+    before = (tmp_path / BENCH_FILE).read_bytes()
+    write = os.fdopen
+
+    def half(descriptor: int, mode: str = "r", *more: Any, **options: Any) -> Any:
+        file = write(descriptor, mode, *more, **options)
+        file.write(b"{")
+        file.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fdopen", half)
+    monkeypatch.setattr(Path, "write_bytes", lambda path, body: half(os.open(path, os.O_WRONLY | os.O_TRUNC), "wb"))
+    with pytest.raises(KeyboardInterrupt):
+        claim(tmp_path, wanted)
+    assert (tmp_path / BENCH_FILE).read_bytes() == before
 
 
 def test_results_are_kept_as_csv_too_and_accuracy_by_round_is_drawn(tmp_path: Path) -> None:
