@@ -3,36 +3,41 @@
     python -m benchmarks.image_methods symbols --out results/image
     promptfed data emoji --out emoji && python -m benchmarks.image_methods emoji --out results/image
 
-Rates are chosen on held-out training images of styles that no table has; then every method runs with each of three
-styles left out, and with a style for each client, seed after seed. Finished federations are kept: the same command goes
-on after an interruption, and `--seeds 0,1` makes the files of what is there. `--commands` prints the same as commands
-of `promptfed bench`. What is asked of the pictures, pair by pair, stands in `QUESTIONS`, from before the first run.
+Rates are chosen on held-out training images of styles that no table has; then every method runs with a style left out,
+another one for each seed (`--every-target`: each style for each seed), and with a style for each client. Finished
+federations are kept: the same command goes on after an interruption, and `--gather` makes the summary of those that
+are there. `--commands` prints the same as commands of `promptfed bench`. What is asked of the pictures, pair by pair,
+stands in `QUESTIONS`, from before the first run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
 from benchmarks.harness import integers
-from promptfed.cli.bench import Results, finish
 from promptfed.cli.bench_output import run_shown
 from promptfed.experiments.comparison import answers_of, compare
 from promptfed.experiments.entries import Entry, parse_entry
 from promptfed.experiments.known import KNOWN
+from promptfed.experiments.measures import measures_of
+from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench, Runner
 from promptfed.experiments.setting import Setting
 from promptfed.experiments.sweep import Grid, Swept, sweep
+from promptfed.experiments.tables import rows_of
 from promptfed.shared.files import write_whole
 
 SWEEP_SEED, SHARE = 10, 0.25
 LEFT_OUT, PERSONAL = "leave-one-domain-out", "personalisation"
+Planned = Mapping[str, Sequence[Bench]]  # a bench for each seed, by protocol
 ROUNDS = 5
 SPEC: dict[str, Any] = {
     "rounds": ROUNDS,
@@ -185,85 +190,106 @@ def choose(name: str, methods: Sequence[Method], out: Path) -> tuple[list[Entry]
     return chosen, [found[each.label] for each in tried]
 
 
-def run(name: str, methods: Sequence[Method], seeds: Sequence[int], folder: Path) -> None:
-    """Choose the rates, run both protocols seed after seed, and write what the page is made of.
+def benches(name: str, entries: Sequence[Entry], seeds: Sequence[int], every: bool) -> dict[str, list[Bench]]:
+    """For each protocol a bench for each seed. ``every``: each style is left out, else the one whose turn it is."""
+    data = DATA[name]
+    found: dict[str, list[Bench]] = {LEFT_OUT: [], PERSONAL: []}
+    for place, seed in enumerate(seeds):
+        turn = () if every else (data.domains[place % len(data.domains)],)
+        own = setting(data, data.domains)
+        found[LEFT_OUT].append(Bench(KNOWN[LEFT_OUT], entries, replace(own, targets=turn), (seed,), data.spec))
+        found[PERSONAL].append(Bench(KNOWN[PERSONAL], entries, own, (seed,), data.spec))
+    return found
 
-    ``folder`` is that of all data sets.
 
-    Raises:
-        CommandError: a federation that cannot be run; what was finished before stays.
-    """
-    data, out = DATA[name], folder / name
-    entries, swept = choose(name, methods, folder)
-    benches = {
-        protocol: Bench(KNOWN[protocol], entries, setting(data, data.domains), seeds, data.spec)
-        for protocol in (LEFT_OUT, PERSONAL)
+def gather(name: str, entries: Sequence[Entry], swept: Sequence[Swept], planned: Planned, folder: Path) -> None:
+    """``summary.json``: both tables, the rates and the answers to the questions, of the runs that are there."""
+    out = folder / name
+    record: dict[str, Any] = {
+        "data": name,
+        "spec": DATA[name].spec,
+        "setting": asdict(setting(DATA[name], DATA[name].domains)),
+        "rates_of": DATA[name].rates_of,
+        "rates": [row.model_dump() for row in swept],
+        "chosen": {entry.label: written(entry) for entry in entries},
     }
-    for seed in seeds:
-        for protocol, bench in benches.items():
-            run_shown(replace(bench, seeds=(seed,)), Runner(out / protocol))
-    for protocol, bench in benches.items():
-        finish(bench, Runner(out / protocol))
-    gather(name, entries, swept, out)
-
-
-def gather(name: str, entries: Sequence[Entry], swept: Sequence[Swept], out: Path) -> None:
-    """``summary.json``: both tables, the rates and the answers to the questions, without single runs."""
-    record: dict[str, Any] = {"data": name, "spec": DATA[name].spec, "rates": [row.model_dump() for row in swept]}
-    record |= {"rates_of": DATA[name].rates_of, "chosen": {entry.label: written(entry) for entry in entries}}
-    for protocol in (LEFT_OUT, PERSONAL):
-        results = Results.model_validate_json((out / protocol / "results.json").read_bytes())
-        kept = results.model_dump(
-            mode="json", include={"setting", "methods", "seeds", "table", "provenance", "measures"}
-        )
-        for row in kept["measures"]:
-            del row["reliability"]
-        specs = {run.label: run.spec["training"] for run in results.runs}
-        seconds = round(sum(run.wall_seconds + run.setup_seconds for run in results.runs))
-        kept |= {"training": specs, "seconds": seconds, "questions": answers(protocol, results)}
-        record[protocol] = kept
+    for protocol, by_seed in planned.items():
+        runner = Runner(out / protocol)
+        whole = [with_runs(bench, runner) for bench in by_seed]
+        runs = [run for _, own in whole for run in own]
+        measures = [row.model_dump(mode="json", exclude={"reliability"}) for row in measures_of(runs)]
+        record[protocol] = {
+            "table": table([(bench, own) for bench, own in whole if bench.entries]),
+            "measures": measures,
+            "questions": answers(protocol, runs),
+            "seconds": round(sum(run.wall_seconds + run.setup_seconds for run in runs)),
+            "provenance": [json.loads(text) for text in sorted({json.dumps(run.provenance) for run in runs})],
+        }
     write_whole(
         out / "summary.json", (json.dumps(record, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
     )
 
 
-def answers(protocol: str, results: Results) -> list[dict[str, Any]]:
+def with_runs(bench: Bench, runner: Runner) -> tuple[Bench, list[Run]]:
+    """The bench with those of its entries of which all federations are done, and these."""
+    jobs = bench.jobs()
+    missing = {job.entry.label for job in jobs if not runner.path(job).exists()}
+    whole = replace(bench, entries=[entry for entry in bench.entries if entry.label not in missing])
+    return whole, [runner.run(job) for job in jobs if job.entry.label not in missing]
+
+
+def table(whole: Sequence[tuple[Bench, list[Run]]]) -> list[dict[str, Any]]:
+    """A row for each method: its seeds, for each of them fractions by column, and the mean costs."""
+    rows: dict[str, dict[str, Any]] = {}
+    for bench, runs in whole:
+        for row in rows_of(bench, runs):
+            own = rows.setdefault(
+                row.label, {"label": row.label, "zero_shot": row.zero_shot, "seeds": [], "scores": []}
+            )
+            own["seeds"] += bench.seeds
+            own["scores"] += row.scores
+            own.setdefault("spent", []).append(row.costs)
+    for row in rows.values():
+        spent = row.pop("spent")
+        row["costs"] = None if None in spent else {key: fmean(each[key] for each in spent) for key in spent[0]}
+    return list(rows.values())
+
+
+def answers(protocol: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Each question whose two rows are there, with the paired tests over its pictures (`comparison`)."""
-    found = []
-    kind = "unseen" if protocol == LEFT_OUT else "test"
+    found, kind = [], "unseen" if protocol == LEFT_OUT else "test"
+    labels = {run.label for run in runs}
     for question, a, b in QUESTIONS[protocol]:
-        if {a, b} <= set(results.methods):
-            [pair] = [
-                one for one in compare(answers_of(results.runs, a), answers_of(results.runs, b)) if one.test_set == kind
-            ]
+        if {a, b} <= labels:
+            pairs = compare(answers_of(runs, a), answers_of(runs, b))
+            [pair] = [one for one in pairs if one.test_set == kind]
             found.append({"question": question} | pair.model_dump(mode="json"))
     return found
 
 
-def commands(name: str, methods: Sequence[Method], entries: Sequence[Entry], seeds: Sequence[int]) -> str:
-    """What makes the same with `promptfed bench`: the spec's file, a command for the rates, one for each protocol.
+def commands(name: str, methods: Sequence[Method], entries: Sequence[Entry], planned: Planned) -> str:
+    """What makes the same with `promptfed bench`: the spec's file, a command for the rates, and the planned benches.
 
     ``entries`` are those of ``methods`` at the rates that were chosen.
     """
     data = DATA[name]
     tried = [f"{each.entry}:training.learning_rate={rate}" for each in methods for rate in each.rates]
-    chosen = [written(entry) for entry in entries]
-    held_out = f"--validation {SHARE} --seeds {SWEEP_SEED}"
-    tested = f"--seeds {','.join(map(str, seeds))}"
-    benches = [
-        (LEFT_OUT, data.domains, tested, LEFT_OUT, chosen),
-        (PERSONAL, data.domains, tested, PERSONAL, chosen),
-    ]
-    if data.rates_of == name:
-        benches.insert(0, (PERSONAL, data.sweep, held_out, "rates", tried))
     lines = [f"# image-{name}.yaml: {yaml.safe_dump(data.spec, default_flow_style=True, width=1000).strip()}"]
-    for protocol, domains, options, folder, texts in benches:
-        where = f"--data '{data.uri}' --domains {','.join(domains)} --shots {data.shots}"
-        lines += [
-            f"promptfed bench {protocol} {where} \\",
-            f"  --spec image-{name}.yaml {options} --out results/image/{name}/{folder} \\",
-            f"  --methods '{','.join(texts)}'",
-        ]
+
+    def line(protocol: str, domains: Sequence[str], options: str, texts: Sequence[str], folder: str = "") -> None:
+        where = f"--data '{data.uri}' --domains {','.join(domains)} --shots {data.shots} --spec image-{name}.yaml"
+        out = f"--out results/image/{name}/{folder or protocol}"
+        lines.append(f"promptfed bench {protocol} {where} {options} {out} --methods '{','.join(texts)}'")
+
+    if data.rates_of == name:
+        line(PERSONAL, data.sweep, f"--validation {SHARE} --seeds {SWEEP_SEED}", tried, "rates")
+    for protocol, by_seed in planned.items():
+        seeds: dict[tuple[str, ...], list[int]] = {}
+        for bench in by_seed:
+            seeds.setdefault(bench.setting.targets, []).extend(bench.seeds)
+        for targets, numbers in seeds.items():
+            only = f"--targets {','.join(targets)} " if targets else ""
+            line(protocol, data.domains, f"{only}--seeds {','.join(map(str, numbers))}", list(map(written, entries)))
     return "\n".join(lines)
 
 
@@ -289,16 +315,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--seeds", type=integers, default=(0, 1, 2))
     command.add_argument("--methods", help="rows by their names, separated by semicolons; default: all")
     command.add_argument("--commands", action="store_true", help="print the commands, with the rates that were chosen")
+    command.add_argument("--gather", action="store_true", help="run nothing more, make the summary of what is there")
+    command.add_argument("--every-target", action="store_true", help="leave each style out for each seed")
     options = command.parse_args(arguments)
     wanted = options.methods.split(";") if options.methods else [each.label for each in METHODS]
     methods = [each for each in METHODS if each.label in wanted]
     if len(methods) < len(wanted):
         command.error(f"--methods: there are {'; '.join(each.label for each in METHODS)}")
+    entries, swept = choose(options.data, methods, options.out)
+    planned = benches(options.data, entries, options.seeds, options.every_target)
     if options.commands:
-        entries, _ = choose(options.data, methods, options.out)
-        print(commands(options.data, methods, entries, options.seeds))
-    else:
-        run(options.data, methods, options.seeds, options.out)
+        print(commands(options.data, methods, entries, planned))
+        return
+    if not options.gather:
+        for place in range(len(options.seeds)):
+            for protocol, by_seed in planned.items():
+                run_shown(by_seed[place], Runner(options.out / options.data / protocol))
+    gather(options.data, entries, swept, planned, options.out)
 
 
 if __name__ == "__main__":

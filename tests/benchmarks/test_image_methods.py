@@ -11,12 +11,24 @@ import pytest
 import yaml
 
 from benchmarks import image_methods
-from benchmarks.image_methods import DATA, LEFT_OUT, METHODS, PERSONAL, QUESTIONS, Method, choose, commands, setting
+from benchmarks.image_methods import (
+    DATA,
+    LEFT_OUT,
+    METHODS,
+    PERSONAL,
+    QUESTIONS,
+    Method,
+    benches,
+    choose,
+    commands,
+    table,
+    with_runs,
+)
 from promptfed.cli.bench import make_bench
 from promptfed.experiments.entries import parse_entry
 from promptfed.experiments.known import KNOWN
-from promptfed.experiments.results import Run
-from promptfed.experiments.runner import Bench
+from promptfed.experiments.results import Run, write_json
+from promptfed.experiments.runner import Bench, Runner
 from promptfed.experiments.setting import Setting
 from promptfed.shared.methods import METHODS as KNOWN_METHODS
 from tests.promptfed.experiments.test_runner import accuracy, run_of
@@ -37,25 +49,65 @@ def test_rates_are_chosen_on_other_styles_than_those_of_the_tables() -> None:
     assert all(not set(data.domains) & set(data.sweep) for data in DATA.values())
 
 
-def test_the_printed_commands_run_the_very_federations(tmp_path: Path) -> None:
-    data = DATA["symbols"]
+@pytest.mark.parametrize("every", [False, True])
+def test_the_printed_commands_run_the_very_federations(every: bool, tmp_path: Path) -> None:
     rates = (":training.learning_rate=0.05", ":training.learning_rate=0.0001", ":training.learning_rate=0.0001", "")
     entries = [parse_entry(method.entry + rate, method.label) for method, rate in zip(FEW, rates, strict=True)]
-    spec, *lines = commands("symbols", FEW, entries, (0, 1)).replace("\\\n", "").splitlines()
+    planned = benches("symbols", entries, (0, 1), every)
+    spec, first, *lines = commands("symbols", FEW, entries, planned).splitlines()
     name, _, text = spec.removeprefix("# ").partition(": ")
     (tmp_path / name).write_text(text)
-    assert yaml.safe_load(text) == data.spec
-    wanted = {
-        protocol: Bench(KNOWN[protocol], entries, setting(data, data.domains), (0, 1), data.spec)
-        for protocol in (LEFT_OUT, PERSONAL)
-    }
-    assert len(lines) == 3, "the rates, then two protocols"
-    for line in lines[1:]:
+    assert yaml.safe_load(text) == DATA["symbols"].spec
+    assert "--validation 0.25 --seeds 10" in first
+    wanted = {protocol: {job.key for bench in own for job in bench.jobs()} for protocol, own in planned.items()}
+    found: dict[str, set[str]] = {protocol: set() for protocol in planned}
+    for line in lines:
         _, _, protocol, *words = shlex.split(line)
         options = dict(zip(words[::2], words[1::2], strict=True))
-        given = Setting((options["--data"],), tuple(options["--domains"].split(",")), shots=int(options["--shots"]))
-        found = make_bench(protocol, options["--methods"], given, options["--seeds"], tmp_path / name, None, None)
-        assert [job.key for job in found.jobs()] == [job.key for job in wanted[protocol].jobs()]
+        targets = tuple(options["--targets"].split(",")) if "--targets" in options else ()
+        domains, shots = tuple(options["--domains"].split(",")), int(options["--shots"])
+        given = Setting((options["--data"],), domains, targets, shots=shots)
+        bench = make_bench(protocol, options["--methods"], given, options["--seeds"], tmp_path / name, None, None)
+        found[protocol] |= {job.key for job in bench.jobs()}
+    assert found == wanted
+    assert len(wanted[LEFT_OUT]) == len(entries) * 2 * (3 if every else 1)
+
+
+def test_each_seed_leaves_another_style_out() -> None:
+    planned = benches("symbols", [parse_entry("promptfl")], (0, 1, 2, 3), every=False)
+    turns = [bench.setting.targets for bench in planned[LEFT_OUT]]
+    assert turns == [("sketch",), ("chalk",), ("neon",), ("sketch",)]
+
+
+def test_only_methods_whose_federations_are_all_done_are_gathered(tmp_path: Path) -> None:
+    entries = [parse_entry("promptfl"), parse_entry("fedclip")]
+    [bench] = benches("symbols", entries, (0,), every=True)[LEFT_OUT]
+    runner = Runner(tmp_path)
+    (tmp_path / "runs").mkdir()
+    jobs = bench.jobs()
+    for job in jobs[:-1]:
+        done = run_of(accuracy("test", 0.5, 0.2), label=job.entry.label)
+        write_json(runner.path(job), done)
+    whole, runs = with_runs(bench, runner)
+    assert [entry.label for entry in whole.entries] == ["promptfl"]
+    assert [(run.label, run.trial) for run in runs] == [("promptfl", name) for name in ("sketch", "chalk", "neon")]
+
+
+def test_rows_of_several_seeds_become_one_with_the_seeds_that_it_has() -> None:
+    def done(seed: int, *labels: str) -> tuple[Bench, list[Run]]:
+        entries = [parse_entry(label) for label in labels]
+        bench = Bench(KNOWN[PERSONAL], entries, Setting(("digits",)), (seed,))
+        return bench, [run_of(accuracy("test", 0.5 + 0.1 * seed, 0.2), label=label, seed=seed) for label in labels]
+
+    rows = {row["label"]: row for row in table([done(0, "promptfl", "fedclip"), done(1, "promptfl")])}
+    assert list(rows) == ["zero-shot", "promptfl", "fedclip"]
+    assert [(row["seeds"], [one["mean"] for one in row["scores"]]) for row in rows.values()] == [
+        ([0, 1], [0.2, 0.2]),
+        ([0, 1], [0.5, 0.6]),
+        ([0], [0.5]),
+    ]
+    assert rows["zero-shot"]["costs"] is None
+    assert rows["promptfl"]["costs"]["bytes_up"] == 2000
 
 
 def test_each_set_of_rates_is_a_sweep_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +149,7 @@ def test_a_run_leaves_both_tables_the_rates_and_the_answers(tmp_path: Path, monk
         "METHODS",
         (Method("fedclip", "fedclip", (0.01, 0.1)), Method("fedmaple", "fedmaple:m=2", (0.02,))),
     )
-    image_methods.main(["symbols", "--out", str(tmp_path), "--seeds", "0"])
+    image_methods.main(["symbols", "--out", str(tmp_path), "--seeds", "0", "--every-target"])
     summary = json.loads((tmp_path / "symbols" / "summary.json").read_text())
     assert {row["label"] for row in summary["rates"]} == {"fedclip", "fedmaple"}
     for protocol in (LEFT_OUT, PERSONAL):
