@@ -19,6 +19,7 @@ from promptfed.shared.methods.core.privacy_checks import check_privacy
 from promptfed.shared.methods.core.rule_checks import check_rule
 from promptfed.shared.methods.core.secure_checks import check_secure
 from promptfed.shared.methods.diprompt import DiPrompt
+from promptfed.shared.methods.dpfpl import DPFPL
 from promptfed.shared.methods.fast_pt.method import FastPT
 from promptfed.shared.methods.fedapt import FedAPT
 from promptfed.shared.methods.fedavg import FedAvg
@@ -74,6 +75,7 @@ _KINDS: tuple[type[Method], ...] = (
     FastPT,
     FedCLIP,
     FedPGP,
+    DPFPL,
     FedOTP,
     PromptFolio,
     PFedMoAP,

@@ -23,6 +23,7 @@ PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 PAPERS = (
     "fedpgp",
+    "dpfpl",
     "fedtpg",
     "plan",
     "pfedpg",

@@ -13,7 +13,7 @@ from promptfed.coordinator.engine import registry as registries
 from promptfed.coordinator.store.tables import PhaseRow
 from promptfed.shared.privacy.noise import SeededNoise
 from tests.support.coordinators import ForkedCoordinator, in_thread
-from tests.support.fake_clients import FakeClient
+from tests.support.fake_clients import FakeClient, spec
 from tests.support.kill_campaign import KilledApi, at_every_point
 from tests.support.waiting import wait_for
 
@@ -25,17 +25,22 @@ ROUNDS = 5
 
 def run(api: Any) -> dict[str, Any]:
     """A federation of Poisson samples to its end: its states, and who counted."""
-    federation = api.create(
+    raw = spec(
         rounds=ROUNDS,
         privacy={"level": "client", "clip": 1.5, "noise_multiplier": 1.0, "accept_noise": True},
         aggregation={"weighting": "uniform"},
         participation={"min_clients": 4, "sampling": "poisson", "fraction": 0.5},
     )
-    token = api.token(federation, uses=len(NAMES))
+    headers = api.operator | {"Idempotency-Key": "kills"}
+    created = api.http.post("/v1/federations", json=raw, headers=headers)
+    assert created.status_code in (200, 201), created.text
+    federation = created.json()["id"]
+    token = api.token(federation)
     clients: list[FakeClient] = [api.client(federation, name) for name in NAMES]
     for client in clients:
         assert client.enrol(token).status_code in (200, 201)
-    api.post(f"{federation}/start")
+    start = api.http.post(f"/v1/federations/{federation}/start", headers=api.operator)
+    assert start.status_code == 200 or start.json().get("state") == "running", start.text
     wait_for("the end", lambda: all([client.work() for client in clients]))  # noqa: C419 (all of them work)
     reports = api.get(f"{federation}/rounds")["rounds"]
     counted = [[one["client"] for one in phase["counted"]] for report in reports for phase in report["phases"]]

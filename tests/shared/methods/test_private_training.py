@@ -42,7 +42,9 @@ TEXT = [
     {"name": "promptfolio", "m": M},
     {"name": "fedpha", "m": M},
     {"name": "promptfl_per", "m": M},
+    {"name": "dpfpl", "m": M, "b": 2},
 ]
+COPIED = [*TEXT[:9], TEXT[-1]]  # whose gradients come from batches of copies
 
 
 class Silent(NoiseStream):
@@ -90,7 +92,9 @@ def test_without_clip_and_noise_a_full_batch_is_the_plain_one(
     assert math.isnan(quiet.metrics["loss"])
 
 
-@pytest.mark.parametrize("settings", TEXT[:9], ids=lambda one: "-".join(str(value) for value in one.values()))
+@pytest.mark.parametrize(
+    "settings", [*TEXT[:9], TEXT[-1]], ids=lambda one: "-".join(str(value) for value in one.values())
+)
 def test_each_copy_is_moved_by_its_own_unit_alone(
     settings: dict[str, Any], backbone: Backbone, make_context: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
