@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from promptfed.client_service.exits import Failure
+from promptfed.client_service.__main__ import main
+from promptfed.client_service.exits import Exit, Failure
 from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.peers import meet, own_fingerprint
 from promptfed.client_service.private_state import PrivateState, Provenance
@@ -37,8 +38,8 @@ class Coordinator:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    async def send_update(self, task_id: str, body: bytes) -> None:
-        self.sent.append(body)
+    async def send_update(self, task_id: str, body: Any) -> None:
+        self.sent.append(task_id)
 
     async def send_failure(self, task_id: str, failure: Any) -> None:
         self.sent.append(failure.type)
@@ -66,7 +67,7 @@ def test_an_update_in_the_clear_never_leaves(mutant: bool, tmp_path: Path, monke
     loop = loop_of(PrivateState(tmp_path))
     loop.state.write_pending(b"an update", {}, Provenance("task-1", 1, "train"))
     asyncio.run(loop._send_pending())
-    assert (loop.coordinator.sent == [b"an update"]) is mutant
+    assert loop.coordinator.sent == (["task-1"] if mutant else [])
 
 
 def protected(ledger: Ledger, most: float = 8.0) -> SiteProtection:
@@ -143,3 +144,11 @@ def test_the_fingerprint_is_that_of_the_key_that_signs_also_while_the_client_run
     assert own_fingerprint(tmp_path) == made
     assert made.startswith("ed25519:")
     state.close()
+
+
+def test_the_command_prints_the_fingerprint_and_needs_no_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--coordinator", "http://127.0.0.1:9", "--federation", "eyes", "--state-dir", str(tmp_path)]
+    assert main(["--fingerprint", *options]) == Exit.OK
+    assert capsys.readouterr().out == own_fingerprint(tmp_path) + "\n"
