@@ -89,7 +89,7 @@ class Connection:
     """Calls one federation of one coordinator. ``token`` is the client's secret once there is one.
 
     Of several coordinators the one that carries the federation out is named by a 307, which is followed with the token
-    (`shared.net.moved_to` says where to) and remembered until that one does not answer.
+    (`shared.net.moved_to` says where to) and remembered until that one does not answer. ``may_move`` is asked before.
 
     Connection errors, 5xx and a 429 with Retry-After (too many wrong tokens came from this address) are tried again
     with jittered exponential backoff (a 503's and 429's Retry-After is kept) until ``give_up_after`` seconds have
@@ -102,6 +102,7 @@ class Connection:
     federation: str
     give_up_after: float = 3600.0
     token: str = ""
+    may_move: Callable[[str], None] = lambda origin: None  # raises where the site's policy does not list it
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     traffic: Traffic = field(default_factory=Traffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
@@ -178,6 +179,7 @@ class Connection:
                         yield response
                         return
                     self.take_traffic(response, await self.read(response, MAX_JSON_BYTES))
+                    self.may_move(origin)
                     self._holder = origin
                 finally:
                     await response.aclose()

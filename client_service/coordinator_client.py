@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import ssl
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 
 from promptfed.client_service import transfers
 from promptfed.client_service.bodies import Body
-from promptfed.client_service.connection import TIMEOUT, Connection, parse
+from promptfed.client_service.connection import TIMEOUT, AnyMessage, Connection, parse
 from promptfed.client_service.connection import BadAnswer as BadAnswer
 from promptfed.client_service.connection import Refused as Refused
 from promptfed.client_service.connection import Traffic as Traffic
@@ -100,6 +100,11 @@ class CoordinatorClient(Connection):
         """Tell the coordinator not to wait for this task."""
         body = failure.model_dump_json().encode()
         await self.call("POST", self._task_path(task_id, "failure"), token=self.token, body=body)
+
+    async def ask(self, kind: type[AnyMessage], what: str, **asked: str | int) -> AnyMessage:
+        """What the federation's resource ``what`` answers this client, ``asked`` in its query."""
+        path = self._path(what) + (f"?{urlencode(asked)}" if asked else "")
+        return parse(kind, (await self.call("GET", path, token=self.token)).body)
 
     async def withdraw(self) -> None:
         """Take part no longer. Refused 403 where that is so already, 409 where the federation has ended."""

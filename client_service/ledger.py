@@ -24,6 +24,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.faults import point
 from promptfed.shared.files import sync_folder
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, Accountant, Event, PrivacyError
+from promptfed.shared.privacy_schemas import SpendList, SpendView
 
 Part = Literal["train", "test"]
 START = hashlib.sha256(b"").hexdigest()
@@ -138,6 +139,61 @@ class Ledger:
             raise PrivacyError("the ledger has not been opened: it has no δ yet")
         cache = self.path.with_suffix(".cache") if self.path is not None else None
         return Accountant(delta, cache).epsilon([*events, *more])
+
+    # Old copies
+
+    def lacks(self, told: SpendList) -> list[SpendView]:
+        """Those of the spends that a coordinator tells of that are not written here."""
+        own = self.spends()
+        releases = {one.release for one in own}
+        phases = {(one.federation_id, one.round, one.phase) for one in own}
+        return [
+            one
+            for one in told.spends
+            if one.release not in releases
+            and (one.release is not None or (told.federation_id, one.round, one.phase) not in phases)
+        ]
+
+    def expect_whole(self, told: SpendList) -> None:
+        """Raise ClientError (LEDGER) where something was sent that is not written here."""
+        missing = self.lacks(told)
+        if missing:
+            rounds = ", ".join(str(one.round) for one in missing[:5])
+            text = f"ledger-behind: the ledger {self.path} lacks {len(missing)} releases (of round {rounds})"
+            told_by = "that the coordinator has had of this client: it is an old copy, or another data set's"
+            raise ClientError(
+                Exit.LEDGER, f"{text} {told_by}. `promptfed ledger adopt` writes down what is missing; nothing was sent"
+            )
+
+    def adopt(self, told: SpendList, coordinator: str) -> int:
+        """Write down what a coordinator tells of and this ledger lacks; how many that were.
+
+        A coordinator's word can add to a ledger, and never takes from it; no limit holds what has been sent back.
+
+        Raises:
+            ClientError: LEDGER where the file does not hold together or cannot be written.
+        """
+        if told.spends and self.delta() is None:
+            self.open(max(one.delta for one in told.spends))
+        with self._locked() as handle:
+            missing = self.lacks(told)
+            for one in missing:
+                events = tuple(Event(**event.model_dump()) for event in one.events)
+                epsilon = self._cost(self._spends(self._lines(self._bytes())), one.split, events)
+                spend = Spend(
+                    split=one.split,
+                    federation_id=told.federation_id,
+                    coordinator=coordinator,
+                    round=one.round,
+                    phase=one.phase,
+                    task_id=one.task_id,
+                    release=one.release or f"adopted {one.task_id}",
+                    noise=one.noise,
+                    events=events,
+                    epsilon=epsilon,
+                )
+                self._append(handle, {"kind": "spend", **spend.as_json()})
+        return len(missing)
 
     # The file
 

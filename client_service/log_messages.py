@@ -29,7 +29,8 @@ def _enrolled(facts: Mapping[str, Any]) -> str:
 def _trained(facts: Mapping[str, Any]) -> str:
     loss = f"loss {facts['loss']:.4g}, " if "loss" in facts else ""
     payload = f", from {facts['payload'][:19]}..." if "payload" in facts else ""
-    return f"{_round(facts)} {facts['phase']}: {loss}{facts['train_seconds']:.1f} s{payload}"
+    took = f"{facts['train_seconds']:.1f} s" if "train_seconds" in facts else f"{facts.get('steps', 0):.0f} steps"
+    return f"{_round(facts)} {facts['phase']}: {loss}{took}{payload}"
 
 
 def _accepted(facts: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ was to guarantee could not be kept.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,9 +19,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.shared.messages import EnrolmentInfo, Role
+from promptfed.shared.messages import EnrolmentInfo, Role, Task
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
-from promptfed.shared.spec import Name, TrainingSpec
+from promptfed.shared.spec import BackboneSpec, Name, SpecError, TrainingSpec
 
 EXAMPLE = """\
 # What this site takes part in. A key that is left out allows everything; an unknown one is refused.
@@ -57,6 +57,10 @@ secure_aggregation:
 metrics:
   accuracy: withheld            # or noisy (counts with noise, out of the test images' budget), or plain
   training: false               # losses and seconds stay here
+payload:                        # what the coordinator serves to train from
+  max_change: 10.0              # how far it may move in a round, in own changes
+  witnesses: 2                  # other clients that have to have signed the same one; found out a round later
+  on_suspicion: refuse          # or warn
 """
 
 
@@ -128,6 +132,18 @@ class SecureAggregation(Part):
         return self
 
 
+class Payload(Part):
+    """What the coordinator may serve to train from.
+
+    ``max_change``: how far it may move in a round, in own changes. ``witnesses``: how many other clients have to have
+    signed the same one. ``on_suspicion``: whether one that looks crafted is refused.
+    """
+
+    max_change: Annotated[float, Field(gt=0, le=1e6)] = 10.0
+    witnesses: Annotated[int, Field(ge=0, le=256)] = 0
+    on_suspicion: Literal["refuse", "warn"] = "warn"
+
+
 class Policy(Part):
     """One site's policy."""
 
@@ -139,6 +155,7 @@ class Policy(Part):
     privacy: Privacy = Privacy()
     metrics: Metrics = Metrics()
     secure_aggregation: SecureAggregation = SecureAggregation()
+    payload: Payload | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +176,7 @@ class Facts:
     epsilon: float | None = None  # of the federation, where whole clients are protected
     unit: str = "record"  # what is protected at level sample
     sums: int | None = None  # the least number of clients in a sum; None: updates are sent in the clear
+    common: bool = True  # whether all clients of a phase are given the same payload
     today: date = field(default_factory=lambda: datetime.now(UTC).date())
 
 
@@ -173,12 +191,11 @@ class Refusal:
 def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, units: int | None = None) -> Facts:
     """What the enrolment information says; ``units``: of training, where they are not the ``images``."""
     training = TrainingSpec.model_validate(info.training or {})
-    backbone = info.backbone
     return Facts(
         coordinator=coordinator,
         federation=info.name,
         method=str(info.method.get("name")),
-        backbone=f"{backbone.model}/{backbone.pretrained or 'random'}",
+        backbone=_backbone(info.backbone),
         rounds=info.rounds or 0,
         epochs=training.epochs,
         steps=steps_of(units or images, training.batch_size, training.epochs) if images else 0,
@@ -189,7 +206,44 @@ def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, uni
         unit=info.privacy.unit if info.privacy is not None else "record",
         epsilon=info.privacy.epsilon if info.privacy is not None and info.privacy.level == "client" else None,
         sums=info.secure_aggregation.minimum if info.secure_aggregation is not None else None,
+        common=_is_common(info.method),
     )
+
+
+def facts_of_task(task: Task, enrolled: Facts) -> Facts:
+    """What a task's own configuration asks, of a site that has ``enrolled`` for what was said then."""
+    config, images = task.config, enrolled.images
+    try:
+        training = TrainingSpec.model_validate(config.training)
+        epochs, steps = training.epochs, steps_of(images, training.batch_size, training.epochs) if images else 0
+    except ValidationError:  # no training that there is: the terms of the agreement refuse it by its name
+        epochs, steps = enrolled.epochs, enrolled.steps
+    return replace(
+        enrolled,
+        method=str(config.method.get("name")),
+        backbone=_backbone(config.backbone),
+        rounds=config.rounds,
+        epochs=epochs,
+        steps=steps,
+        level=config.privacy.level if config.privacy is not None else "none",
+        class_names=config.class_names is not None,
+        sums=config.secure_aggregation.minimum if config.secure_aggregation is not None else None,
+        common=_is_common(config.method),
+    )
+
+
+def _is_common(method: Mapping[str, Any]) -> bool:
+    """A method that is not installed here, or has other settings, is refused for that."""
+    from promptfed.shared.methods import make_method  # torch takes seconds, which `promptfed policy` need not pay
+
+    try:
+        return make_method(dict(method)).one_payload
+    except (SpecError, KeyError, TypeError):
+        return True
+
+
+def _backbone(spec: BackboneSpec) -> str:
+    return f"{spec.model}/{spec.pretrained or 'random'}"
 
 
 def _listed(key: str, allowed: list[str] | None, value: str) -> str | None:
@@ -207,9 +261,12 @@ def _at_least(key: str, limit: int | None, value: int, what: str) -> str | None:
 
 
 def _coordinator(policy: Policy, facts: Facts) -> str | None:
-    allowed = policy.allow.coordinators
-    same = allowed is None or any(_address(one) == _address(facts.coordinator) for one in allowed)
-    return None if same else _listed("coordinators", allowed, facts.coordinator)
+    allowed, own = policy.allow.coordinators, facts.coordinator
+    return None if _is_listed(allowed, own) else _listed("coordinators", allowed, own)
+
+
+def _is_listed(allowed: list[str] | None, address: str) -> bool:
+    return allowed is None or any(_address(one) == _address(address) for one in allowed)
 
 
 def _address(url: str) -> tuple[str, str, int | None, str]:
@@ -266,6 +323,13 @@ def _minimum(policy: Policy, facts: Facts) -> str | None:
     return f"secure_aggregation.minimum is {least}, and the federation's sums may be of {facts.sums} clients"
 
 
+def _witnesses(policy: Policy, facts: Facts) -> str | None:
+    wanted = policy.payload.witnesses if policy.payload is not None else 0
+    if not wanted or facts.common or facts.sums is not None or facts.role != "trainer":
+        return None
+    return f"payload.witnesses is {wanted}, and {facts.method} gives each client another payload"
+
+
 Rule = Callable[[Policy, Facts], str | None]
 RULES: dict[str, Rule] = {
     "coordinator": _coordinator,
@@ -285,6 +349,7 @@ RULES: dict[str, Rule] = {
     "epsilon": _epsilon,
     "secure-aggregation": _sums,
     "minimum": _minimum,
+    "witnesses": _witnesses,
 }
 """Every rule by the last part of its refusal's name; each says what is offended, or None."""
 
@@ -301,6 +366,18 @@ def enforce(policy: Policy | None, facts: Facts) -> None:
     if found:
         told = "; ".join(f"{one.kind}: {one.text}" for one in found)
         raise ClientError(Exit.POLICY, f"this site's policy does not allow to join {facts.federation}: {told}")
+
+
+def expect_origin(policy: Policy | None, origin: str) -> None:
+    """Raise ClientError (POLICY) where a coordinator sends this client on to one that its site does not list.
+
+    What is asked there goes with the client's secret, and what is answered with its update: neither is sent.
+    """
+    allowed = policy.allow.coordinators if policy is not None else None
+    offended = None if policy is None or _is_listed(allowed, origin) else _listed("coordinators", allowed, origin)
+    if offended is not None:
+        text = f"the coordinator sends this client on by a 307, and the site's policy does not allow it: {offended}"
+        raise ClientError(Exit.POLICY, f"policy-coordinator: {text}; nothing was sent there")
 
 
 def read_policy(path: Path) -> tuple[Policy, str]:

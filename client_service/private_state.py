@@ -115,6 +115,11 @@ class PrivateState:
             text = f"the state folder {self.folder} is in use by another client process"
             raise ClientError(Exit.STATE, f"{text}: give each client its own --state-dir") from None
 
+    @property
+    def ephemeral(self) -> bool:
+        """Whether nobody starts this client again."""
+        return self._lock is None
+
     def close(self) -> None:
         """Give the folder free for another process."""
         if self._lock is not None:

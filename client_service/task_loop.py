@@ -19,6 +19,7 @@ from promptfed.client_service.agreement import Agreement, NotAgreed
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused
 from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.faults import point
+from promptfed.client_service.inquiries import Inquiries
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.policy import Policy
 from promptfed.client_service.private_state import PAYLOADS, Pending, PrivateState
@@ -64,6 +65,7 @@ class TaskLoop:
     _again: dict[str, int] = field(default_factory=dict)  # how often an accepted update was sent again, by its task
 
     def __post_init__(self) -> None:
+        self._inquiries = Inquiries(self.coordinator, self.work, self.compute, self.monitor)
         terms = self.agreement.consent.terms
         self._secure = None
         if terms.secure_aggregation is not None:
@@ -75,6 +77,7 @@ class TaskLoop:
         Raises:
             Refused: 410 when the federation has ended, 401 or 403 when this client is no longer part of it.
         """
+        await self._inquiries.expect_whole_ledger()
         await self._send_pending()
         await self._send_unsent()
         while True:
@@ -96,8 +99,9 @@ class TaskLoop:
     async def _carry_out(self, task: Task) -> None:
         self.monitor.task(task.round, task.phase, "training" if task.kind == "train" else "evaluating")
         try:
-            self.work.expect_policy()
+            self.work.expect_policy(task)
             self.agreement.expect(task)
+            await self._inquiries.before(task)
             payload = await self.coordinator.payload(task, self.state.folder / PAYLOADS)
             if self._secure is not None:
                 secure = self._secure
@@ -127,7 +131,10 @@ class TaskLoop:
             await self._give_up(task, type(error).__name__, "the client's own log says why")
 
     async def _train(self, task: Task, payload: bytes | Path) -> None:
-        metrics = await self._watched(task, lambda cancelled: self.work.train(task, payload, cancelled))
+        try:
+            metrics = await self._watched(task, lambda cancelled: self.work.train(task, payload, cancelled))
+        finally:
+            self._inquiries.tell_payload()
         self._note_sending(task)
         facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
         self.monitor.tell("trained", **facts, payload=task.payload.sha256, **metrics)
@@ -138,7 +145,10 @@ class TaskLoop:
         secure.expect(task)
         if task.kind == "train" and not secure.is_trained(task):
             self._compare(task)
-            trained = await self._watched(task, lambda cancelled: self.work.trained(task, payload, cancelled))
+            try:
+                trained = await self._watched(task, lambda cancelled: self.work.trained(task, payload, cancelled))
+            finally:
+                self._inquiries.tell_payload()
             noise = self.work.own_noise(task)
             await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained, noise))
             facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
@@ -147,6 +157,7 @@ class TaskLoop:
             self.monitor.task(task.round, task.phase, "summing")
         act = secure.keys if task.kind == "train" else partial(_answer_told, secure, told=payload)
         answer = await self.compute.run(lambda: act(task))
+        self.work.expect_policy()
         await self._pay_masked(secure, answer)
         self._note_sending(task)
         try:
@@ -198,9 +209,11 @@ class TaskLoop:
         if self._secure is None or answer is None:
             return
         try:
+            self.work.expect_policy()
             await self._pay_masked(self._secure, answer)
             await self._send_answer(self._secure, answer)
         except Failure as failure:
+            self._secure.note_refused(answer)
             self.monitor.tell("failed", type=failure.kind, detail=str(failure))
             await self._report(answer.task_id, failure.kind, str(failure))
         except Refused as refused:
@@ -210,6 +223,7 @@ class TaskLoop:
 
     async def _evaluate(self, task: Task, payload: bytes | Path) -> None:
         result = await self._watched(task, lambda cancelled: self.work.evaluate(task, payload, cancelled))
+        self.work.expect_policy()
         self._note_sending(task)
         await self.coordinator.send_evaluation(task.task_id, result)
         self._settled.add(task.task_id)
@@ -226,7 +240,7 @@ class TaskLoop:
         if pending is None or self._secure is not None:  # with secure sums no update leaves in the clear
             return
         self.monitor.task(pending.round, pending.phase, "sending")
-        if not await self._paid(pending):
+        if not await self._may_leave(pending):
             return
         try:
             await self.coordinator.send_update(pending.task_id, pending.update)
@@ -250,14 +264,14 @@ class TaskLoop:
         self._settled.add(pending.task_id)
         self.monitor.tell("accepted", round=pending.round, phase=pending.phase, bytes=pending.update.size)
 
-    async def _paid(self, pending: Pending) -> bool:
-        """Write what an update costs into the ledger before it leaves; one that no longer fits is deleted."""
+    async def _may_leave(self, pending: Pending) -> bool:
+        """Whether an update is allowed still, and paid, in the ledger before it leaves. Else it is deleted."""
         protection = self.work.protection
-        if protection is None:
-            return True
-        release = pending.update.sha256
         try:
-            await self.compute.run(lambda: protection.pay(pending, release))
+            self.work.expect_policy()
+            if protection is not None:
+                release = pending.update.sha256
+                await self.compute.run(lambda: protection.pay(pending, release))
         except Failure as failure:
             self.state.discard()
             facts = {"round": pending.round, "phase": pending.phase}
@@ -277,6 +291,11 @@ class TaskLoop:
     async def _send_again(self, task: Task, answered: Pending) -> None:
         """The coordinator asks for what it had accepted: its disk has lost it. The same bytes tell it nothing new."""
         self.agreement.expect_consent()
+        try:
+            self.work.expect_policy()
+        except Failure as failure:
+            await self._give_up(task, failure.kind, str(failure))
+            return
         self._again[task.task_id] = self._again.get(task.task_id, 0) + 1
         try:
             await self.coordinator.send_update(task.task_id, answered.update)

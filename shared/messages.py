@@ -63,6 +63,10 @@ IdentityKey = Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$", exclude_if=
 Signature = Annotated[str | None, Field(pattern=r"^[0-9a-f]{128}$", exclude_if=lambda given: given is None)]
 
 
+PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="Ed25519, hex")]
+SignatureHex = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$", description="Ed25519, hex")]
+
+
 class Message(BaseModel):
     """Base of all messages: unknown keys and non-finite numbers are refused."""
 
@@ -233,6 +237,32 @@ class SpendReport(Message):
     noise: Literal["secret", "seeded"]
 
 
+def receipt_body(federation_id: str, round: int, phase: str, payload_sha256: str) -> dict[str, Any]:
+    """What a payload's receipt signs besides the purpose ``receipt``: which payload its client was given for what."""
+    return {"federation_id": federation_id, "round": round, "phase": phase, "payload_sha256": payload_sha256}
+
+
+class PayloadReceipt(Message):
+    """A client's signature of the payload from which an update was trained (`receipt_body`)."""
+
+    identity_key: PublicKey
+    signature: SignatureHex
+
+
+class Witness(PayloadReceipt):
+    """A receipt as other clients of the phase get to see it: for whom it is, its key says, and no name."""
+
+    payload_sha256: Digest
+
+
+class Witnesses(Message):
+    """``GET .../receipts``: what the counted clients of a closed phase have signed."""
+
+    round: int
+    phase: str
+    receipts: list[Witness]
+
+
 class UpdateMetadata(Message):
     """Canonical JSON under the safetensors metadata key ``promptfed`` of an update."""
 
@@ -240,6 +270,7 @@ class UpdateMetadata(Message):
     payload_sha256: Digest
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
     privacy: Annotated[SpendReport | None, Field(exclude_if=lambda given: given is None)] = None
+    receipt: Annotated[PayloadReceipt | None, Field(exclude_if=lambda given: given is None)] = None
 
 
 Figure = Annotated[Fraction | None, Field(exclude_if=lambda value: value is None)]

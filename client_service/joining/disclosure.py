@@ -196,6 +196,8 @@ class Disclosure:
         known = [tensor.bytes for tensor in exchange.tensors if tensor.bytes is not None]
         if len(known) == len(exchange.tensors) > 1:
             lines.append(f"            {sum(known):,} bytes in all")
+        if not summed:
+            lines += ["  receipt   which payload it was given, signed: other sites see it by a key, without a name"]
         return [*lines, f"  metrics   {', '.join(self.terms.metrics) or 'none'}"]
 
     def _learned(self) -> list[str]:

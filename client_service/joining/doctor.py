@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ from promptfed.client_service.joining.enrolment import (
     label_space,
     open_backbone,
 )
-from promptfed.client_service.policy import RULES, Policy, facts_of, read_policy, refusals
+from promptfed.client_service.policy import RULES, Policy, expect_origin, facts_of, read_policy, refusals
 from promptfed.client_service.protection import expect_room, groups_of, own_ledger, plan, units_of
 from promptfed.client_service.settings import Settings, make_settings, read_token
 from promptfed.client_service.training.data import domain_of, open_data
@@ -154,10 +155,12 @@ class Examination:
         if self.trouble is not None:
             raise self.trouble
         settings, token = self.settings, read_token(token_file, "enrolment token")
+        policy = read_policy(settings.policy_file)[0] if settings.policy_file is not None else None
 
         async def ask() -> tuple[EnrolmentInfo, float | None]:
             async with http_to(settings.coordinator, settings.ca_file) as http:
                 coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
+                coordinator.may_move = partial(expect_origin, policy)
                 return await coordinator.enrolment(token), coordinator.traffic.clock
 
         try:

@@ -30,8 +30,9 @@ from promptfed.client_service.joining.enrolment import (
 from promptfed.client_service.ledger import Ledger
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.noisy_counts import NoisyCounts, what_leaves
+from promptfed.client_service.payloads import PayloadChecks
 from promptfed.client_service.peers import identity_of
-from promptfed.client_service.policy import Policy, enforce, facts_of, read_policy
+from promptfed.client_service.policy import Policy, enforce, expect_origin, facts_of, read_policy
 from promptfed.client_service.private_state import Identity, PrivateState
 from promptfed.client_service.protection import SiteProtection, expect_room, groups_of, keep, own_ledger, plan, units_of
 from promptfed.client_service.serving.prediction import Predictor
@@ -109,6 +110,8 @@ class Joining:
         source, tests = await self._data()
 
         self.monitor.stage("enrolling")
+        policy = self._policy()
+        self.coordinator.may_move = partial(expect_origin, policy)
         token = self._enrolment_token(identity)
         info, token = await self._info(token, identity)
         check_protocol(info)
@@ -121,7 +124,6 @@ class Joining:
                 )
             raise FederationEnded
         method = federation_method(info)
-        policy = self._policy()
         images = len(source.train if settings.role == "trainer" else source.test)
         asked = facts_of(info, settings.coordinator, settings.role, images, units_of(info, source.train))
         enforce(policy, asked)
@@ -141,6 +143,8 @@ class Joining:
             work.counts = await self.compute.run(lambda: self._counts(info, policy, source, tests))
             work.leaving = "noisy" if work.counts is not None else "withheld"
         work.policy, work.asked, work.noise = policy, asked, self.parts.noise or SecretNoise()
+        if policy is not None and policy.payload is not None:
+            work.payloads = PayloadChecks(self.state, policy.payload, info.federation_id)
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None

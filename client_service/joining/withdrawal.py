@@ -7,10 +7,12 @@ import json
 import logging
 import time
 from datetime import UTC, datetime
+from functools import partial
 
 from promptfed.client_service.agreement import FILE, WITHDRAWN
 from promptfed.client_service.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
 from promptfed.client_service.exits import ClientError, Exit
+from promptfed.client_service.policy import expect_origin, read_policy
 from promptfed.client_service.private_state import Identity, PrivateState
 from promptfed.client_service.settings import Settings
 from promptfed.shared.exit_codes import Exit as Code
@@ -78,6 +80,8 @@ def _untold(why: str) -> bool:
 async def _send(settings: Settings, federation: str, secret: str) -> None:
     async with open_http(settings) as http:
         coordinator = CoordinatorClient(http, settings.coordinator, federation, ANSWER_SECONDS, secret)
+        if settings.policy_file is not None:
+            coordinator.may_move = partial(expect_origin, read_policy(settings.policy_file)[0])
         await coordinator.withdraw()
 
 

@@ -20,7 +20,8 @@ from promptfed.client_service.agreement import Agreement
 from promptfed.client_service.exits import ClientError, Failure
 from promptfed.client_service.faults import point
 from promptfed.client_service.noisy_counts import Leaving, NoisyCounts
-from promptfed.client_service.policy import Facts, Policy, refusals
+from promptfed.client_service.payloads import PayloadChecks, receipt, start_of
+from promptfed.client_service.policy import Facts, Policy, facts_of_task, refusals
 from promptfed.client_service.private_state import PrivateState, Provenance, Serving
 from promptfed.client_service.protection import SiteProtection
 from promptfed.client_service.secure import OwnNoise, Trained
@@ -31,7 +32,7 @@ from promptfed.client_service.training.evaluation import Evaluation
 from promptfed.client_service.training.payloads import check_payload, known_sizes, phase_of
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.messages import EvaluationRequest, Peer, Role, Task, TaskConfig, UpdateMetadata
+from promptfed.shared.messages import EvaluationRequest, PayloadReceipt, Peer, Role, Task, TaskConfig, UpdateMetadata
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.base import ClientContext, ClientInfo, Method, MethodError, Phase, TrainResult
 from promptfed.shared.methods.core.protection import Protection
@@ -68,6 +69,7 @@ class TaskWork:
     counts: NoisyCounts | None = None  # where they leave as noisy counts
     noise: Noise = field(default_factory=SecretNoise)
     policy: Policy | None = None
+    payloads: PayloadChecks | None = None  # where the site's policy has a section for them
     asked: Facts | None = None  # what the federation asks of this site, by which the policy was held when it enrolled
 
     def __post_init__(self) -> None:
@@ -84,6 +86,7 @@ class TaskWork:
             payload_sha256=task.payload.sha256,
             metrics=dict(trained.metrics),
             privacy=trained.spent,
+            receipt=self._receipt(task) if trained.update else None,
         )
         body = encode(trained.update, about.model_dump())
         self.state.write_pending(body, trained.private, trained.provenance)
@@ -102,6 +105,9 @@ class TaskWork:
         tensors, _ = decode_place(payload)
         phase = phase_of(method, task.round, task.config.rounds, task.phase)
         self._check(tensors, method, phase, task.config)
+        if self.payloads is not None:
+            own = ClientInfo(self.name, self.role, len(context.train), context.label_space, self.data.domain)
+            self.payloads.expect_plausible(task, tensors, start_of(method, self.backbone, task, own))
         trained: list[int] = []
         protection = self._protection(task, context)
         context = replace(context, count_trained=trained.append, protection=protection)
@@ -123,6 +129,8 @@ class TaskWork:
         spent = None
         if self.protection is not None and protection is not None:
             spent = self.protection.report(protection.event)
+        if self.payloads is not None:
+            self.payloads.note(task, tensors, update)
         provenance = Provenance(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
         return Trained(update, result.private, provenance, finite, spent)
 
@@ -135,6 +143,12 @@ class TaskWork:
         honest = secure.minimum - privacy.colluding
         part = PartialNoise(float(privacy.clip or 0), float(privacy.noise_multiplier or 0), honest)
         return OwnNoise(part, self.noise.stream(task.round, task.phase, self.name), self.noise.kind)
+
+    def _receipt(self, task: Task) -> PayloadReceipt | None:
+        """This client's signature of what it was given, for the others of the phase; of simulations there is none."""
+        if self.state.ephemeral or not make_method(task.config.method).one_payload:
+            return None
+        return receipt(self.state, self.agreement.consent.terms.federation_id, task)
 
     def _protection(self, task: Task, context: ClientContext) -> Protection | None:
         """The attempt's differential privacy, which the budget can afford; None where none was agreed to.
@@ -213,11 +227,16 @@ class TaskWork:
         private, provenance = self.state.committed()
         return bool(private) and provenance.privacy != "sample"
 
-    def expect_policy(self) -> None:
-        """Raise Failure where the site's policy no longer allows a task. Terms are pinned: what changes is the day."""
+    def expect_policy(self, task: Task | None = None) -> None:
+        """Raise Failure where the site's policy does not allow ``task``, by its own configuration, or no longer.
+
+        None: an answer is about to leave, whose task it has allowed; what has changed since is the day.
+        """
         if self.policy is None or self.asked is None:
             return
         now = replace(self.asked, today=datetime.now(UTC).date(), images=self._images)
+        if task is not None:
+            now = facts_of_task(task, now)
         for refusal in refusals(self.policy, now):
             raise Failure(refusal.kind, refusal.text)
 

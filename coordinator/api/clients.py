@@ -72,6 +72,7 @@ def get_enrolment(federation: EnrollingAt) -> EnrolmentInfo:
             problems.DomainMissing,
             problems.UnfitClient,
             problems.NoSamples,
+            problems.PrivacyMismatch,
             problems.StorageFull,
         ),
     },

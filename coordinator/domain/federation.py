@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from promptfed.coordinator.domain.run_state import PhasePlan, Rules, Run
 from promptfed.coordinator.domain.secure_steps import steps_of
-from promptfed.shared.messages import Domain, Peer, Role, TaskKind
+from promptfed.shared.messages import Domain, EnrolledProtection, Peer, Role, TaskKind
 from promptfed.shared.methods import method_for
 from promptfed.shared.methods.core.base import ClientInfo, Hyperparameters, Method, MethodError, Phase, ServerContext
 from promptfed.shared.methods.core.sizes import update_limit
@@ -22,7 +22,7 @@ from promptfed.shared.spec import BackboneShape, FederationSpec, SpecError
 class Client:
     """An enrolled client; ``secret_digest`` is None after a reset. ``identity_key``: with which it signs, in hex.
 
-    ``units``: what is protected at level sample, its records or groups, as it was enrolled; None: it did not say.
+    ``protection``: how it will train under differential privacy, by its own word.
     """
 
     id: str
@@ -33,7 +33,12 @@ class Client:
     class_names: tuple[str, ...]
     domain: Domain | None
     identity_key: str | None = None
-    units: int | None = None
+    protection: EnrolledProtection | None = None
+
+    @property
+    def units(self) -> int | None:
+        """What is protected at level sample, its records or groups, as it was enrolled; None: it did not say."""
+        return self.protection.units if self.protection is not None else None
 
     def info(self) -> ClientInfo:
         """The client as a method sees it: one object, however often it is asked for."""

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from promptfed.coordinator.domain import facts
 from promptfed.coordinator.domain.run_state import Run
 from promptfed.coordinator.engine.recorder import Change
+from promptfed.shared.privacy_schemas import FAILURES
 
 SECONDS = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 1800, 7200)
 
@@ -27,6 +28,9 @@ class Metrics:
         self.counted = self._counter("answers_counted", "Answers that counted when their phase closed")
         self.bytes_up = self._counter("update_bytes", "Bytes of accepted updates")
         self.bytes_down = self._counter("payload_bytes", "Bytes of payloads served")
+        self.private = self._counter(
+            "privacy_failures", "Tasks that a client's privacy budget or its site's policy refused", "kind"
+        )
         self.waiting = Gauge("promptfed_waiting_clients", "Long polls under way", registry=self.registry)
         self.streams = Gauge("promptfed_event_streams", "Event streams under way", registry=self.registry)
         self.uploads = Gauge("promptfed_uploads", "Uploads under way", registry=self.registry)
@@ -55,6 +59,11 @@ class Metrics:
         self.refusals.labels(kind).inc()
         if of_update:
             self.updates.labels("late" if kind == "phase-closed" else "refused").inc()
+
+    def failed(self, kind: str) -> None:
+        """Count a task that its client refused; others' types, which clients make up, are no labels."""
+        if kind in FAILURES:
+            self.private.labels(kind).inc()
 
     def text(self) -> bytes:
         """All figures in Prometheus' exposition format."""

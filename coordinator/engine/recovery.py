@@ -24,7 +24,7 @@ from promptfed.coordinator.domain.secure_steps import KINDS, MASK
 from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
-from promptfed.shared.messages import Domain, FederationState, Role, TaskKind
+from promptfed.shared.messages import Domain, EnrolledProtection, FederationState, Role, TaskKind
 from promptfed.shared.spec import BackboneShape, FederationSpec
 
 
@@ -135,7 +135,7 @@ def client_of(row: ClientRow) -> Client:
         class_names=tuple(row.class_names),
         domain=Domain.model_validate(row.domain) if row.domain else None,
         identity_key=row.identity_key,
-        units=row.protection["units"] if row.protection else None,
+        protection=EnrolledProtection.model_validate(row.protection) if row.protection else None,
     )
 
 

@@ -211,6 +211,8 @@ def _check_protection(federation: Federation, request: EnrolRequest) -> None:
     """What a trainer protects must be what the federation asks for: groups it has to count, records are its images."""
     privacy, given = federation.spec.privacy, request.protection
     if not privacy.protects_records or request.role != "trainer":
+        if given is not None:
+            raise problems.PrivacyMismatch(f"{federation.name} asks no {request.role} for protection of its own")
         return
     if given is None and privacy.unit == "group":
         raise problems.PrivacyMissing(
@@ -221,6 +223,9 @@ def _check_protection(federation: Federation, request: EnrolRequest) -> None:
         raise problems.PrivacyMismatch(f"{text}: {federation.name} protects every image")
     if given is not None and given.units > request.num_samples:
         raise problems.PrivacyMismatch(f"{given.units} groups of {request.num_samples} images: some would be empty")
+    if given is not None and privacy.noise_multiplier not in (None, given.noise_multiplier):
+        text = f"the client plans noise of {given.noise_multiplier:g}, the spec has {privacy.noise_multiplier:g}"
+        raise problems.PrivacyMismatch(text)
 
 
 def _check_class_names(federation: Federation, request: EnrolRequest) -> None:
@@ -280,7 +285,7 @@ def _client(request: EnrolRequest, id: str) -> Client:
         class_names=tuple(request.class_names),
         domain=request.domain,
         identity_key=request.identity_key,
-        units=request.protection.units if request.protection is not None else None,
+        protection=request.protection,
     )
 
 
@@ -297,7 +302,7 @@ def _store(change: Change, client: Client, request: EnrolRequest, token_id: str)
         "token_id": token_id,
         "last_seen": clock.now(),
         "identity_key": client.identity_key,
-        "protection": request.protection.model_dump() if request.protection is not None else None,
+        "protection": client.protection.model_dump() if client.protection is not None else None,
     }
     if client.name in change.federation.clients:
         row = change.client_row(client.name)

@@ -25,8 +25,9 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, PhaseRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import EvaluationRequest, FailureRequest, SpendReport, UpdateMetadata
+from promptfed.shared.messages import EvaluationRequest, FailureRequest, SpendReport, UpdateMetadata, receipt_body
 from promptfed.shared.privacy.accounting import training_event
+from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.tensors import TensorError, Tensors, check
 
 # No prompt comes near it, and what methods make of such numbers (squares, products of several updates) may overflow
@@ -125,8 +126,8 @@ def _is_quick(upload: Upload) -> bool:
 
 def _admit(
     registry: Registry, federation: Federation, client: Client, task_id: str, upload: Upload
-) -> tuple[float, dict[str, Any]] | None:
-    """Norm and metrics of an update that may be entered; None for the twin of one that has been."""
+) -> tuple[float, dict[str, Any], dict[str, Any] | None] | None:
+    """Norm, metrics and receipt of an update that may be entered; None for the twin of one that has been."""
     task = asked_task(registry.database, federation, client, task_id)
     if decided(federation, task, "train", None if upload.too_large else upload.sha256):
         return None
@@ -149,6 +150,7 @@ class _Update:
     held: Held
     norm: float
     metrics: dict[str, Any]
+    receipt: dict[str, Any] | None
 
     def enter(self, change: Change) -> bool:
         """Enter it, if its task is open still: the phase may have closed, or a twin of the request been faster."""
@@ -163,6 +165,7 @@ class _Update:
                 "bytes": self.upload.size,
                 "norm": self.norm,
                 "metrics": self.metrics,
+                "receipt": self.receipt,
                 "received_at": clock.now(),
                 "stored": True,
             }
@@ -223,6 +226,7 @@ def accept_failure(
         _expect_open(change.federation, task)
         _note_failure(change, task, request)
         change.send(events.Failed(client.name, clock.monotonic()))
+    registry.metrics.failed(request.type)
 
 
 def _note_failure(change: Change, task: AskedTask, request: FailureRequest) -> None:
@@ -259,8 +263,8 @@ def _expect_open(federation: Federation, task: AskedTask) -> None:
 
 def _examine(
     blobs: Blobs, federation: Federation, client: Client, task: AskedTask, upload: Upload
-) -> tuple[float, dict[str, Any]]:
-    """Norm and metrics of an update that is as it must be."""
+) -> tuple[float, dict[str, Any], dict[str, Any] | None]:
+    """Norm, metrics and receipt of an update that is as it must be."""
     phase = federation.method_phase(task.round, task.step)
     try:
         tensors, metadata = upload.tensors()
@@ -280,7 +284,23 @@ def _examine(
         raise problems.WrongPayload(
             f"the update was made from payload {about.payload_sha256}; {task.payload_sha256} was served: train again"
         )
-    return size, {**about.metrics, **spent_metrics(federation, client, about.privacy)}
+    return (
+        size,
+        {**about.metrics, **spent_metrics(federation, client, about.privacy)},
+        _receipt(federation, task, about),
+    )
+
+
+def _receipt(federation: Federation, task: AskedTask, about: UpdateMetadata) -> dict[str, Any] | None:
+    """The client's signature of the payload that it was served: others will be shown it, so it must be one."""
+    receipt = about.receipt
+    if receipt is None:
+        return None
+    key, signature = bytes.fromhex(receipt.identity_key), bytes.fromhex(receipt.signature)
+    body = receipt_body(federation.id, task.round, task.phase, about.payload_sha256)
+    if not is_signed(key, signature, "receipt", body):
+        raise problems.BadMetadata("metadata receipt: it is not its key's signature of this task's payload")
+    return receipt.model_dump()
 
 
 def spent_metrics(federation: Federation, client: Client, spent: SpendReport | None) -> dict[str, float]:
@@ -296,14 +316,16 @@ def spent_metrics(federation: Federation, client: Client, spent: SpendReport | N
         text = f"{federation.name} is protected at level {privacy.level}, and the update does not say what it cost"
         raise problems.PrivacyMissing(f"{text}: install a version of promptfed that protects")
     training, given = federation.spec.training, [event.model_dump() for event in spent.events]
-    z = privacy.noise_multiplier or given[0]["z"]
+    planned = client.protection
+    z = privacy.noise_multiplier or (planned.noise_multiplier if planned is not None else given[0]["z"])
     units = client.num_samples if client.units is None else client.units
     wanted = training_event(units, training.batch_size, training.epochs, z).as_json()
     if given != [wanted]:
         what = "samples" if privacy.unit == "record" else "groups"
         raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {what} give {wanted}")
     seeded = float(spent.noise == "seeded")
-    return {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
+    told = {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
+    return told | {"privacy_q": wanted["q"], "privacy_count": wanted["count"]}
 
 
 def _check_change(tensors: Tensors, payload: Tensors, limit: float) -> None:

@@ -132,7 +132,8 @@ class AuditRow(Base):
 class ClientRow(Base):
     """An enrolled client; ``secret_digest`` is null after the operator has reset its name.
 
-    ``token_id`` is that of the enrolment token that it came with, which may be deleted since.
+    ``token_id`` is that of the enrolment token that it came with, which may be deleted since. ``protection``: how it
+    will train under differential privacy, by its own word (`EnrolledProtection`).
     """
 
     __tablename__ = "clients"
@@ -210,7 +211,8 @@ class TaskRow(Base):
 class UpdateRow(Base):
     """The one accepted update of a task. ``stored`` is false once retention has removed its bytes.
 
-    ``judged``: what the aggregation rule made of it (``rules.Judged``), where it is not the plain mean.
+    ``judged``: what the aggregation rule made of it (``rules.Judged``), where it is not the plain mean. ``receipt``:
+    its client's signature of the payload (`PayloadReceipt`), for the other clients of the phase.
     """
 
     __tablename__ = "updates"
@@ -223,6 +225,7 @@ class UpdateRow(Base):
     received_at: Mapped[str]
     stored: Mapped[bool]
     judged: Mapped[dict[str, Any] | None]
+    receipt: Mapped[dict[str, Any] | None]
 
 
 class EvaluationRow(Base):

@@ -1,8 +1,7 @@
-"""`promptfed privacy`, `ledger`, `policy` and `audit`: costs, what was spent, what a site allows, attacks."""
+"""`promptfed privacy`, `ledger` and `policy`: costs, what was spent, what a site allows."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ from promptfed.sdk.output import console, print_json, reporting_errors, table
 privacy_app = typer.Typer(no_args_is_help=True, help="Plan what differentially private training costs.")
 ledger_app = typer.Typer(no_args_is_help=True, help="Read the privacy budget of this owner's data.")
 policy_app = typer.Typer(no_args_is_help=True, help="Write and check a site's policy.")
-audit_app = typer.Typer(no_args_is_help=True, help="Attack a result: can its training images be told from others?")
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object last, for programs")]
 LedgerFile = Annotated[Path | None, typer.Option("--ledger", help="its file; default: the data set's own")]
@@ -134,6 +132,29 @@ def verify_ledger(ledger: LedgerFile = None, dataset: Dataset = "default") -> No
         console.print(f"{own.path} holds together: {len(spends)} releases.", highlight=False, soft_wrap=True)
 
 
+@ledger_app.command()
+def adopt(
+    state_dir: Annotated[Path, typer.Option(help="the client's state folder, whose coordinator is asked")],
+    ledger: LedgerFile = None,
+    dataset: Dataset = "default",
+    coordinator: Annotated[str | None, typer.Option(help="its address now; default: as it was joined")] = None,
+    ca_file: Annotated[Path | None, typer.Option(help="PEM file of the authority that signed it")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write down what a coordinator has had of a client and an old copy of the ledger lacks."""
+    with reporting_errors(), _exits():
+        from promptfed.cli.ledger import known_spends
+
+        told, address = known_spends(state_dir, coordinator, ca_file)
+        own = _ledger(ledger, dataset)
+        added = own.adopt(told, address)
+        if as_json:
+            print_json({"ledger": str(own.path), "added": added, "epsilon": own.epsilon()})
+            return
+        what = f"{added} releases added" if added else "it lacks nothing"
+        console.print(f"{own.path}: {what}; ε = {own.epsilon():.4g} spent.", highlight=False, soft_wrap=True)
+
+
 @policy_app.command()
 def example() -> None:
     """Print a policy with comments, to begin with."""
@@ -155,50 +176,6 @@ def check(policy: Annotated[Path, typer.Argument(help="a policy file")], as_json
         console.print(f"{policy} is understood (sha256 {digest}).", highlight=False, soft_wrap=True)
         for section, values in found.model_dump(mode="json", exclude_none=True).items():
             console.print(f"  {section}: {values}", highlight=False, markup=False, soft_wrap=True)
-
-
-@audit_app.command("export")
-def audit_export(
-    export: Annotated[Path, typer.Argument(help="what `promptfed export` has written")],
-    data: Annotated[str, typer.Option(help="data URI of an owner whose images were trained on")],
-    members: Annotated[str, typer.Option(help="train or test: the part that was trained on")] = "train",
-    others: Annotated[str, typer.Option("--non-members", help="the part that was not")] = "test",
-    references: Annotated[
-        list[Path] | None, typer.Option(help="an export that was trained without these images; four or more")
-    ] = None,
-    most: Annotated[float | None, typer.Option("--max-auc", help="fail where an attack does better")] = None,
-    claimed: Annotated[
-        float | None, typer.Option("--epsilon", help="fail where the bound on ε is over this one")
-    ] = None,
-    allow_backbone: Annotated[bool, typer.Option(help="load a checkpoint that the export names")] = False,
-    as_json: Json = False,
-) -> None:
-    """Attack the final prompts with images that were trained on, and others of the same owner."""
-    with reporting_errors(), _exits():
-        from promptfed.cli.audit import attack_export
-
-        if {members, others} != {"train", "test"}:
-            raise CommandError("--members and --non-members are train and test, or the other way round", Exit.USAGE)
-        found = attack_export(export, data, members, others, references or [], allow_backbone)
-        if as_json:
-            print_json({"attacks": [asdict(one) for one in found]})
-        else:
-            console.print(
-                table(None, ["attack", "AUC (95 %)", "TPR at 1 % FPR", "ε at least"], [_row(one) for one in found])
-            )
-        worst = max(found, key=lambda one: one.auc)
-        if most is not None and worst.auc > most:
-            raise CommandError(f"the attack {worst.name} has an AUC of {worst.auc:.3f}, over {most:g}", Exit.BAD_INPUT)
-        bound = max(found, key=lambda one: one.epsilon)
-        if claimed is not None and bound.epsilon > claimed:
-            text = f"the attack {bound.name} shows ε ≥ {bound.epsilon:.2f}, and {claimed:g} is claimed"
-            raise CommandError(f"{text}: the mechanism is broken, or the claim", Exit.BAD_INPUT)
-
-
-def _row(one: Any) -> list[str]:
-    rate = next(rate for rate in one.rates if rate.at == 0.01)
-    shown = "too few images" if rate.found is None else f"{rate.found:.1%} ({rate.low:.1%} to {rate.high:.1%})"
-    return [one.name, f"{one.auc:.3f} ({one.auc_low:.3f} to {one.auc_high:.3f})", shown, f"{one.epsilon:.2f}"]
 
 
 class _exits:

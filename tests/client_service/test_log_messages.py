@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from promptfed.client_service.__main__ import JsonFormatter, TextFormatter
+from promptfed.client_service.log_messages import sentence
 from promptfed.client_service.monitor import Monitor, Status
 
 
@@ -45,6 +46,11 @@ def test_lines_for_people(caplog: pytest.LogCaptureFixture) -> None:
         "warning: failed round=4 phase=train type=MethodError detail=lower training.learning_rate",
         "the federation pets has ended",
     ]
+
+
+def test_protected_training_tells_no_seconds() -> None:
+    told = sentence("trained", {"round": 1, "rounds": 8, "phase": "train", "steps": 5, "trained_parameters": 256})
+    assert told == "round 1/8 train: 5 steps"
 
 
 def test_events_for_programs(caplog: pytest.LogCaptureFixture) -> None:

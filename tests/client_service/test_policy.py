@@ -94,6 +94,9 @@ def test_the_other_rules() -> None:
     five = Policy.model_validate({"version": 1, "secure_aggregation": {"require": True, "minimum": 5}})
     assert [one.kind for one in refusals(five, replace(FACTS, sums=3))] == ["policy-minimum"]
     assert refusals(five, replace(FACTS, sums=5)) == []
+    seen = Policy.model_validate({"version": 1, "payload": {"witnesses": 2}})
+    assert [one.kind for one in refusals(seen, replace(FACTS, common=False))] == ["policy-witnesses"]
+    assert refusals(seen, FACTS) == refusals(seen, replace(FACTS, common=False, sums=3)) == []
     names = Policy.model_validate({"version": 1, "allow": {"class_names": "federation"}})
     assert [one.kind for one in refusals(names, Facts(**{**vars(FACTS), "class_names": False}))] == ["policy-classes"]
     same = Policy.model_validate({"version": 1, "allow": {"coordinators": ["https://coordinator.example.org:443/"]}})
@@ -107,7 +110,7 @@ def test_the_other_rules() -> None:
         ("- a list", "the file"),
         ("version: [", "is no YAML"),
         ({"limit": {}}, "limit: this version does not know it"),
-        ({"payload": {"witnesses": 2}}, "payload: this version does not know it, and could not keep it"),
+        ({"payload": {"signed": 2}}, "payload.signed: this version does not know it, and could not keep it"),
         ({"privacy": {"unit": "person"}}, "privacy.unit"),
         ({"secure_aggregation": {"witnesses": 1}}, "secure_aggregation.witnesses: this version does not know it"),
         ({"secure_aggregation": {"peers": ["ed25519:12"]}}, "secure_aggregation.peers.0"),

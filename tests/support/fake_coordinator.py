@@ -56,6 +56,8 @@ class FakeCoordinator:
     peers: list[dict[str, Any]] = field(default_factory=list)
     epoch: str = "first"  # of the coordinator's process
     closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
+    spends: list[dict[str, Any]] | None = None  # that it tells of; None: it knows no such resource
+    witnesses: Callable[[int, str], list[dict[str, Any]]] = lambda round, digest: []  # of a round, and what it served
     alter: Callable[[Request], Response | None] = lambda request: None  # an answer instead of the true one
     garble: Callable[[dict[str, Any]], dict[str, Any]] = lambda task: task
 
@@ -65,6 +67,7 @@ class FakeCoordinator:
         self.global_state: Tensors = method.initial_state(context, initial_draws(7))
         last = [("evaluate", self.rounds)] if self.rounds else []
         self.plan = [("evaluate", 0), *(("train", r) for r in range(1, self.rounds + 1)), *last]
+        self.served: dict[int, str] = {}  # the payload's digest, by training round
         self.client: EnrolRequest | None = None
         self.accepted: dict[str, str] = {}
         self.evaluations: list[dict[str, Any]] = []
@@ -88,6 +91,8 @@ class FakeCoordinator:
         kind, round = self.plan[0]
         body = encode(self.global_state)
         path = f"/v1/federations/{FEDERATION}/tasks/{self.task_id}/payload"
+        if kind == "train":
+            self.served[round] = "sha256:" + hashlib.sha256(body).hexdigest()
         config = {
             "method": self.method,
             "training": self.training,
@@ -181,6 +186,18 @@ class FakeCoordinator:
                 await asyncio.sleep(min(wait, 0.05))
                 return Response(status_code=204)
             return JSONResponse(self.current_task()) if self.plan else problem(410, "ended", "the federation finished")
+
+        @app.get(base + "/spends")
+        async def spends(request: Request) -> Response:
+            if self.spends is None:
+                return problem(404, "not-found", "no such resource")
+            told = {"federation_id": FEDERATION, "client": "hospital-a", "spends": self.spends}
+            return self._refuse(request) or JSONResponse(told)
+
+        @app.get(base + "/receipts")
+        async def receipts(request: Request, round: int, phase: str) -> Response:
+            told = {"round": round, "phase": phase, "receipts": self.witnesses(round, self.served[round])}
+            return self._refuse(request) or JSONResponse(told)
 
         @app.get(base + "/tasks/{task_id}/payload")
         async def payload(task_id: str, request: Request) -> Response:

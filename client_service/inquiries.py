@@ -1,0 +1,73 @@
+"""What a client asks before it carries out a task: whether its ledger is whole, and what others were given."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from promptfed.client_service.coordinator_client import CoordinatorClient, Refused
+from promptfed.client_service.monitor import Monitor
+from promptfed.client_service.training.executor import Compute
+from promptfed.client_service.training.trainer import TaskWork
+from promptfed.shared.messages import Task, Witnesses
+from promptfed.shared.privacy_schemas import SpendList
+
+log = logging.getLogger("promptfed.client")
+
+
+@dataclass
+class Inquiries:
+    """Of one client to its coordinator. Nothing is asked that neither its budget nor its policy needs."""
+
+    coordinator: CoordinatorClient
+    work: TaskWork
+    compute: Compute
+    monitor: Monitor
+    _spends_told: bool = True  # by this coordinator; older ones know no such resource
+
+    async def before(self, task: Task) -> None:
+        """Before the payload of ``task`` is fetched.
+
+        Raises:
+            Failure: policy-witnesses.
+            ClientError: LEDGER.
+        """
+        await self.expect_whole_ledger()
+        await self._expect_witnesses(task)
+
+    async def expect_whole_ledger(self) -> None:
+        """Raise ClientError (LEDGER) where the coordinator has had what the ledger does not know: an old copy."""
+        protection = self.work.protection
+        if protection is None or protection.ledger.path is None or not self._spends_told:
+            return
+        try:
+            told = await self.coordinator.ask(SpendList, "spends")
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+            self._spends_told = False
+            log.info("this coordinator does not tell what it has had: whether the ledger is an old copy is not known")
+            return
+        await self.compute.run(lambda: protection.ledger.expect_whole(told))
+
+    async def _expect_witnesses(self, task: Task) -> None:
+        """What others were given in the last phase in which this client has trained, where its policy wants that."""
+        checks = self.work.payloads
+        waits = checks.unwitnessed(task) if checks is not None else None
+        if checks is None or waits is None:
+            return
+        round, phase = waits
+        try:
+            told = await self.coordinator.ask(Witnesses, "receipts", round=round, phase=phase)
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+            told = Witnesses(round=round, phase=phase, receipts=[])  # an older coordinator: nobody has witnessed it
+        await self.compute.run(lambda: checks.expect_witnesses(told))
+
+    def tell_payload(self) -> None:
+        """What the look at the payload found, for log and status."""
+        look = self.work.payloads.last if self.work.payloads is not None else None
+        if look is not None:
+            figures = {name: round(value, 4) for name, value in look.figures.items()}
+            self.monitor.tell("payload", verdict=look.verdict, **figures, why="; ".join(look.why) or None)

@@ -1,0 +1,44 @@
+"""``.../privacy``, ``.../spends`` and ``.../receipts``: what protection cost, and that all were given the same."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from promptfed.coordinator import problems
+from promptfed.coordinator.api import described
+from promptfed.coordinator.api.deps import NO_NUL, Calling, RegistryOf, Viewed
+from promptfed.coordinator.reports import privacy
+from promptfed.shared.messages import Witnesses
+from promptfed.shared.privacy_schemas import PrivacyView, SpendList
+
+router = APIRouter(prefix="/v1/federations/{federation}", tags=["privacy"])
+
+CLIENT = (*described.ANY_CALLER, problems.Withdrawn)
+
+
+@router.get("/privacy", responses=described.for_callers())
+def get_privacy(registry: RegistryOf, federation: Viewed) -> PrivacyView:
+    """ε by client, spent and planned, by the clients' own word; refused tasks; the smallest secure sum; warnings."""
+    with registry.database.read() as session:
+        return privacy.privacy_view(session, federation)
+
+
+@router.get("/spends", responses=described.documented(*CLIENT))
+def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
+    """What this client has spent as far as the coordinator knows: a ledger that lacks any of it is an old copy."""
+    with registry.database.read() as session:
+        return privacy.spends_of(session, caller.federation, caller.client)
+
+
+@router.get("/receipts", responses=described.documented(*CLIENT))
+def get_receipts(
+    registry: RegistryOf,
+    caller: Calling,
+    round: Annotated[int, Query(ge=0, le=100_000)] = 1,
+    phase: Annotated[str, Query(max_length=100, pattern=NO_NUL)] = "train",
+) -> Witnesses:
+    """Which payload the counted clients of a closed phase were given, each signed by its client."""
+    with registry.database.read() as session:
+        return privacy.witnesses(session, caller.federation, round, phase)

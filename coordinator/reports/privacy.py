@@ -1,0 +1,187 @@
+"""Differential privacy of a federation, from the rows: what its clients have planned, spent and refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from promptfed.coordinator.domain.federation import Client, Federation
+from promptfed.coordinator.reports.spent import spent_privacy
+from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, PhaseRow, SumRow, TaskRow, UpdateRow
+from promptfed.shared.messages import PayloadReceipt, PrivacyEvent, SpendReport, Witness, Witnesses
+from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, training_event
+from promptfed.shared.privacy_schemas import FAILURES, ClientPrivacy, PrivacyView, SpendList, SpendView
+
+MOST_RECEIPTS = 256  # that one client is shown: more witnesses than any policy asks for
+
+
+def spends_of(session: Session, federation: Federation, client: Client) -> SpendList:
+    """What one client has spent, in the order in which it was sent."""
+    found = [*_of_updates(session, federation, client), *_of_evaluations(session, federation, client)]
+    spends = sorted(found, key=lambda one: (one.at, one.round, one.phase))
+    return SpendList(federation_id=federation.id, client=client.name, spends=spends)
+
+
+def _of_updates(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
+    """Updates in the clear by their bytes, and masked ones, whose change nobody has seen."""
+    plain = (UpdateRow.sha256.label("sent"), UpdateRow.metrics, UpdateRow.received_at)
+    masked = (ExchangeRow.digest.label("sent"), ExchangeRow.metrics, ExchangeRow.received_at)
+    for table, columns in ((UpdateRow, plain), (ExchangeRow, masked)):
+        for row in _answers(session, federation, client, table, *columns):
+            spent = spent_privacy(row.metrics or {})
+            if spent is not None:
+                yield SpendView(
+                    round=row.round,
+                    phase=row.name.partition("/")[0],
+                    task_id=row.id,
+                    release=row.sent.removeprefix("sha256:") if table is UpdateRow else None,
+                    events=[_event(federation, client, row.metrics)],
+                    epsilon=spent.epsilon,
+                    delta=spent.delta,
+                    noise=spent.noise,
+                    at=row.received_at,
+                )
+
+
+def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> PrivacyEvent:
+    z, training = metrics["privacy_z"], federation.spec.training
+    if "privacy_q" in metrics:
+        q, count = metrics["privacy_q"], round(metrics["privacy_count"])
+        return PrivacyEvent(mechanism="gaussian", q=q, z=z, count=count)
+    event = training_event(client.num_samples, training.batch_size, training.epochs, z)  # stored before it was kept
+    return PrivacyEvent.model_validate(event.as_json())
+
+
+def _of_evaluations(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
+    """Noisy counts, whose evaluations say what they cost."""
+    columns = (EvaluationRow.digest, EvaluationRow.body, EvaluationRow.received_at)
+    for row in _answers(session, federation, client, EvaluationRow, *columns):
+        if row.body.get("privacy") is not None:
+            spent = SpendReport.model_validate(row.body["privacy"])
+            yield SpendView(
+                round=row.round,
+                phase=row.name,
+                task_id=row.id,
+                split="test",
+                release=None,
+                events=spent.events,
+                epsilon=spent.epsilon,
+                delta=spent.delta,
+                noise=spent.noise,
+                at=row.received_at,
+            )
+
+
+def _answers(session: Session, federation: Federation, client: Client, table: Any, *columns: Any) -> Iterator[Any]:
+    where = (TaskRow.federation_id == federation.id, TaskRow.client == client.name)
+    query = (
+        select(TaskRow.id, PhaseRow.round, PhaseRow.name, *columns)
+        .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+        .join(table, table.task_id == TaskRow.id)
+        .where(*where)
+        .order_by(table.received_at)
+    )
+    yield from session.execute(query)
+
+
+def privacy_view(session: Session, federation: Federation) -> PrivacyView:
+    """Of all clients together, with what the operator should know."""
+    given = federation.spec.privacy
+    trainers = [one for _, one in sorted(federation.clients.items()) if one.role == "trainer"]
+    protected = given.level == "sample"
+    clients = [_of_client(session, federation, one) for one in trainers] if protected else []
+    tasks = select(TaskRow.failure).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
+    kinds = Counter(failure["type"] for failure in session.scalars(tasks))
+    sums = (
+        select(func.min(SumRow.count))
+        .join(PhaseRow, PhaseRow.id == SumRow.phase_id)
+        .where(PhaseRow.federation_id == federation.id)
+    )
+    return PrivacyView(
+        level=given.level,
+        unit=given.unit if protected else None,
+        relation=RELATION,
+        accountant=ACCOUNTANT,
+        clip=given.clip,
+        noise_multiplier=given.noise_multiplier,
+        epsilon=given.epsilon,
+        delta=given.delta,
+        evaluation=given.evaluations if given.level != "none" else None,
+        withheld=_withheld(session, federation),
+        clients=clients,
+        smallest_sum=session.scalar(sums),
+        failures={kind: count for kind, count in sorted(kinds.items()) if kind in FAILURES},
+        warnings=_warnings(federation, clients),
+    )
+
+
+def _of_client(session: Session, federation: Federation, client: Client) -> ClientPrivacy:
+    spends = [one for one in spends_of(session, federation, client).spends if one.split == "train"]
+    last = spends[-1] if spends else None
+    return ClientPrivacy(
+        client=client.name,
+        planned=client.protection,
+        releases=len(spends),
+        round=last.round if last is not None else None,
+        epsilon=last.epsilon if last is not None else None,
+        delta=last.delta if last is not None else None,
+        noise_multiplier=last.events[0].z if last is not None else None,
+        noise=last.noise if last is not None else None,
+        spent=[one.epsilon for one in spends],
+    )
+
+
+def _withheld(session: Session, federation: Federation) -> int:
+    query = (
+        select(EvaluationRow.body)
+        .join(TaskRow, TaskRow.id == EvaluationRow.task_id)
+        .where(TaskRow.federation_id == federation.id)
+    )
+    return sum(bool(body.get("withheld")) for body in session.scalars(query))
+
+
+def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]:
+    found = []
+    if federation.privacy is None and federation.spec.secure_aggregation is None:
+        found.append("nothing is protected: whoever has the prompts or an update can test for a training image")
+    seeded = [one.client for one in clients if one.noise == "seeded"]
+    if seeded:
+        found.append(f"noise of a seed, which protects nothing: {', '.join(seeded)}")
+    silent = [one.client for one in clients if one.planned is None]
+    if silent:
+        found.append(f"have not said how they train, by an older version: {', '.join(silent)}")
+    over = [
+        one.client
+        for one in clients
+        if one.planned and one.epsilon and one.epsilon > one.planned.epsilon_planned * 1.01
+    ]
+    if over:
+        text = "ε of the ledger is over what this federation was to cost: other federations share it"
+        found.append(f"{text}: {', '.join(over)}")
+    return found
+
+
+def witnesses(session: Session, federation: Federation, round: int, phase: str) -> Witnesses:
+    """What the counted clients of a closed phase have signed; nothing of one that is open, or that there is not.
+
+    Poisson samples are secret: their receipts would tell how many were drawn.
+    """
+    receipts: list[Witness] = []
+    if federation.spec.participation.model_dump().get("sampling", "fixed") == "fixed":
+        query = (
+            select(UpdateRow.receipt, TaskRow.payload_sha256)
+            .join(TaskRow, TaskRow.id == UpdateRow.task_id)
+            .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+            .where(PhaseRow.federation_id == federation.id, PhaseRow.round == round, PhaseRow.name == phase)
+            .where(TaskRow.counted, UpdateRow.receipt.is_not(None))
+            .order_by(TaskRow.client)
+            .limit(MOST_RECEIPTS)
+        )
+        for receipt, payload in session.execute(query):
+            signed = PayloadReceipt.model_validate(receipt)
+            receipts.append(Witness(**signed.model_dump(), payload_sha256=payload))
+    return Witnesses(round=round, phase=phase, receipts=receipts)

@@ -1,0 +1,140 @@
+"""What the coordinator tells of differential privacy: to its operator of all clients, to a client of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from promptfed.shared.messages import receipt_body
+from promptfed.shared.privacy.accounting import training_event
+from promptfed.shared.secagg.keys import new_identity, public_identity, sign
+from promptfed.shared.tensors import encode
+from tests.support.coordinators import InThread
+from tests.support.fake_clients import FakeClient
+from tests.support.open_phases import kind, open_first_phase
+
+GOOD = {"context": torch.ones(4, 8)}
+SAMPLE = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+PLANNED = {"units": 10, "noise_multiplier": 1.0, "epsilon_planned": 4.5, "delta": 1e-3}
+
+
+def body(task: dict[str, Any], units: int, **more: Any) -> bytes:
+    """A protected update of a batch of 32 and one epoch."""
+    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(units, 32, 1, 1.0).as_json()]}
+    about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
+    return encode(GOOD, about | {"privacy": spent} | more)
+
+
+def read(client: FakeClient, what: str, **asked: Any) -> httpx.Response:
+    return client.http.get(f"{client.path}/{what}", params=asked, headers=client.headers)
+
+
+@pytest.mark.both_databases
+def test_what_a_client_has_spent_is_told_to_it_and_to_the_operator(coordinator: InThread) -> None:
+    federation, (a, b), (task, _) = open_first_phase(coordinator, privacy=SAMPLE)
+    units = coordinator.get(f"{federation}/clients")["clients"][0]["num_samples"]
+    before = coordinator.get(f"{federation}/privacy")
+    told = [(one["client"], one["releases"], one["epsilon"]) for one in before["clients"]]
+    assert told == [("a", 0, None), ("b", 0, None)]
+    sent = body(task, units)
+    receipt = a.send(task, sent)
+    assert receipt.status_code == 201, receipt.text
+    own = read(a, "spends").json()
+    assert (own["client"], len(own["spends"])) == ("a", 1)
+    (one,) = own["spends"]
+    assert one["release"] == receipt.json()["sha256"].removeprefix("sha256:")
+    assert one["events"] == [training_event(units, 32, 1, 1.0).as_json()]
+    assert (one["epsilon"], one["delta"], one["noise"], one["round"], one["split"]) == (1.5, 1e-3, "seeded", 1, "train")
+    assert read(b, "spends").json()["spends"] == []
+    view = coordinator.get(f"{federation}/privacy")
+    assert [view[key] for key in ("level", "clip", "noise_multiplier", "evaluation")] == [
+        "sample",
+        0.3,
+        1.0,
+        "withheld",
+    ]
+    told = [(one["client"], one["releases"], one["spent"]) for one in view["clients"]]
+    assert told == [("a", 1, [1.5]), ("b", 0, [])]
+    assert any("noise of a seed" in text and text.endswith(": a") for text in view["warnings"])
+    assert any("have not said how they train" in text for text in view["warnings"])
+
+
+def test_what_a_client_plans_is_stored_shown_and_held_against_its_updates(coordinator: InThread) -> None:
+    federation = coordinator.create(privacy=SAMPLE | {"noise_multiplier": None, "epsilon": 5.0})
+    token = coordinator.token(federation)
+    clients = [FakeClient(coordinator.http, federation, name) for name in ("a", "b")]
+    for wrong in ({"units": 11}, {"units": 9}):
+        refused = clients[0].enrol(token, protection=PLANNED | wrong)
+        assert (refused.status_code, kind(refused)) == (422, "privacy-mismatch"), refused.text
+    for one in clients:
+        assert one.enrol(coordinator.token(federation), protection=PLANNED).status_code == 201
+    coordinator.post(f"{federation}/start")
+    (task, _) = coordinator.training(clients)
+    [one, _] = coordinator.get(f"{federation}/privacy")["clients"]
+    assert one["planned"] == PLANNED
+    less = encode(
+        GOOD,
+        {
+            "task_id": task["task_id"],
+            "payload_sha256": task["payload"]["sha256"],
+            "metrics": {},
+            "privacy": {
+                "epsilon": 9.0,
+                "delta": 1e-3,
+                "noise": "secret",
+                "events": [training_event(10, 32, 1, 0.5).as_json()],
+            },
+        },
+    )
+    assert kind(clients[0].send(task, less)) == "privacy-mismatch", "less noise than it has declared"
+    assert clients[0].send(task, body(task, 10)).status_code == 201
+
+
+def test_a_federation_without_protection_takes_no_plan_and_is_told_so(coordinator: InThread) -> None:
+    federation = coordinator.create()
+    client = FakeClient(coordinator.http, federation, "a")
+    assert kind(client.enrol(coordinator.token(federation), protection=PLANNED)) == "privacy-mismatch"
+    view = coordinator.get(f"{federation}/privacy")
+    assert (view["level"], view["unit"], view["clients"], view["smallest_sum"]) == ("none", None, [], None)
+    assert "nothing is protected" in view["warnings"][0]
+
+
+def test_refused_tasks_of_budgets_and_policies_are_counted_by_kind(coordinator: InThread) -> None:
+    federation, (a, b), (task, other) = open_first_phase(coordinator, privacy=SAMPLE)
+    for client, asked, why in ((a, task, "privacy-budget-exhausted"), (b, other, "MethodError")):
+        url = f"{client.path}/tasks/{asked['task_id']}/failure"
+        told = client.http.post(url, json={"type": why, "detail": "no"}, headers=client.headers)
+        assert told.status_code == 200
+    assert coordinator.get(f"{federation}/privacy")["failures"] == {"privacy-budget-exhausted": 1}
+    metrics = coordinator.http.get("/metrics").text
+    assert 'promptfed_privacy_failures_total{kind="privacy-budget-exhausted"} 1.0' in metrics
+    assert "MethodError" not in metrics
+
+
+def signed(federation: str, task: dict[str, Any], private: bytes, **changes: Any) -> dict[str, str]:
+    about = receipt_body(federation, task["round"], task["phase"], task["payload"]["sha256"]) | changes
+    return {
+        "identity_key": public_identity(private).hex(),
+        "signature": sign(private, "receipt", about).hex(),
+    }
+
+
+def test_receipts_of_counted_clients_are_shown_to_clients_once_the_phase_is_closed(coordinator: InThread) -> None:
+    federation, (a, b), (task, other) = open_first_phase(coordinator, rounds=2)
+    id, keys = coordinator.get(federation)["id"], (new_identity(), new_identity())
+    about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {}}
+    forged = encode(GOOD, about | {"receipt": signed(id, task, keys[0], round=7)})
+    assert kind(a.send(task, forged)) == "bad-metadata"
+    assert a.send(task, encode(GOOD, about | {"receipt": signed(id, task, keys[0])})).status_code == 201
+    assert read(a, "receipts", round=1, phase="train").json()["receipts"] == [], "the phase is open still"
+    about = about | {"task_id": other["task_id"]}
+    assert b.send(other, encode(GOOD, about | {"receipt": signed(id, other, keys[1])})).status_code == 201
+    coordinator.task(a)
+    told = read(a, "receipts", round=1, phase="train").json()
+    assert [one["identity_key"] for one in told["receipts"]] == [public_identity(key).hex() for key in keys]
+    assert {one["payload_sha256"] for one in told["receipts"]} == {task["payload"]["sha256"]}
+    assert read(a, "receipts", round=1, phase="other").json()["receipts"] == []
+    assert "client" not in told["receipts"][0]
