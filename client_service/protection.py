@@ -271,11 +271,3 @@ def _noise(privacy: PrivacySpec, delta: float, shape: Event) -> float:
 def _check_allowed(privacy: PrivacySpec, delta: float) -> None:
     if privacy.delta is not None and delta > privacy.delta:
         raise PrivacyError(f"the ledger's δ = {delta:g} is larger than the federation allows ({privacy.delta:g})")
-
-
-def own_ledger(settings: Settings, policy: Policy | None) -> Ledger:
-    """The ledger of the data set that the policy names, else the settings."""
-    dataset = (policy and policy.dataset) or settings.dataset
-    if settings.ledger is None and policy is not None and policy.ledger is not None:
-        return Ledger(Path(policy.ledger).expanduser(), dataset)
-    return Ledger(settings.model_copy(update={"dataset": dataset}).ledger_file, dataset)

@@ -1,4 +1,4 @@
-"""Membership inference against an export: what its prompts tell of an owner's images."""
+"""Membership inference: what an export, stored updates, or shadows of a run tell of an owner's images."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ import torch
 from promptfed.cli.predict import model_of_export
 from promptfed.client_service.training.data import ClientData
 from promptfed.experiments.membership import Attack, Scores, attack, likelihood_ratio, log_odds, losses
+from promptfed.experiments.shadows import Plan, Shadows, run_shadows
+from promptfed.experiments.stored_updates import Attacker, read_stored
+from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.export import open_backbone_of
+from promptfed.runtime.run_file import read_run
+from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.clip import FeatureCache
+from promptfed.sdk.output import messages
+from promptfed.sdk.result import FederationResult
+from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source, open_source
+from promptfed.shared.methods.core.base import Classifier
 
 
 def attack_export(
@@ -45,6 +53,61 @@ def attack_export(
                 ratios.append(likelihood_ratio(log_odds(*logits[part]), odds))
             found.append(attack("lira", ratios[0], ratios[1]))
     return found
+
+
+def attack_updates(
+    store: Path,
+    federation: str,
+    client: str,
+    uri: str,
+    parts: tuple[str, str],
+    most: int,
+    delta: float,
+    allow_backbone: bool,
+) -> list[Attack]:
+    """The attacks on a client's stored updates, of (members, others) of ``uri`` at most so many.
+
+    Raises:
+        CommandError: the folder, the federation, the data or the backbone cannot be used.
+    """
+    stored = read_stored(store, federation, client)
+    try:
+        source = open_source(uri, "trainer")
+    except DataError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    backbone = open_backbone(stored.spec.backbone, allow_backbone=allow_backbone)
+    torch.set_num_threads(stored.spec.training.threads)
+    with TemporaryDirectory(prefix="promptfed-audit-") as features:
+        data = ClientData(source, backbone, FeatureCache(Path(features)))
+        return Attacker(stored, client, backbone, data).attacks(*parts, most, delta)
+
+
+def attack_run(path: Path, client: str | None, seeds: int, canaries: int, allow_backbone: bool, quiet: bool) -> Shadows:
+    """Shadows of a run file, each trained on another half of a client's images.
+
+    Raises:
+        CommandError: the run file, the client, its data or the backbone cannot be used, or a run failed.
+    """
+    run = read_run(path)
+    spec = resolve(run.spec)
+    chosen = client or next((site.name for site in run.sites if site.role == "trainer"), "")
+    plan = Plan(spec.model_dump(mode="json"), tuple(run.sites), chosen, seeds, canaries)
+    backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone)
+
+    def tell(number: int) -> None:
+        if not quiet:
+            messages.print(f"run {number + 1} of {seeds}", highlight=False)
+
+    with TemporaryDirectory(prefix="promptfed-audit-") as features:
+        return run_shadows(plan, served, backbone, FeatureCache(Path(features)), tell)
+
+
+def served(
+    result: FederationResult, backbone: Backbone, names: tuple[str, ...]
+) -> tuple[Classifier, Classifier | None]:
+    """What a result's global state classifies with by itself, and the template."""
+    model = AdaptedModel.of(result).serve(backbone, names)
+    return model.classifier, model.template
 
 
 def _logits(

@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import typer
 
 from promptfed.cli import bench_options as options
+from promptfed.cli.audits import attack_app
 from promptfed.cli.common import AllowBackbone, BackboneFile, TokenFile, Url
 from promptfed.cli.data import data_app
 from promptfed.cli.federation import federation_app
 from promptfed.cli.operators import audit_app, operator_app
-from promptfed.cli.privacy import audit_app as attack_app
 from promptfed.cli.privacy import ledger_app, policy_app, privacy_app
 from promptfed.cli.prompts import prompts_app
 from promptfed.cli.result_commands import add_commands

@@ -84,7 +84,20 @@ UNPROTECTED = (
 
 
 def _privacy(given: PrivacySummary | None, summed: bool = False) -> str:
-    """What ε covers and what not; clients' ε and noise are their own word."""
+    """What ε covers and what not; clients' ε and noise are their own word. Then what attacks have found."""
+    parts = [_covered(given, summed)]
+    if given is not None and given.audit:
+        rows = [
+            [one.attack, f"{one.members} and {one.others}", f"{one.auc:.3f} ({one.auc_low:.3f} to {one.auc_high:.3f})",
+             "too few images" if one.tpr_at_1 is None else f"{one.tpr_at_1:.1%}", f"{one.epsilon:.2f}"]
+            for one in given.audit
+        ]  # fmt: skip
+        head = ["attack", "members and others", "AUC (95 %)", "found at 1 % false alarms", "ε at least"]
+        parts += ["What `promptfed audit` has found with an owner's images:", _table(head, rows)]
+    return "\n\n".join(parts)
+
+
+def _covered(given: PrivacySummary | None, summed: bool) -> str:
     if given is None or given.epsilon_max is None:
         return UNPROTECTED
     if given.level == "client":

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from promptfed.sdk.client import parse
 from promptfed.shared.api_schemas import ClientView, FederationView
@@ -46,6 +46,23 @@ class SumsSummary(BaseModel):
     threshold: float
 
 
+class AuditFigures(BaseModel):
+    """What one attack of `promptfed audit` has found, on how many images that were trained on and others.
+
+    ``auc`` with its 95 % interval; ``tpr_at_1``: members found at 1 % false alarms, None where the images are too few;
+    ``epsilon``: what it shows of ε at least.
+    """
+
+    attack: str
+    members: int
+    others: int
+    auc: float
+    auc_low: float
+    auc_high: float
+    tpr_at_1: float | None
+    epsilon: float
+
+
 class PrivacySummary(BaseModel):
     """Differential privacy of a result: ε of the clients' ledgers at their largest δ, with the least noise of any.
 
@@ -67,6 +84,7 @@ class PrivacySummary(BaseModel):
     accountant: str = ACCOUNTANT
     rounds_counted: int
     evaluation: str
+    audit: Annotated[list[AuditFigures] | None, Field(exclude_if=lambda found: found is None)] = None
 
 
 @dataclass(frozen=True)
