@@ -75,33 +75,35 @@ class Shadows:
             if chosen.sum() < 2:
                 continue
             tables = {"loss": [run.loss for run in self.runs], "gained": [run.gained for run in self.runs]}
-            tables |= {"lira": self._ratios()} if self._references() >= LEAST_REFERENCES else {}
+            tables |= {"lira": self._ratios()} if len(self.runs) >= 2 * LEAST_REFERENCES else {}
             if not what and len(self.runs) > LEAST_SHADOWS:
                 tables["features"] = self._regressed(chosen)
             found += [self._attack(name + what, scores, chosen, delta) for name, scores in tables.items()]
         return found
 
-    def _references(self) -> int:
-        """Runs beside which each image can be held: one that had it not is none of its own."""
-        return int((~np.stack([run.present for run in self.runs])).sum(axis=0).min()) - 1
-
     def _attack(self, name: str, scores: Sequence[Scores], chosen: NDArray[np.bool_], delta: float) -> Attack:
-        pairs = list(zip(scores, self.runs, strict=True))
-        members = np.concatenate([score[chosen & run.present] for score, run in pairs])
-        others = np.concatenate([score[chosen & ~run.present] for score, run in pairs])
+        kept = [chosen & ~np.isnan(score) for score in scores]
+        both = list(zip(scores, self.runs, kept, strict=True))
+        members = np.concatenate([score[known & run.present] for score, run, known in both])
+        others = np.concatenate([score[known & ~run.present] for score, run, known in both])
         return attack(name, members, others, delta)
 
     def _ratios(self) -> list[Scores]:
-        """LiRA, each run beside those of the others that had not the image, as many of them for every image."""
+        """LiRA, each run beside four others that had not the image; NaN where fewer had it not.
+
+        Four for every image, and whether there are does not depend on this run's own coin.
+        """
         present, odds = np.stack([run.present for run in self.runs]), np.stack([run.odds for run in self.runs])
-        count, found = self._references(), []
+        found = []
         for at in range(len(self.runs)):
             absent = ~present
             absent[at] = False
-            rows = np.argsort(~absent, axis=0, kind="stable")[:count]
+            rows = np.argsort(~absent, axis=0, kind="stable")[:LEAST_REFERENCES]
             references = np.take_along_axis(odds, rows, axis=0)
-            spread = references.std(axis=0, ddof=1) if count >= 16 else np.sqrt(references.var(axis=0, ddof=1).mean())
-            found.append(stats.norm.cdf((odds[at] - references.mean(axis=0)) / np.maximum(spread, 1e-9)))
+            enough = absent.sum(axis=0) >= LEAST_REFERENCES
+            spread = np.sqrt(references.var(axis=0, ddof=1)[enough].mean()) if enough.any() else 1.0
+            ratio = stats.norm.cdf((odds[at] - references.mean(axis=0)) / max(float(spread), 1e-9))
+            found.append(np.where(enough, ratio, np.nan))
         return found
 
     def _regressed(self, chosen: NDArray[np.bool_]) -> list[Scores]:
@@ -166,7 +168,7 @@ def run_shadows(
     cache: FeatureCache,
     progress: Callable[[int], None] = lambda number: None,
 ) -> Shadows:
-    """Run them all. Each image of the client is in half of the runs, which half is drawn by a seed of its own.
+    """Run them all. A fair coin for each image of the client and each run says whether it is in.
 
     Raises:
         CommandError: the client, its data or the canaries cannot be used, or a run failed.
@@ -183,11 +185,11 @@ def run_shadows(
         raise CommandError(f"{plan.canaries} canaries of {count} images: give fewer", Exit.BAD_INPUT)
     draws = np.random.default_rng(derive_seed(int(plan.spec.get("seed", 0)), "audit"))
     labels, wrong = mislabelled(source, plan.canaries, draws)
-    halves = np.stack([draws.permutation(plan.seeds) for _ in range(count)], axis=1) < plan.seeds / 2
+    coins = draws.integers(0, 2, (plan.seeds, count)).astype(bool)
     everything = torch.arange(count)
     whole = replace(source, train=SharedSplit(source.train, everything, labels))
     runs = []
-    for number, present in enumerate(halves):
+    for number, present in enumerate(coins):
         progress(number)
         result = _simulated(plan, site, source, labels, present, number, backbone, cache)
         both = serve(result, backbone, source.class_names)

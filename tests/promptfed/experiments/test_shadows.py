@@ -36,10 +36,10 @@ def made_up(runs: int, images: int, canaries: int, gap: float, seed: int = 0) ->
     """Scores of a normal distribution, ``gap`` standard deviations higher for members."""
     draws = np.random.default_rng(seed)
     wrong = np.arange(images) < canaries
-    halves = np.stack([draws.permutation(runs) for _ in range(images)], axis=1) < runs / 2
+    coins = draws.integers(0, 2, (runs, images)).astype(bool)
     hard = draws.normal(size=images) * 3  # what makes an image likely whether it was in or not
     found = []
-    for present in halves:
+    for present in coins:
         own = draws.normal(size=images) + gap * present
         odds = own + hard
         found.append(Shadow(present, odds, odds, own, np.column_stack([odds, hard]), None))
@@ -50,7 +50,7 @@ def test_references_take_out_what_makes_an_image_easy() -> None:
     found = {one.name: one for one in made_up(12, 400, 0, 2.0).attacks(1e-5)}
     assert set(found) == {"loss", "gained", "lira", "features"}
     assert 0.6 < found["loss"].auc < 0.75  # Φ(2/(√2·√10)) = 0.67: most of the spread is the images' own
-    assert found["lira"].auc > 0.87  # Φ(2/√(2·(1 + 1/5))) = 0.90
+    assert abs(found["lira"].auc - 0.897) < 0.02  # Φ(2/√(2·(1 + 1/4)))
     assert abs(found["gained"].auc - 0.921) < 0.02  # Φ(2/√2)
     assert found["features"].auc > 0.9, "the regression takes the images' own part out, as it is told of it"
 
@@ -99,14 +99,14 @@ def test_a_logistic_regression_is_the_one_that_minimises_its_objective() -> None
     assert np.allclose(found, known, atol=1e-3)
 
 
-def test_runs_are_of_the_real_federation_and_each_image_is_in_half_of_them(tmp_path: Path) -> None:
+def test_runs_are_of_the_real_federation_with_other_images_each_time(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     backbone, cache = load_backbone(tiny.MODEL, tiny.PRETRAINED), FeatureCache(tmp_path)
     spec = SPEC | {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0}}
     plan = Plan(spec, (Site("a", DATA),), "a", 4, 6)
     shadows = run_shadows(plan, served, backbone, cache)
     present = np.stack([run.present for run in shadows.runs])
-    assert (present.sum(axis=0) == 2).all()
+    assert 0.3 < present.mean() < 0.7
     assert shadows.canaries.sum() == 6
     assert shadows.claimed is not None
     assert 0 < shadows.claimed < 10
