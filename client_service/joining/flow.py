@@ -293,8 +293,7 @@ class Joining:
 
     def _policy(self) -> Policy | None:
         """The site's policy. Raises ClientError (POLICY) where one is there and cannot be used."""
-        path = self.settings.policy_file
-        if path is None:
+        if (path := self.settings.policy_file) is None:
             return None
         policy, digest = read_policy(path)
         log.info("this site's policy %s (sha256 %s) is enforced", path, digest)
