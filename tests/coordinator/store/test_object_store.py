@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,9 +60,9 @@ def played(coordinator: InThread, **changes: Any) -> tuple[str, list[FakeClient]
     return federation, clients
 
 
-def half_played(coordinator: InThread) -> tuple[str, list[FakeClient]]:
+def half_played(coordinator: InThread, **changes: Any) -> tuple[str, list[FakeClient]]:
     """A federation whose clients' first updates are accepted, and the phase not closed yet: it is paused."""
-    federation = coordinator.create()
+    federation = coordinator.create(**changes)
     clients = coordinator.enrol(federation, "a", "b")
     coordinator.post(f"{federation}/start")
     tasks = coordinator.training(clients)
@@ -69,6 +70,15 @@ def half_played(coordinator: InThread) -> tuple[str, list[FakeClient]]:
     for client, task in zip(clients, tasks, strict=True):
         assert client.answer(task).status_code == 201
     return federation, clients
+
+
+def go_on(coordinator: InThread, federation: str, clients: list[FakeClient]) -> None:
+    """From a pause to the end, with another coordinator."""
+    for client in clients:
+        client.http = coordinator.http
+    coordinator.post(f"{federation}/resume")
+    drive(clients)
+    assert coordinator.get(federation)["state"] == "finished"
 
 
 def digest_and_body(client: FakeClient) -> tuple[str, bytes]:
@@ -125,6 +135,41 @@ def test_a_damaged_object_is_named_and_the_same_bytes_mend_it(served: InThread, 
     served.until(federation, state="running", reason=None)
     drive([a, b])
     assert served.get(federation)["state"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retention", ["all", "last_round"])
+@pytest.mark.parametrize("objects", ["copied back", "left as they are"])
+def test_a_backup_that_is_restored_goes_on_to_the_same_state(
+    tmp_path: Path, object_store: str, retention: str, objects: str
+) -> None:
+    """Without a copy of the objects too: what retention has taken meanwhile is asked for again, or made again."""
+    asked = {"rounds": 3, "retention": retention}
+    with in_thread(tmp_path / "files") as coordinator:
+        federation, _ = played(coordinator, **asked)
+        undisturbed = coordinator.get(federation)["state_hash"]
+    data, backup, bucket = tmp_path / "data", tmp_path / "backup", Bucket(object_store)
+    with in_thread(data, store=object_store) as coordinator:
+        federation, clients = half_played(coordinator, **asked)
+    copied = {key: bucket.read(key) for key in keys(object_store)}
+    shutil.copytree(data, backup)
+    with in_thread(data, store=object_store) as coordinator:
+        go_on(coordinator, federation, clients)
+        later = coordinator.get(federation)["state_hash"]
+        if retention == "last_round":
+            wait_for("the removal", lambda: not copied.keys() & keys(object_store))
+    shutil.rmtree(data)
+    shutil.copytree(backup, data)
+    if objects == "copied back":
+        bucket.remove(keys(object_store))
+        for key, content in copied.items():
+            bucket.put(key, content)
+    with in_thread(data, store=object_store) as coordinator:
+        assert coordinator.get(federation)["state"] == "paused"
+        go_on(coordinator, federation, clients)
+        restored = coordinator.get(federation)["state_hash"]
+        assert {d[7:] for d in coordinator.registry.blobs.all()} <= names(object_store)
+    assert undisturbed == later == restored
 
 
 @pytest.mark.slow
