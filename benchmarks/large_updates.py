@@ -4,6 +4,7 @@ A real coordinator process; this process plays the clients of ``fedavg`` with al
 it makes one after another in a file and streams. The bar: under 1 GB above idle with ten clients.
 
     python -m benchmarks.large_updates --json benchmarks/large_updates.json
+    python -m benchmarks.large_updates --clients 5 --rule krum --json benchmarks/large_updates_krum.json
 
 - anonymous: the process's own memory (RssAnon), the most at any moment, above what it was before anybody enrolled.
   What is mapped from files is the system's to take back, and is told beside it (peak: VmHWM with it).
@@ -86,12 +87,14 @@ def changes(options: dict[str, Any]) -> Tensors:
     return {spec.name: torch.randn(spec.resolve(dims), generator=draws).mul_(1e-4) for spec in phase.up}
 
 
-def run(clients: int, options: dict[str, Any], folder: Path) -> dict[str, Any]:
+def run(clients: int, options: dict[str, Any], folder: Path, rule: str = "mean") -> dict[str, Any]:
     """One round."""
     coordinator = CoordinatorProcess(folder / "data")
     try:
         watch = Watch(coordinator.pid)
         spec = {"name": "large", "method": {"name": "fedavg", **options}, "rounds": 2}
+        if rule != "mean":
+            spec |= {"aggregation": {"rule": rule}, "participation": {"min_clients": clients, "quorum": 1.0}}
         id = coordinator.post("/v1/federations", json=spec, status=201)["id"]
         token = coordinator.post(f"/v1/federations/{id}/enrolment-tokens", json={"uses": clients}, status=201)["token"]
         players = [FakeClient(coordinator.http, id, f"site-{number:02}") for number in range(clients)]
@@ -118,6 +121,7 @@ def run(clients: int, options: dict[str, Any], folder: Path) -> dict[str, Any]:
         watch.end()
         return {
             "clients": clients,
+            "rule": rule,
             "bytes": sent // clients,
             "anonymous_above_idle": watch.most - watch.idle,
             "idle": watch.idle,
@@ -174,11 +178,14 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--clients", type=int, default=10)
     options.add_argument("--trainable", default="all")
+    options.add_argument(
+        "--rule", default="mean", help="krum or multi_krum with five clients or more, flame with three"
+    )
     options.add_argument("--most", type=int, default=1 << 30, help="bytes of anonymous memory above idle")
     given = options.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="large-") as folder:
-        found = run(given.clients, {"trainable": given.trainable}, Path(folder))
+        found = run(given.clients, {"trainable": given.trainable}, Path(folder), given.rule)
     write(given.json, {"machine": machine(), **found})
     above = found["anonymous_above_idle"]
     print(
