@@ -100,6 +100,11 @@ def test_the_methods_tables_are_what_the_code_says() -> None:
     assert tables.shown() == {"options": set(METHODS.own()), "cost": set(METHODS.own())}
 
 
+def test_the_readme_lists_each_method_once() -> None:
+    listed = (ROOT / "README.md").read_text().partition("## Methods\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"`(\w+)`", listed.replace("`promptfed methods`", ""))) == sorted(METHODS)
+
+
 @pytest.mark.parametrize("method", PAPERS)
 def test_each_papers_method_has_a_page_with_everything(method: str) -> None:
     text = (DOCS / "methods" / f"{method}.md").read_text()
