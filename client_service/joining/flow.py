@@ -117,12 +117,7 @@ class Joining:
         check_protocol(info)
         identity = self.state.bind(identity, info.federation_id)
         self.coordinator.federation = info.federation_id
-        if info.state in ENDED and not settings.serve:
-            if identity.client_id is None:
-                raise ClientError(
-                    Exit.REFUSED, f"the federation {info.name} is {info.state}: nobody can enrol any more"
-                )
-            raise FederationEnded
+        self._expect_use(info, identity)
         method = federation_method(info)
         images = len(source.train if settings.role == "trainer" else source.test)
         asked = facts_of(info, settings.coordinator, settings.role, images, units_of(info, source.train))
@@ -137,14 +132,9 @@ class Joining:
         backbone = await self._backbone(info, method)
         agreement.pin(backbone.fingerprint)
         work = self._work(backbone, agreement, source, tests)
-        work.protection = protection
-        work.leaving = what_leaves(info, method, settings.role, policy, self.parts.plain_evaluations)
-        if work.leaving == "noisy":
-            work.counts = await self.compute.run(lambda: self._counts(info, policy, source, tests))
-            work.leaving = "noisy" if work.counts is not None else "withheld"
-        work.policy, work.asked, work.noise = policy, asked, self.parts.noise or SecretNoise()
-        if policy is not None and policy.payload is not None:
-            work.payloads = PayloadChecks(self.state, policy.payload, info.federation_id)
+        work.protection, work.noise = protection, self.parts.noise or SecretNoise()
+        work.policy, work.asked = policy, asked
+        await self._guard(work, info, method, source, tests)
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None
@@ -155,6 +145,26 @@ class Joining:
         await self._enrol(identity, token, request, source)
         await self.compute.run(lambda: _restore(work, self.compute))
         return work
+
+    def _expect_use(self, info: EnrolmentInfo, identity: Identity) -> None:
+        """Raises ClientError or FederationEnded where it is over and this client would not serve either."""
+        if info.state not in ENDED or self.settings.serve:
+            return
+        if identity.client_id is None:
+            raise ClientError(Exit.REFUSED, f"the federation {info.name} is {info.state}: nobody can enrol any more")
+        raise FederationEnded
+
+    async def _guard(
+        self, work: TaskWork, info: EnrolmentInfo, method: Method, source: Source, tests: Mapping[str, Source]
+    ) -> None:
+        """What may leave with evaluations, and what payloads are held against, by the site's policy."""
+        policy = work.policy
+        work.leaving = what_leaves(info, method, self.settings.role, policy, self.parts.plain_evaluations)
+        if work.leaving == "noisy":
+            work.counts = await self.compute.run(lambda: self._counts(info, policy, source, tests))
+            work.leaving = "noisy" if work.counts is not None else "withheld"
+        if policy is not None and policy.payload is not None:
+            work.payloads = PayloadChecks(self.state, policy.payload, info.federation_id)
 
     def _counts(
         self, info: EnrolmentInfo, policy: Policy | None, source: Source, tests: Mapping[str, Source]

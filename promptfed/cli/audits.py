@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,7 +119,7 @@ def _expect_parts(members: str, others: str) -> None:
         raise CommandError("--members and --non-members are train and test, or the other way round", Exit.USAGE)
 
 
-def _tell(found: Sequence[Any], as_json: bool, facts: dict[str, Any] | None = None) -> None:
+def _tell(found: Sequence[Any], as_json: bool, facts: Mapping[str, object] | None = None) -> None:
     if as_json:
         print_json({**(facts or {}), "attacks": [asdict(one) for one in found]})
         return
