@@ -33,6 +33,7 @@ SOURCES = {
     "pacs": _DOMAIN_SETS,
     "vlcs": _DOMAIN_SETS,
     "office_home": "hemanthdv.org/officeHomeDataset.html",
+    "terra_incognita": _DOMAIN_SETS,
     "office_home_10": "hemanthdv.org/officeHomeDataset.html, ten classes of it",
     "domainnet": "ai.bu.edu/M3SDA",
     "office31": "the links in github.com/jindongwang/transferlearning (data)",
@@ -56,8 +57,8 @@ def _labelled(methods: object) -> object:
 class Preset(BaseModel):
     """One table. ``methods``: entries by the label that the table shows, which a list leaves to be the entry itself.
 
-    ``each`` runs one panel for each of several data sets, by name in the place of ``{data}``, with ``clients`` where
-    their numbers differ. ``columns`` are those of ``paper``, the printed figures by panel and label;
+    ``each`` runs one panel for each of several data sets, by name in the place of ``{data}``, with ``clients`` and
+    ``domains`` where theirs differ. ``columns`` are those of ``paper``, the printed figures by panel and label;
     ``reduced_targets`` the targets of a reduced run, all by default; ``notes`` stand below the table.
     """
 
@@ -71,6 +72,7 @@ class Preset(BaseModel):
     m: int | None = None
     each: tuple[str, ...] = ()
     clients: dict[str, int] = {}
+    domains: dict[str, tuple[str, ...]] = {}
     columns: tuple[str, ...] = ()
     paper: dict[str, Figures] = {}
     reduced_targets: tuple[str, ...] = ()
@@ -89,6 +91,7 @@ class Preset(BaseModel):
             data=tuple(uri.replace("{root}", root) for uri in uris),
             targets=self.reduced_targets if reduced else self.setting.targets,
             clients=self.clients.get(panel, self.setting.clients),
+            domains=self.domains.get(panel, self.setting.domains),
         )
 
     def bench(
@@ -109,13 +112,14 @@ class Preset(BaseModel):
         """Where below ``root`` the data are looked for, in which layout, and where they come from."""
         told: list[str] = []
         for panel in self.panels():
-            for uri in self.setting_of(panel, root).data:
+            setting = self.setting_of(panel, root)
+            for uri in setting.data:
                 scheme, _, body = uri.partition("?")[0].partition(":")
                 if scheme == "torchvision":
                     where = uri.partition("root=")[2].partition("&")[0]
                     told.append(f"{body} as torchvision's {body}({where!r}, download=True) leaves it")
                 else:
-                    domains = f" (each of {', '.join(self.setting.domains)})" if "{domain}" in uri else ""
+                    domains = f" (each of {', '.join(setting.domains)})" if "{domain}" in uri else ""
                     inner = "DOMAIN/CLASS" if domains else "CLASS"
                     source = SOURCES.get(Path(body).name, "see the paper")
                     told.append(f"{body}/{inner}/*.jpg{domains}, from {source}")

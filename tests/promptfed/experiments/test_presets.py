@@ -170,7 +170,8 @@ def made_up(root: Path, name: str) -> None:
         for uri in preset.setting_of(panel, str(root)).data:
             if uri.startswith("folder:"):
                 folder = Path(uri.removeprefix("folder:").partition("?")[0])
-                places = [folder / domain for domain in preset.setting.domains] if "{domain}" in uri else [folder]
+                domains = preset.domains.get(panel, preset.setting.domains)
+                places = [folder / domain for domain in domains] if "{domain}" in uri else [folder]
                 for place in places:
                     if not place.exists():
                         class_folders(place)
@@ -208,7 +209,12 @@ def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         shots=min(given.shots, 2) if given.shots else None,
     )
     small = full.model_copy(
-        update={"setting": setting, "clients": dict.fromkeys(full.clients, 4), "m": 2 if full.m else None}
+        update={
+            "setting": setting,
+            "clients": dict.fromkeys(full.clients, 4),
+            "domains": {panel: domains[:2] for panel, domains in full.domains.items()},
+            "m": 2 if full.m else None,
+        }
     )
     monkeypatch.setattr("promptfed.cli.bench.read_preset", lambda asked: small)
     made_up(tmp_path / "data", f"paper:{name}")
