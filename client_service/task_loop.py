@@ -159,7 +159,8 @@ class TaskLoop:
         answer = await self.compute.run(lambda: act(task))
         self.work.expect_policy()
         await self._pay_masked(secure, answer)
-        self._note_sending(task)
+        if task.kind in ("train", "mask"):  # the other answers tell nothing of the data, and are kept by ``secure``
+            self._note_sending(task)
         try:
             await self._send_answer(secure, answer)
         except Refused as refused:
