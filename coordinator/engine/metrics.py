@@ -36,6 +36,10 @@ class Metrics:
         self.uploads = Gauge("promptfed_uploads", "Uploads under way", registry=self.registry)
         self.job_seconds = self._histogram("work_seconds", "Tensor work by kind", "kind")
         self.stages = self._histogram("phase_seconds", "From a phase's opening to its committed state, by kind", "kind")
+        self.secure = self._counter(
+            "secure_steps", "Tasks of secure sums by step and how they ended", "step", "outcome"
+        )
+        self.secure_seconds = self._histogram("secure_seconds", "From a secure sum's step to the next, by step", "step")
         self.receiving = self._histogram("update_seconds", "From the head of an update's request to its answer")
 
     def observe(self, change: Change, before: Run) -> None:
@@ -43,16 +47,23 @@ class Metrics:
         self.rounds.inc(_rounds_over(change.federation.run) - _rounds_over(before))
         for kind, seconds in change.completed:
             self.stages.labels(kind).observe(seconds)
+            if self._is_step(change, kind):
+                self.secure_seconds.labels(kind).observe(seconds)
         for fact in change.recorded:
             match fact:
                 case facts.Settled(_, status):
                     self.answers.labels(status).inc()
+                    if before.stage is not None and self._is_step(change, before.stage.kind):
+                        self.secure.labels(before.stage.kind, status).inc()
                 case facts.Closed(counted, _):
                     self.counted.inc(len(counted))
                 case facts.Completed():
                     self.phases.inc()
                 case facts.Moved(state, _):
                     self.moves.labels(state).inc()
+
+    def _is_step(self, change: Change, kind: str) -> bool:
+        return change.federation.spec.secure_aggregation is not None and kind != "evaluate"
 
     def refused(self, kind: str, of_update: bool) -> None:
         """Count a refusal by its kind; one of an update counts as a verdict on it too."""
