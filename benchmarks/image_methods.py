@@ -1,6 +1,7 @@
 """All methods of the image side and whole image towers side by side, on symbols and on emoji; docs/results-image.md.
 
     python -m benchmarks.image_methods symbols --out results/image
+    python -m benchmarks.image_methods names --out results/image
     promptfed data emoji --out emoji && python -m benchmarks.image_methods emoji --out results/image
 
 Rates are chosen on held-out training images of styles that no table has; then every method runs with a style left out,
@@ -44,6 +45,7 @@ SPEC: dict[str, Any] = {
     "training": {"epochs": 1, "batch_size": 8, "schedule": "cosine"},
     "evaluation": {"every": ROUNDS},
 }
+EMOJI = {"backbone": {"model": "promptfed-emoji", "pretrained": "embedded"}}
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,20 @@ class Method:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set: three styles for the tables, two others for the rates, and what its backbone is.
+    """A data set: the styles of the tables, two others for the rates, and what its backbone is.
 
-    ``rates_of``: the data set on which the rates are chosen.
+    ``rates_of``: the data set on which the rates are chosen. ``targets``: each of these is left out for each seed;
+    default: another one for each seed. ``protocols``: those that it can be used for.
     """
 
     uri: str
     domains: tuple[str, ...]
     sweep: tuple[str, ...]
     rates_of: str
-    shots: int
+    shots: int | None
     spec: dict[str, Any]
+    targets: tuple[str, ...] = ()
+    protocols: tuple[str, ...] = (LEFT_OUT, PERSONAL)
 
 
 DATA = {
@@ -90,7 +95,17 @@ DATA = {
         ("openmoji", "fxemoji+emojione1"),
         "symbols",
         4,
-        SPEC | {"backbone": {"model": "promptfed-emoji", "pretrained": "embedded"}},
+        SPEC | EMOJI,
+    ),
+    "names": Data(
+        "emoji:{domain}?level=names&test={target}&drawn_by=contrast+notomono+fxemoji",
+        ("contrast", "notomono", "fxemoji"),
+        (),
+        "symbols",
+        None,
+        SPEC | EMOJI | {"training": {"epochs": 2, "batch_size": 32, "schedule": "cosine"}},
+        targets=("contrast", "notomono"),
+        protocols=(LEFT_OUT,),
     ),
 }
 TEXT, VISUAL = (0.01, 0.05, 0.2), (0.05, 0.2, 0.8)
@@ -193,12 +208,12 @@ def choose(name: str, methods: Sequence[Method], out: Path) -> tuple[list[Entry]
 def benches(name: str, entries: Sequence[Entry], seeds: Sequence[int], every: bool) -> dict[str, list[Bench]]:
     """For each protocol a bench for each seed. ``every``: each style is left out, else the one whose turn it is."""
     data = DATA[name]
-    found: dict[str, list[Bench]] = {LEFT_OUT: [], PERSONAL: []}
+    found: dict[str, list[Bench]] = {protocol: [] for protocol in data.protocols}
     for place, seed in enumerate(seeds):
-        turn = () if every else (data.domains[place % len(data.domains)],)
-        own = setting(data, data.domains)
-        found[LEFT_OUT].append(Bench(KNOWN[LEFT_OUT], entries, replace(own, targets=turn), (seed,), data.spec))
-        found[PERSONAL].append(Bench(KNOWN[PERSONAL], entries, own, (seed,), data.spec))
+        turn = data.targets or (() if every else (data.domains[place % len(data.domains)],))
+        for protocol, own in found.items():
+            given = replace(setting(data, data.domains), targets=turn if protocol == LEFT_OUT else ())
+            own.append(Bench(KNOWN[protocol], entries, given, (seed,), data.spec))
     return found
 
 
@@ -208,7 +223,7 @@ def gather(name: str, entries: Sequence[Entry], swept: Sequence[Swept], planned:
     record: dict[str, Any] = {
         "data": name,
         "spec": DATA[name].spec,
-        "setting": asdict(setting(DATA[name], DATA[name].domains)),
+        "setting": asdict(replace(setting(DATA[name], DATA[name].domains), targets=DATA[name].targets)),
         "rates_of": DATA[name].rates_of,
         "rates": [row.model_dump() for row in swept],
         "chosen": {entry.label: written(entry) for entry in entries},
@@ -277,7 +292,8 @@ def commands(name: str, methods: Sequence[Method], entries: Sequence[Entry], pla
     lines = [f"# image-{name}.yaml: {yaml.safe_dump(data.spec, default_flow_style=True, width=1000).strip()}"]
 
     def line(protocol: str, domains: Sequence[str], options: str, texts: Sequence[str], folder: str = "") -> None:
-        where = f"--data '{data.uri}' --domains {','.join(domains)} --shots {data.shots} --spec image-{name}.yaml"
+        shots = f" --shots {data.shots}" if data.shots else ""
+        where = f"--data '{data.uri}' --domains {','.join(domains)}{shots} --spec image-{name}.yaml"
         out = f"--out results/image/{name}/{folder or protocol}"
         lines.append(f"promptfed bench {protocol} {where} {options} {out} --methods '{','.join(texts)}'")
 

@@ -47,6 +47,7 @@ def test_the_questions_name_rows_and_every_row_is_a_method() -> None:
 
 def test_rates_are_chosen_on_other_styles_than_those_of_the_tables() -> None:
     assert all(not set(data.domains) & set(data.sweep) for data in DATA.values())
+    assert all(DATA[data.rates_of].sweep for data in DATA.values())
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -77,6 +78,9 @@ def test_each_seed_leaves_another_style_out() -> None:
     planned = benches("symbols", [parse_entry("promptfl")], (0, 1, 2, 3), every=False)
     turns = [bench.setting.targets for bench in planned[LEFT_OUT]]
     assert turns == [("sketch",), ("chalk",), ("neon",), ("sketch",)]
+    named = benches("names", [parse_entry("promptfl")], (0, 1), every=False)
+    assert list(named) == [LEFT_OUT], "things of one drawing each are nobody's own to be tested on"
+    assert [bench.setting.targets for bench in named[LEFT_OUT]] == [DATA["names"].targets] * 2
 
 
 def test_only_methods_whose_federations_are_all_done_are_gathered(tmp_path: Path) -> None:
