@@ -21,12 +21,22 @@ MOST_RECEIPTS = 256  # that one client is shown: more witnesses than any policy 
 
 def spends_of(session: Session, federation: Federation, client: Client) -> SpendList:
     """What one client has spent, in the order in which it was sent."""
-    found = [*_of_updates(session, federation, client), *_of_evaluations(session, federation, client)]
-    spends = sorted(found, key=lambda one: (one.at, one.round, one.phase))
+    spends = _spends(session, federation, client.name).get(client.name, [])
     return SpendList(federation_id=federation.id, client=client.name, spends=spends)
 
 
-def _of_updates(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
+def _spends(session: Session, federation: Federation, client: str | None = None) -> dict[str, list[SpendView]]:
+    """By client, of all or of one."""
+    found: dict[str, list[SpendView]] = {}
+    for name, spend in (
+        *_of_updates(session, federation, client),
+        *_of_evaluations(session, federation, client),
+    ):
+        found.setdefault(name, []).append(spend)
+    return {name: sorted(some, key=lambda one: (one.at, one.round, one.phase)) for name, some in found.items()}
+
+
+def _of_updates(session: Session, federation: Federation, client: str | None) -> Iterator[tuple[str, SpendView]]:
     """Updates in the clear by their bytes, and masked ones, whose change nobody has seen."""
     plain = (UpdateRow.sha256.label("sent"), UpdateRow.metrics, UpdateRow.received_at)
     masked = (ExchangeRow.digest.label("sent"), ExchangeRow.metrics, ExchangeRow.received_at)
@@ -34,16 +44,19 @@ def _of_updates(session: Session, federation: Federation, client: Client) -> Ite
         for row in _answers(session, federation, client, table, *columns):
             spent = spent_privacy(row.metrics or {})
             if spent is not None:
-                yield SpendView(
-                    round=row.round,
-                    phase=row.name.partition("/")[0],
-                    task_id=row.id,
-                    release=row.sent.removeprefix("sha256:") if table is UpdateRow else None,
-                    events=[_event(federation, client, row.metrics)],
-                    epsilon=spent.epsilon,
-                    delta=spent.delta,
-                    noise=spent.noise,
-                    at=row.received_at,
+                yield (
+                    row.client,
+                    SpendView(
+                        round=row.round,
+                        phase=row.name.partition("/")[0],
+                        task_id=row.id,
+                        release=row.sent.removeprefix("sha256:") if table is UpdateRow else None,
+                        events=[_event(federation, federation.clients[row.client], row.metrics)],
+                        epsilon=spent.epsilon,
+                        delta=spent.delta,
+                        noise=spent.noise,
+                        at=row.received_at,
+                    ),
                 )
 
 
@@ -56,36 +69,38 @@ def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> P
     return PrivacyEvent.model_validate(event.as_json())
 
 
-def _of_evaluations(session: Session, federation: Federation, client: Client) -> Iterator[SpendView]:
+def _of_evaluations(session: Session, federation: Federation, client: str | None) -> Iterator[tuple[str, SpendView]]:
     """Noisy counts, whose evaluations say what they cost."""
-    columns = (EvaluationRow.digest, EvaluationRow.body, EvaluationRow.received_at)
+    columns = (EvaluationRow.body, EvaluationRow.received_at)
     for row in _answers(session, federation, client, EvaluationRow, *columns):
         if row.body.get("privacy") is not None:
             spent = SpendReport.model_validate(row.body["privacy"])
-            yield SpendView(
-                round=row.round,
-                phase=row.name,
-                task_id=row.id,
-                split="test",
-                release=None,
-                events=spent.events,
-                epsilon=spent.epsilon,
-                delta=spent.delta,
-                noise=spent.noise,
-                at=row.received_at,
+            yield (
+                row.client,
+                SpendView(
+                    round=row.round,
+                    phase=row.name,
+                    task_id=row.id,
+                    split="test",
+                    release=None,
+                    events=spent.events,
+                    epsilon=spent.epsilon,
+                    delta=spent.delta,
+                    noise=spent.noise,
+                    at=row.received_at,
+                ),
             )
 
 
-def _answers(session: Session, federation: Federation, client: Client, table: Any, *columns: Any) -> Iterator[Any]:
-    where = (TaskRow.federation_id == federation.id, TaskRow.client == client.name)
+def _answers(session: Session, federation: Federation, client: str | None, table: Any, *columns: Any) -> Iterator[Any]:
     query = (
-        select(TaskRow.id, PhaseRow.round, PhaseRow.name, *columns)
+        select(TaskRow.id, TaskRow.client, PhaseRow.round, PhaseRow.name, *columns)
         .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
         .join(table, table.task_id == TaskRow.id)
-        .where(*where)
+        .where(TaskRow.federation_id == federation.id)
         .order_by(table.received_at)
     )
-    yield from session.execute(query)
+    yield from session.execute(query if client is None else query.where(TaskRow.client == client))
 
 
 def privacy_view(session: Session, federation: Federation) -> PrivacyView:
@@ -93,7 +108,8 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     given = federation.spec.privacy
     trainers = [one for _, one in sorted(federation.clients.items()) if one.role == "trainer"]
     protected = given.level == "sample"
-    clients = [_of_client(session, federation, one) for one in trainers] if protected else []
+    spent = _spends(session, federation) if protected else {}
+    clients = [_of_client(one, spent.get(one.name, [])) for one in trainers] if protected else []
     tasks = select(TaskRow.failure).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
     kinds = Counter(failure["type"] for failure in session.scalars(tasks))
     sums = (
@@ -119,8 +135,8 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     )
 
 
-def _of_client(session: Session, federation: Federation, client: Client) -> ClientPrivacy:
-    spends = [one for one in spends_of(session, federation, client).spends if one.split == "train"]
+def _of_client(client: Client, everything: list[SpendView]) -> ClientPrivacy:
+    spends = [one for one in everything if one.split == "train"]
     last = spends[-1] if spends else None
     return ClientPrivacy(
         client=client.name,

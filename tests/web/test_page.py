@@ -13,8 +13,10 @@ from playwright.sync_api import Error, expect
 from sqlalchemy import select, update
 
 from promptfed.coordinator.store.tables import BlobRow, UpdateRow
+from promptfed.shared.privacy.accounting import training_event
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import FakeClient, drive, trained, update_body
+from tests.support.fake_clients import FakeClient, bearer, drive, secret_of, trained, update_body
+from tests.support.open_phases import open_first_phase
 from tests.support.secure_clients import SecureClient
 from tests.web.conftest import PATIENCE, Visit, visit
 
@@ -307,3 +309,26 @@ def test_of_secure_sums_the_steps_are_shown_and_what_nobody_sees_is_said(coordin
     expect(page.get_by_role("region", name="Agreement of the clients", exact=True)).to_contain_text("only the sum")
     expect(page.get_by_role("region", name="Training", exact=True)).to_contain_text("no number that a client measured")
     expect(page.get_by_role("region", name="Accuracy", exact=True)).to_contain_text("Withheld: 3 sites measured")
+
+
+@pytest.mark.slow
+def test_of_a_protected_federation_the_privacy_panel_tells_what_was_spent(
+    coordinator: InThread, visited: Visit
+) -> None:
+    privacy = {"level": "sample", "clip": 0.3, "noise_multiplier": 1.0}
+    _, (a, _), (task, other) = open_first_phase(coordinator, name="guarded", privacy=privacy)
+    spent = {"epsilon": 1.5, "delta": 1e-3, "noise": "seeded", "events": [training_event(10, 32, 1, 1.0).as_json()]}
+    update = update_body(trained(a.payload(task), "a", task), task, metrics={}, privacy=spent)
+    assert a.send(task, update).status_code == 201
+    refusal = {"type": "privacy-budget-exhausted", "detail": "no"}
+    url = f"{a.path}/tasks/{other['task_id']}/failure"
+    assert a.http.post(url, json=refusal, headers=bearer(secret_of("b"))).status_code == 200
+    visited.open()
+    visited.sign_in()
+    panel = visited.page.get_by_role("region", name="Privacy", exact=True)
+    expect(panel).to_contain_text("one record is protected; clip 0.3; noise 1 times the clip")
+    expect(panel).to_contain_text("noise of a seed, which protects nothing: a")
+    expect(panel).to_contain_text("1 task refused: privacy-budget-exhausted")
+    rows = panel.get_by_role("region", name="What clients have spent").locator("tbody tr")
+    expect(rows.first).to_contain_text("1.5")
+    expect(rows.first).to_contain_text("seeded: no guarantee")

@@ -8,6 +8,7 @@ import { announce, fill, h } from "./dom.js";
 import { Downloads } from "./downloads.js";
 import { Insights } from "./insights.js";
 import { Losses } from "./losses.js";
+import { Privacy } from "./privacy.js";
 import { Settings } from "./settings.js";
 import { Status } from "./status.js";
 import { Sums } from "./sums.js";
@@ -29,15 +30,15 @@ export class Federation {
     const tell = (error) => this.#refused(error);
     this.status = new Status((verb) => this.steer(verb));
     this.times = new Times();
-    const sums = new Sums();
+    const [sums, privacy] = [new Sums(), new Privacy()];
     const clients = new Clients(api, this.path, tell, () => this.#soon());
     const [accuracy, losses, insights, traffic] = [new Accuracy(), new Losses(), new Insights(), new Traffic()];
     const [activity, tokens, settings, downloads] = [new Activity(), new Tokens(api, this.path, tell), new Settings(api), new Downloads(api, this.path, tell)];
-    this.panels = [this.status, accuracy, losses, this.times, sums, clients, insights, traffic, activity, tokens, settings, downloads];
+    this.panels = [this.status, accuracy, losses, this.times, sums, privacy, clients, insights, traffic, activity, tokens, settings, downloads];
     this.problem = h("p", { class: "error", role: "alert" });
     this.refusal = h("p", { class: "error", role: "alert" });
     const pair = (...some) => h("div", { class: "pair" }, some.map((one) => one.element));
-    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, accuracy.element, pair(losses, this.times), sums.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
+    this.element = h("article", { class: "federation" }, this.problem, this.refusal, this.status.element, accuracy.element, pair(losses, this.times), sums.element, privacy.element, settings.element, insights.element, clients.element, tokens.element, pair(traffic, activity), downloads.element);
     this.abort = new AbortController();
     this.last = null;
     this.failures = 0;
@@ -140,10 +141,22 @@ export class Federation {
       fill(this.problem);
       this.#draw();
       if (before !== undefined && before !== view.state) this.hooks.changed();
+      await this.#askPrivacy(rounds);
       await this.#look();
     } catch (error) {
       this.#tell(error);
     }
+  }
+
+  /** What protection has cost, where something of a round is new. */
+  async #askPrivacy(rounds) {
+    const { model } = this;
+    if (model.view.spec.privacy.level === "none") return;
+    const wanted = JSON.stringify(rounds.map((one) => one.phases.map((phase) => [phase.updates.length, phase.completed_at, phase.failed.length])));
+    if (model.privacy && wanted === this.privacyOf) return;
+    model.privacy = await this.api.get(`${this.path}/privacy`);
+    this.privacyOf = wanted;
+    this.#draw();
   }
 
   /** What the tensors tell, where there is a new state (or lexicon) to tell of. */

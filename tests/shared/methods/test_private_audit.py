@@ -76,3 +76,17 @@ def test_in_nineteen_of_twenty_runs_the_bound_holds(make_context: Make, z: float
     found = [shown(make_context, seed, z, SeededNoise(seed).stream(), batch) for seed in range(20)]
     assert sum(bound <= epsilon for bound, epsilon in found) >= 19
     assert math.isfinite(found[0][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["no noise", "no clip"])
+def test_in_eighteen_of_twenty_runs_a_broken_mechanism_is_found(
+    broken: str, make_context: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "no clip":
+        monkeypatch.setattr(private_training, "clipped", lambda gradients, clip: gradients)
+    found = []
+    for seed in range(20):
+        stream: NoiseStream = NoNoise(bytes([seed]) * 32) if broken == "no noise" else SeededNoise(seed).stream()
+        found.append(shown(make_context, seed, 2.0, stream))
+    assert sum(bound > epsilon for bound, epsilon in found) >= 18, found

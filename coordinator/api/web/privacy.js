@@ -1,0 +1,50 @@
+// Differential privacy: what each client has spent of what it planned, by its own word, and what an operator should know.
+
+import { Plot } from "./charts.js";
+import { fill, h, panel, table } from "./dom.js";
+import { counted, figure } from "./format.js";
+
+const SERIES = 8;
+const LEVELS = { sample: "Each client trains with differential privacy; ε is of its own ledger, by its own word.", client: "Whole clients are protected by noise in the mean; ε is the federation's, which this coordinator computes itself." };
+
+export class Privacy {
+  constructor() {
+    this.plot = new Plot("line", "ε of the clients by release", { x: "release", format: (value) => figure(value, 2), zero: true });
+    this.facts = h("p");
+    this.clients = h("div");
+    this.warnings = h("ul", { class: "error" });
+    this.element = panel("Privacy", { hidden: true }, this.facts, this.warnings, this.plot.element, this.clients, h("p", { class: "remark" }, "ε covers the tensors: not numbers of images, class names, who took part and when, what many records share, or one person at two sites."));
+  }
+
+  update({ privacy, places }) {
+    this.element.hidden = !privacy;
+    if (!privacy) return;
+    fill(this.facts, `${LEVELS[privacy.level]} ${asked(privacy)}`);
+    fill(this.warnings, [...privacy.warnings, ...Object.entries(privacy.failures).map(([kind, count]) => `${counted(count, "task")} refused: ${kind}`)].map((one) => h("li", {}, one)));
+    this.warnings.hidden = !this.warnings.childElementCount;
+    const spending = privacy.clients.filter((one) => one.spent.length);
+    this.plot.element.hidden = spending.length === 0;
+    if (spending.length) {
+      const series = spending.slice(0, SERIES).map((one) => ({ label: one.client, place: places.get(one.client) ?? 0, data: one.spent.map((value, at) => ({ x: at + 1, y: value })) }));
+      this.plot.update(series, `ε of the clients by release; now: ${spending.slice(0, SERIES).map((one) => `${one.client} ${figure(one.epsilon, 2)}`).join(", ")}`);
+    }
+    fill(this.clients, privacy.clients.length ? clientTable(privacy.clients) : null);
+  }
+
+  end() {
+    this.plot.destroy();
+  }
+}
+
+/** What the spec asks for, in words. */
+function asked({ level, unit, clip, noise_multiplier: noise, epsilon, delta, evaluation, withheld, smallest_sum: sum }) {
+  const parts = [`Level ${level}`, unit && `one ${unit} is protected`, clip !== null && `clip ${clip}`, noise !== null && `noise ${noise} times the clip`, epsilon !== null && `ε of at most ${epsilon}`, delta !== null && `δ = ${delta}`, `accuracies: ${evaluation}${withheld ? `, ${counted(withheld, "evaluation")} withheld` : ""}`, sum !== null && `smallest sum: ${counted(sum, "client")}`];
+  return `${parts.filter(Boolean).join("; ")}.`;
+}
+
+function clientTable(clients) {
+  const number = (title) => ({ title, class: "number" });
+  const shown = (value, digits = 2) => (value === null || value === undefined ? "–" : figure(value, digits));
+  const rows = clients.map((one) => [one.client, shown(one.epsilon), shown(one.planned?.epsilon_planned), String(one.releases), shown(one.noise_multiplier ?? one.planned?.noise_multiplier), one.delta ?? one.planned?.delta ?? "–", one.noise === "seeded" ? h("strong", {}, "seeded: no guarantee") : (one.noise ?? "–")]);
+  return table("What clients have spent", ["client", number("ε spent"), number("ε planned"), number("releases"), number("noise z"), number("δ"), "noise"], rows);
+}
