@@ -1,144 +1,84 @@
-"""Defects, each a change of one place under which a test must fail: what holds privacy up is looked at by something."""
+"""Patches of one line each, without which a coordinator has what it is after: under each a test must fail."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
-TRAINING = "shared/methods/core/private_training.py"
-MECHANISM = "tests/shared/methods/test_private_training.py"
-LOOP = "client_service/task_loop.py"
-TASKS = "tests/client_service/test_policy_tasks.py"
-PAYLOADS = "tests/client_service/test_payload_checks.py"
-PROTECTION = "tests/client_service/test_protection.py"
+import pytest
+
+MEMBER, ROSTER = "promptfed.shared.secagg.member", "promptfed.shared.secagg.roster"
+SECURE, LOOP = "promptfed.client_service.secure", "promptfed.client_service.task_loop"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` of a file becomes ``new``, and then ``test`` (a file, and what its tests' names hold) must fail."""
+    """``line`` of a module's function (``name``, or ``Class.name``) becomes ``instead``; ``attack`` then succeeds."""
 
-    name: str
-    file: str
-    old: str
-    new: str
-    test: str
-    named: str
+    attack: str
+    module: str
+    function: str
+    line: str
+    instead: str
+
+    def apply(self, patch: pytest.MonkeyPatch) -> None:
+        """Put the function in, compiled from the changed source, in the place of the real one."""
+        module = importlib.import_module(self.module)
+        source = inspect.getsource(module)
+        assert source.count(self.line) == 1, f"{self.module} has not just one {self.line!r}"
+        changed: dict[str, Any] = {**vars(module)}
+        exec(compile(source.replace(self.line, self.instead), f"<{self.attack}>", "exec"), changed)
+        owner, _, name = self.function.rpartition(".")
+        function = reduce(getattr, self.function.split(".")[1:], changed[self.function.split(".")[0]])
+        patch.setattr(getattr(module, owner) if owner else module, name, function)
 
 
+SIGNATURE = "    body = confirmed(roster, place, digest)\n", "    return True\n"
+SIZE = "    if len(content) != 2 * shamir.SHARE_BYTES:\n"
+NO_SIZE = "    content = content or bytes(2 * shamir.SHARE_BYTES)\n    if False:\n"
 MUTANTS = (
+    Mutant("other_lists", MEMBER, "_has_signed", *SIGNATURE),
+    Mutant("forged_signatures", MEMBER, "_has_signed", *SIGNATURE),
+    Mutant("too_few_signatures", MEMBER, "reveal_shares", " or len(known) < roster.graph.threshold:", ":"),
+    Mutant("one_signature_thrice", MEMBER, "reveal_shares", "len(set(known)) < len(known) or ", ""),
+    Mutant("a_second_list", SECURE, "SecureWork.answer", 'if task.kind in known["answers"]:', "if False:"),
+    Mutant("a_second_mask", SECURE, "SecureWork.answer", 'if task.kind in known["answers"]:', "if False:"),
+    Mutant("another_attempt", SECURE, "SecureWork.expect", "if revealed is not None and (", "if False and ("),
     Mutant(
-        "no noise",
-        TRAINING,
-        "self._leave((total + noise) / (q * given.units))",
-        "self._leave((total + 0 * noise) / (q * given.units))",
-        MECHANISM,
-        "written_out or noise_of_the_said_size",
+        "an_attempt_set_back",
+        SECURE,
+        "SecureWork._unmask",
+        "(_name(task), mark) != mark:",
+        "(_name(task), mark) is None:",
+    ),
+    Mutant("the_same_payload", SECURE, "SecureWork.expect", "if served is not None and served != where:", "if False:"),
+    Mutant("an_earlier_round", SECURE, "SecureWork.expect", 'if task.round < markers["round"]:', "if False:"),
+    Mutant("another_payload", ROSTER, "_expect_entry", '"attempt", "payload_sha256", "terms")', '"attempt", "terms")'),
+    Mutant("swapped_keys", ROSTER, "_expect_entry", "if not is_entry_signed(answer):", "if False:"),
+    Mutant("one_identity_twice", ROSTER, "_expect_keys", "for key in (entry.identity_key, ", "for key in ("),
+    Mutant("swapped_boxes", MEMBER, "_open", SIZE, NO_SIZE),
+    Mutant("too_few_share", MEMBER, "expect_set", "if len(chosen) < least:", "if False:"),
+    Mutant("too_few_alive", MEMBER, "expect_set", "if len(chosen) < least:", "if False:"),
+    Mutant(
+        "forgotten_in_the_list", MEMBER, "confirm_list", "or {*job.alive, *job.dropped} != set(sharing):", "or False:"
     ),
     Mutant(
-        "divided by the sample's own size",
-        TRAINING,
-        "/ (q * given.units))",
-        "/ max(1, len(chosen)))",
-        MECHANISM,
-        "written_out or noise_of_the_said_size",
+        "fewer_than_the_spec_promises",
+        SECURE,
+        "SecureWork._least",
+        "minimum=max(spec.minimum, self._limits.minimum)",
+        "minimum=self._limits.minimum",
     ),
-    Mutant(
-        "no clip",
-        TRAINING,
-        "    return finite * (clip * WITHIN / norms.clamp(min=clip * WITHIN)).unsqueeze(1)",
-        "    return finite + 0 * norms.unsqueeze(1)",
-        MECHANISM,
-        "written_out or clipped",
-    ),
-    Mutant(
-        "an empty sample is skipped",
-        TRAINING,
-        "        total = torch.zeros(self._size, dtype=torch.float64)\n        for units in self._chunks(chosen):",
-        "        if not len(chosen):\n            return\n"
-        "        total = torch.zeros(self._size, dtype=torch.float64)\n        for units in self._chunks(chosen):",
-        MECHANISM,
-        "empty_sample",
-    ),
-    Mutant(
-        "every unit in every step",
-        "shared/privacy/noise.py",
-        "np.flatnonzero(self.uniforms(count) <= q)",
-        "np.flatnonzero(self.uniforms(count) <= 1)",
-        MECHANISM,
-        "written_out",
-    ),
-    Mutant(
-        "private tensors outside the norm",
-        "shared/methods/fedpgp.py",
-        "final = train(context, [shared, *adaptation.values()], loss, objective=Objective(units, common))",
-        "final = train(context, [shared], loss, objective=Objective(\n"
-        "            lambda copies, rows: units([*copies, *(one.expand(len(rows), *one.shape) for one in "
-        "adaptation.values())], rows)))",
-        MECHANISM,
-        "full_batch_is_the_plain_one and fedpgp",
-    ),
-    Mutant(
-        "the loss is sent",
-        "client_service/training/trainer.py",
-        'measured = {"steps": protection.event.count, "trained_parameters": sum(trained)}',
-        'measured = {"steps": protection.event.count, "loss": 1.0}\n'
-        '            self.agreement.consent.terms.metrics.append("loss")',
-        PROTECTION,
-        "nothing_that_depends_on_records",
-    ),
-    Mutant(
-        "sent before it is paid",
-        LOOP,
-        "        if not await self._may_leave(pending):\n            return\n",
-        "",
-        PROTECTION,
-        "paid_before_it_is_sent",
-    ),
-    Mutant(
-        "a 307 is followed wherever it leads",
-        "client_service/connection.py",
-        "                    self.may_move(origin)\n",
-        "",
-        TASKS,
-        "307_to_an_origin_that_the_policy_does_not_list and update",
-    ),
-    Mutant(
-        "tasks are not held against the policy",
-        LOOP,
-        "self.work.expect_policy(task)",
-        "self.work.expect_policy()",
-        TASKS,
-        "task_that_offends and epochs",
-    ),
-    Mutant(
-        "an expired policy lets a waiting update go",
-        LOOP,
-        "        protection = self.work.protection\n        try:\n            self.work.expect_policy()\n",
-        "        protection = self.work.protection\n        try:\n",
-        TASKS,
-        "expired_holds_back",
-    ),
-    Mutant(
-        "receipts are believed unsigned",
-        "client_service/payloads.py",
-        'if one.identity_key != own and is_signed(key, signature, "receipt", body):',
-        "if one.identity_key != own:",
-        PAYLOADS,
-        "others_must_have_signed",
-    ),
-    Mutant(
-        "one's own receipt counts",
-        "client_service/payloads.py",
-        'if one.identity_key != own and is_signed(key, signature, "receipt", body):',
-        'if is_signed(key, signature, "receipt", body):',
-        PAYLOADS,
-        "ones_own_signature",
-    ),
-    Mutant(
-        "an old ledger is not looked for",
-        "client_service/inquiries.py",
-        "        await self.compute.run(lambda: protection.ledger.expect_whole(told))",
-        "        await self.compute.run(lambda: protection.ledger.lacks(told))",
-        "tests/client_service/test_old_ledgers.py",
-        "sends_nothing_more",
-    ),
+    Mutant("heavy_weight", MEMBER, "expect_set", "if share > limits.max_own_share:", "if False:"),
+    Mutant("strangers", MEMBER, "expect_set", "if known < limits.verified:", "if False:"),
 )
+"""Of the checks of secure sums; every attack of `tests.support.malicious` has at least one."""
+
+PLAIN_PATH = Mutant("plain_path", LOOP, "TaskLoop._send_pending", " or self._secure is not None:", ":")
+"""An update that waits is sent in the clear, as where there are no secure sums."""
+
+UNPAID = Mutant("unpaid", LOOP, "TaskLoop._pay_masked", 'if protection is None or answer.kind != "mask":', "if True:")
+"""A masked change leaves, and its spend is not noted."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.privacy.mutants import MUTANTS, Mutant
+from tests.privacy.code_mutants import MUTANTS, Mutant
 
 COPIED = ("coordinator", "client_service", "shared", "promptfed", "tests", "benchmarks")
 FAILED, NOTHING_RAN = 1, 5
@@ -36,7 +36,7 @@ def test_the_place_is_there_once(mutant: Mutant) -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
 def test_its_test_fails(mutant: Mutant, tmp_path: Path) -> None:
     for name in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__", "mutants.py", "test_mutants.py")
+        ignored = shutil.ignore_patterns("__pycache__", "code_mutants.py", "test_mutants.py")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored, copy_function=_linked)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     changed = tmp_path / mutant.file
