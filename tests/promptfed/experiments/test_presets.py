@@ -199,11 +199,12 @@ def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(registry.SCHEMES, "torchvision", made_up_torchvision)
     full = read_preset(f"paper:{name}")
     given = full.setting
+    few = {"cross-dataset": 5, "base-to-novel": 2}.get(full.protocol, 4)  # two classes each: half of the ten are base
     setting = replace(
         given,
         domains=given.domains[:3],
         targets=given.domains[:1] if full.protocol == "leave-one-domain-out" else (),
-        clients=min(given.clients, 5 if full.protocol == "cross-dataset" else 4),  # two classes each at least
+        clients=min(given.clients, few),
         classes_per_client=3 if given.classes_per_client else None,
         alpha=max(given.alpha, 1.0),
         shots=min(given.shots, 2) if given.shots else None,
@@ -211,7 +212,7 @@ def test_a_preset_runs_shrunk(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     small = full.model_copy(
         update={
             "setting": setting,
-            "clients": dict.fromkeys(full.clients, 4),
+            "clients": dict.fromkeys(full.clients, few),
             "domains": {panel: domains[:2] for panel, domains in full.domains.items()},
             "m": 2 if full.m else None,
         }
