@@ -22,7 +22,8 @@ Dataset = Annotated[str, typer.Option(help="name of the data set")]
 @privacy_app.command()
 def plan(
     spec: Annotated[Path, typer.Argument(help="the federation's spec, as YAML or JSON")],
-    samples: Annotated[str, typer.Option(help="numbers of training images of clients, by commas")],
+    samples: Annotated[str, typer.Option(help="numbers of training images of clients, by commas")] = "",
+    clients: Annotated[int, typer.Option(min=1, help="of level client: trainers that will enrol")] = 1,
     as_json: Json = False,
 ) -> None:
     """What a protected federation will cost clients of these sizes; no coordinator is asked."""
@@ -36,16 +37,43 @@ def plan(
         try:
             resolved = resolve_spec(read_spec(spec))
             loops = training_loops(method_for(resolved), resolved.rounds)
+            if resolved.privacy.is_central:
+                _show_plan([_planned_for_clients(resolved, clients)], as_json)
+                return
             if resolved.privacy.level != "sample":
                 raise PrivacyError("the spec is not protected: give privacy: {level: sample, ...}")
+            if not samples:
+                raise PrivacyError("give --samples, such as --samples 800,1200: what it costs a client differs by them")
             plans = [_planned(resolved, loops, int(one)) for one in samples.split(",")]
         except (SpecError, PrivacyError, ValueError) as error:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
-        if as_json:
-            print_json({"clients": plans})
-            return
-        rows = [[f"{one[key]:g}" for key in plans[0]] for one in plans]
-        console.print(table(None, list(plans[0]), rows))
+        _show_plan(plans, as_json)
+
+
+def _show_plan(plans: list[dict[str, float]], as_json: bool) -> None:
+    if as_json:
+        print_json({"clients": plans})
+        return
+    rows = [[f"{one[key]:g}" for key in plans[0]] for one in plans]
+    console.print(table(None, list(plans[0]), rows))
+
+
+def _planned_for_clients(spec: Any, clients: int) -> dict[str, float]:
+    from promptfed.shared.methods import method_for
+    from promptfed.shared.methods.core.client_checks import allowed_rounds, expected_clients, noised_phases, spent
+
+    method = method_for(spec)
+    rounds = allowed_rounds(method, spec) or spec.rounds
+    number = max(clients, spec.participation.min_clients)
+    return {
+        "clients": number,
+        "expected": expected_clients(spec, number),
+        "delta": spec.privacy.delta,
+        "rounds": rounds,
+        "noise": spec.privacy.noise_multiplier,
+        "epsilon of a round": round(spent(spec, noised_phases(method, 1, spec.rounds)), 4),
+        "epsilon": round(spent(spec, noised_phases(method, rounds, spec.rounds)), 4),
+    }
 
 
 def _planned(spec: Any, loops: int, units: int) -> dict[str, float]:

@@ -47,6 +47,24 @@ def test_a_plan_says_what_a_federation_will_cost_each_size_of_client(tmp_path: P
     assert (refused.exit_code, "not protected" in refused.stderr) == (Exit.BAD_INPUT, True)
 
 
+def test_a_plan_says_what_a_federation_of_whole_clients_will_cost(tmp_path: Path) -> None:
+    spec = {
+        "name": "planned",
+        "method": {"name": "promptfl"},
+        "rounds": 4,
+        "participation": {"min_clients": 100, "sampling": "poisson", "fraction": 0.1},
+        "aggregation": {"weighting": "uniform"},
+        "privacy": {"level": "client", "clip": 1.0, "noise_multiplier": 1.0},
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    done = run("privacy", "plan", str(tmp_path / "spec.json"), "--clients", "200", "--json")
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(done.stdout.splitlines()[-1])["clients"]
+    assert (one["clients"], one["expected"], one["delta"], one["rounds"], one["noise"]) == (200, 20.0, 1e-3, 4, 1.0)
+    assert one["epsilon"] == pytest.approx(epsilon_of([Event("gaussian", 0.1, 1.0, 4)], 1e-3), abs=1e-4)
+    assert one["epsilon of a round"] < one["epsilon"]
+
+
 def test_the_ledger_is_shown_and_verified(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path, "eyes")
