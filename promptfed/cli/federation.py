@@ -64,6 +64,8 @@ def create(
         else:
             view = created.view
             console.print(f"Created {view.name} ({view.id}), state {view.state}.", highlight=False)
+            for text in view.privacy.warnings if view.privacy is not None else ():
+                console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
             if view.disk is not None:
                 needed, free = size(view.disk.needed), size(view.disk.free)
                 text = f"With {view.disk.trainers} trainers it takes up to {needed} of the coordinator's disk at once"
