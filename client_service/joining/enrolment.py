@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from promptfed.client_service.coordinator_client import Refused
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.disclosure import Declared
-from promptfed.client_service.settings import Settings
+from promptfed.client_service.private_state import Identity
+from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.training.data import check_classes, check_domain
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.permissions import CHECKPOINT_SUFFIXES
@@ -210,3 +211,14 @@ def explain(refused: Refused, settings: Settings) -> ClientError:
         text = f"{settings.coordinator} answers: {refused.detail}: ask the operator for the federation's name"
         return ClientError(Exit.REFUSED, text)
     return ClientError(Exit.REFUSED, f"{where} refuses: {refused}")
+
+
+def enrolment_token(settings: Settings, identity: Identity) -> str | None:
+    """The token; not needed by who has enrolled, since its secret is enough from then on. Raises ClientError."""
+    path, enrolled = settings.enrolment_token_file, identity.client_id is not None
+    if path is None and not enrolled:
+        text = "no enrolment token: give --enrolment-token-file (`promptfed federation token` makes one)"
+        raise ClientError(Exit.NOT_ALLOWED, text)
+    if path is None or (enrolled and not path.exists()):
+        return None
+    return read_token(path, "enrolment token")

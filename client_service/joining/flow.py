@@ -22,6 +22,7 @@ from promptfed.client_service.joining.enrolment import (
     declaration,
     describe_device,
     enrol_request,
+    enrolment_token,
     federation_method,
     label_space,
     open_backbone,
@@ -36,7 +37,7 @@ from promptfed.client_service.policy import Policy, enforce, expect_origin, fact
 from promptfed.client_service.private_state import Identity, PrivateState
 from promptfed.client_service.protection import SiteProtection, expect_room, groups_of, keep, own_ledger, plan, units_of
 from promptfed.client_service.serving.prediction import Predictor
-from promptfed.client_service.settings import Settings, read_token
+from promptfed.client_service.settings import Settings
 from promptfed.client_service.training.data import (
     TEST,
     TRAIN,
@@ -112,7 +113,7 @@ class Joining:
         self.monitor.stage("enrolling")
         policy = self._policy()
         self.coordinator.may_move = partial(expect_origin, policy)
-        token = self._enrolment_token(identity)
+        token = self.parts.enrolment_token or enrolment_token(settings, identity)
         info, token = await self._info(token, identity)
         check_protocol(info)
         identity = self.state.bind(identity, info.federation_id)
@@ -221,18 +222,6 @@ class Joining:
     def _open_backbone(self, info: EnrolmentInfo) -> Backbone:
         settings = self.settings
         return open_backbone(info.backbone, settings.device, settings.allow_backbone, settings.backbone_file)
-
-    def _enrolment_token(self, identity: Identity) -> str | None:
-        """The token; not needed by who has enrolled, since its secret is enough from then on."""
-        if self.parts.enrolment_token is not None:
-            return self.parts.enrolment_token
-        path, enrolled = self.settings.enrolment_token_file, identity.client_id is not None
-        if path is None and not enrolled:
-            text = "no enrolment token: give --enrolment-token-file (`promptfed federation token` makes one)"
-            raise ClientError(Exit.NOT_ALLOWED, text)
-        if path is None or (enrolled and not path.exists()):
-            return None
-        return read_token(path, "enrolment token")
 
     async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
         """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""
