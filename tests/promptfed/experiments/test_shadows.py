@@ -133,17 +133,19 @@ def test_the_command_tells_what_it_found(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_intervals_cover_what_they_should() -> None:
-    """Of 400 toys each at least 93 %; the bound on ε of a randomised response stays below its ε as often."""
+    """Of 200 toys each at least 93 %; the bound on ε of a randomised response stays below its ε as often."""
     draws, covered, below = np.random.default_rng(0), 0, 0
     truth = 0.7602  # Φ(1/√2)
-    for number in range(400):
+    for number in range(200):
         members, others = draws.normal(1, 1, 100), draws.normal(0, 1, 100)
-        low, high = interval(members, others, draws=300, seed=number)
+        low, high = interval(members, others, seed=number)
         covered += low <= truth <= high
-        answers = [np.where(draws.random(400) < share, 1.0, 0.0) for share in (0.75, 0.25)]  # ε = ln 3
-        below += epsilon_bound(answers[0] + 1e-9 * draws.random(400), answers[1], 0.0) <= np.log(3)
-    assert covered >= 0.93 * 400, covered
-    assert below >= 0.93 * 400, below
+        answers = [
+            np.where(draws.random(400) < share, 1.0, 0.0) + 1e-9 * draws.random(400) for share in (0.75, 0.25)
+        ]  # ε = ln 3
+        below += epsilon_bound(answers[0], answers[1], 0.0) <= np.log(3)
+    assert covered >= 0.93 * 200, covered
+    assert below >= 0.93 * 200, below
     rates = [clopper_pearson(int(draws.binomial(50, 0.1)), 50) for _ in range(400)]
     assert sum(low <= 0.1 <= high for low, high in rates) >= 0.93 * 400
 
@@ -155,7 +157,7 @@ def test_untrained_prompts_tell_nothing_and_long_unprotected_training_tells_cana
     backbone, cache = load_backbone(tiny.MODEL, tiny.PRETRAINED), FeatureCache(tmp_path)
     data = "symbols:neon?topic=weather&per_class=60&test_per_class=2"
     short = {"epochs": 1, "learning_rate": 1e-9, "batch_size": 64}
-    idle = run_shadows(Plan(SPEC | {"training": short}, (Site("a", data),), "a", 4, 100), served, backbone, cache)
+    idle = run_shadows(Plan(SPEC | {"training": short}, (Site("a", data),), "a", 8, 240), served, backbone, cache)
     for one in idle.attacks(1e-5):
         if one.name != "features":  # fitted on few rows: its spread is larger than the bound
             assert abs(one.auc - 0.5) < 0.03, (one.name, one.auc)
