@@ -26,8 +26,8 @@ echo "installing promptfed[$$extras]"; \
     $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt -e ".[$$extras]"; } || \
 { echo "uv did not do it: pip takes over"; $(PIP) install -q -c constraints.txt -e ".[$$extras]"; }
 endef
-# Processes that tests run in; those of one file stay together.
-WORKERS ?= 2
+# Processes that tests run in; those of one file stay together. Many tests wait for others' processes, so three keep two cores busy.
+WORKERS ?= 3
 
 .PHONY: demo test test-all test-faults test-docker lint setup docs screenshots bench backbone backbone-emoji lock sbom clean
 

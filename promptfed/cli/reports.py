@@ -1,4 +1,4 @@
-"""`promptfed federation metrics`, `rounds`, `insights` and `signing-key`: what the coordinator tells of its rounds."""
+"""`promptfed federation metrics`, `rounds`, `insights`, `privacy`, `signing-key`: what is told of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from promptfed.sdk.files import write_file
 from promptfed.sdk.output import console, print_json, reporting_errors, table
 from promptfed.sdk.summary import RoundSummary
 from promptfed.sdk.text import percent, size
+from promptfed.shared.privacy_schemas import ClientPrivacy
 
+SPENT = ["client", "releases", "ε spent", "ε planned", "δ", "noise multiplier", "noise"]
 COLUMNS = ["round", "loss", "accuracy", "unseen", "seconds", "up", "down"]
 
 
@@ -23,6 +25,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(metrics)
     app.command()(rounds)
     app.command()(insights)
+    app.command()(privacy)
     app.command("signing-key")(signing_key)
 
 
@@ -84,6 +87,35 @@ def insights(
     """What the prompts themselves tell, as JSON: drift, agreement of clients, nearest words, clients in the plane."""
     with reporting_errors(), open_coordinator(coordinator, token_file) as api:
         print_json(api.send(operations.get_insights(federation, round)).json)
+
+
+def privacy(
+    federation: Federation, coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False
+) -> None:
+    """What differential privacy has cost each client, by its own word, and what budgets and policies have refused."""
+    with reporting_errors(), open_coordinator(coordinator, token_file) as api:
+        answer = api.send(operations.get_privacy(federation))
+        if as_json:
+            print_json(answer.json)
+            return
+        view = answer.view
+        if view.level == "none":
+            console.print("Nobody's training is protected by differential privacy here.")
+        if view.clients:
+            console.print(table(None, SPENT, [_spent(one) for one in view.clients]))
+        refused = [f"{count} tasks refused: {kind}" for kind, count in view.failures.items()]
+        for line in (*view.warnings, *refused):
+            console.print(line, highlight=False)
+
+
+def _spent(client: ClientPrivacy) -> list[str]:
+    planned = client.planned.epsilon_planned if client.planned else None
+    numbers = [_figure(value) for value in (client.epsilon, planned, client.delta, client.noise_multiplier)]
+    return [client.client, str(client.releases), *numbers, client.noise or "-"]
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def signing_key(coordinator: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:

@@ -17,6 +17,7 @@ from promptfed.sdk.summary import FederationList, FederationSummary, RoundList, 
 from promptfed.shared import access_schemas, report_schemas
 from promptfed.shared import api_schemas as schemas
 from promptfed.shared.insight_schemas import InsightsView, LexiconView
+from promptfed.shared.privacy_schemas import PrivacyView
 from promptfed.shared.replay_schemas import ReplayReport
 from promptfed.shared.signatures import SIGNATURE_HEADER
 from promptfed.shared.spec import FederationSpec
@@ -148,6 +149,11 @@ def get_metrics(federation: str, format: Literal["json", "csv"] = "json") -> Req
 def get_insights(federation: str, round: int | str = "latest") -> Request[InsightsView]:
     """What the tensors tell after a round: drift, agreement, words, planes."""
     return Request("GET", f"{FEDERATIONS}/{federation}/insights", InsightsView, _query(round=round))
+
+
+def get_privacy(federation: str) -> Request[PrivacyView]:
+    """What differential privacy and secure sums have come to, client by client."""
+    return Request("GET", f"{FEDERATIONS}/{federation}/privacy", PrivacyView)
 
 
 def get_signing_key() -> Request[access_schemas.SigningKey]:

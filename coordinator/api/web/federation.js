@@ -151,7 +151,7 @@ export class Federation {
   /** What protection has cost, where something of a round is new. */
   async #askPrivacy(rounds) {
     const { model } = this;
-    if (model.view.spec.privacy.level === "none") return;
+    if ((model.view.spec.privacy?.level ?? "none") === "none") return; // specs leave out what is not asked for
     const wanted = JSON.stringify(rounds.map((one) => one.phases.map((phase) => [phase.updates.length, phase.completed_at, phase.failed.length])));
     if (model.privacy && wanted === this.privacyOf) return;
     model.privacy = await this.api.get(`${this.path}/privacy`);

@@ -45,6 +45,7 @@ COMMANDS = {
     "POST /v1/federations/{federation}/clients/{client_id}/reset": "federation reset",
     "GET /v1/federations/{federation}/events": "federation watch",
     "GET /v1/federations/{federation}/insights": "federation insights",
+    "GET /v1/federations/{federation}/privacy": "federation privacy",
     "GET /v1/federations/{federation}/lexicon": "federation words",
     "PUT /v1/federations/{federation}/lexicon": "federation words",
     "GET /v1/federations/{federation}/rounds": "federation rounds",
@@ -186,9 +187,23 @@ def test_metrics_rounds_insights_and_the_key(command: Command, finished: str, tm
     told = json.loads(command("insights", finished, "--round", "1").stdout)
     assert told["round"] == 1
     assert [point["round"] for point in told["drift"]] == [0, 1]
+    assert "Nobody's training is protected" in command("privacy", finished).stdout
+    assert command.json("privacy", finished)["level"] == "none"
     key = command.server.get("/v1/signing-key")["public_key"]
     where = ["--coordinator", command.server.url, "--token-file", str(command.token)]
     assert CliRunner().invoke(app, ["federation", "signing-key", *where]).stdout.strip() == key
+
+
+def test_privacy_tells_what_each_client_has_spent_and_what_was_planned(server: InThread, command: Command) -> None:
+    planned = {"units": 10, "noise_multiplier": 1.0, "epsilon_planned": 4.5, "delta": 1e-3}
+    asked = {"level": "sample", "clip": 0.3, "noise_multiplier": None, "epsilon": 5.0}
+    federation = server.create(name="protected", privacy=asked)
+    client = server.client(federation, "a")
+    assert client.enrol(server.token(federation), protection=planned).status_code == 201
+    [row] = [line for line in command("privacy", "protected").stdout.splitlines() if "│ a " in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["a", "0", "-", "4.5", "-", "-", "-"]
+    [one] = command.json("privacy", "protected")["clients"]
+    assert one["planned"] == planned
 
 
 def test_watch_tells_loss_accuracy_seconds_and_what_is_left(server: InThread, command: Command) -> None:

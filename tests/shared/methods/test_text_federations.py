@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.messages import EnrolRequest, EvaluationRequest
+from promptfed.shared.messages import EnrolRequest, EvaluationRequest, PayloadReceipt, receipt_body
 from promptfed.shared.methods.core.base import ClientContext
+from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors, decode, encode
@@ -157,7 +158,11 @@ def test_every_byte_that_a_fedpgp_client_sends_is_accounted_for(fedpgp: Finished
                 "global_context": (4, backbone.d_t)
             }
             assert isinstance(about, dict)
-            assert set(about) == {"task_id", "payload_sha256", "metrics"}
+            assert set(about) == {"task_id", "payload_sha256", "metrics", "receipt"}
+            receipt = PayloadReceipt.model_validate(about["receipt"])
+            signed = receipt_body(one.url.split("/federations/")[1].split("/")[0], 1, "train", about["payload_sha256"])
+            key, signature = bytes.fromhex(receipt.identity_key), bytes.fromhex(receipt.signature)
+            assert is_signed(key, signature, "receipt", signed), "Ed25519 has one signature, which says nothing else"
             assert set(about["metrics"]) == {"loss", "train_seconds", "trained_parameters"}
             assert encode(tensors, about) == one.body
         else:

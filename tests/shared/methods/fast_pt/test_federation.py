@@ -334,5 +334,5 @@ def test_transforms_outlive_a_restart_and_a_newcomer_adds_its_own(
     assert "mst_alignment_after[bert]" not in metrics
     pending = work.state.pending()
     assert pending is not None
-    assert set(decode(pending.update)[0]) == {"global_prompt", "classifier_weight", "classifier_bias"}
+    assert set(decode(pending.update.read())[0]) == {"global_prompt", "classifier_weight", "classifier_bias"}
     work.state.close()
