@@ -332,3 +332,22 @@ def test_of_a_protected_federation_the_privacy_panel_tells_what_was_spent(
     rows = panel.get_by_role("region", name="What clients have spent").locator("tbody tr")
     expect(rows.first).to_contain_text("1.5")
     expect(rows.first).to_contain_text("seeded: no guarantee")
+
+
+@pytest.mark.slow
+def test_where_whole_clients_are_protected_the_panel_tells_the_federations_epsilon(
+    coordinator: InThread, visited: Visit
+) -> None:
+    privacy = {"level": "client", "clip": 1.5, "noise_multiplier": 1.0, "accept_noise": True}
+    federation = coordinator.create(name="whole", rounds=1, privacy=privacy, aggregation={"weighting": "uniform"})
+    clients = coordinator.enrol(federation, "a", "b")
+    coordinator.post(f"{federation}/start")
+    drive(clients)
+    told = coordinator.get(federation)["privacy"]
+    assert told["epsilon"] > 0
+    visited.open()
+    visited.sign_in()
+    panel = visited.page.get_by_role("region", name="Privacy", exact=True)
+    expect(panel).to_contain_text("Whole clients are protected by noise in the mean")
+    expect(panel).to_contain_text(f"So far ε = {told['epsilon']:.2f} of {told['epsilon_planned']:.2f} planned")
+    expect(panel).to_contain_text(f"r = {told['ratio']:.2f} times")

@@ -16,10 +16,10 @@ export class Privacy {
     this.element = panel("Privacy", { hidden: true }, this.facts, this.warnings, this.plot.element, this.clients, h("p", { class: "remark" }, "ε covers the tensors: not numbers of images, class names, who took part and when, what many records share, or one person at two sites."));
   }
 
-  update({ privacy, places }) {
+  update({ privacy, places, view }) {
     this.element.hidden = !privacy;
     if (!privacy) return;
-    fill(this.facts, `${LEVELS[privacy.level]} ${asked(privacy)}`);
+    fill(this.facts, [`${LEVELS[privacy.level]} ${asked(privacy)}`, view.privacy && central(view.privacy)].filter(Boolean).join(" "));
     fill(this.warnings, [...privacy.warnings, ...Object.entries(privacy.failures).map(([kind, count]) => `${counted(count, "task")} refused: ${kind}`)].map((one) => h("li", {}, one)));
     this.warnings.hidden = !this.warnings.childElementCount;
     const spending = privacy.clients.filter((one) => one.spent.length);
@@ -39,6 +39,12 @@ export class Privacy {
 /** What the spec asks for, in words. */
 function asked({ level, unit, clip, noise_multiplier: noise, epsilon, delta, evaluation, withheld, smallest_sum: sum }) {
   const parts = [`Level ${level}`, unit && `one ${unit} is protected`, clip !== null && `clip ${clip}`, noise !== null && `noise ${noise} times the clip`, epsilon !== null && `ε of at most ${epsilon}`, delta !== null && `δ = ${delta}`, `accuracies: ${evaluation}${withheld ? `, ${counted(withheld, "evaluation")} withheld` : ""}`, sum !== null && `smallest sum: ${counted(sum, "client")}`];
+  return `${parts.filter(Boolean).join("; ")}.`;
+}
+
+/** Of whole clients: what all states so far have cost, and how long the noise is. */
+function central({ epsilon, epsilon_planned: planned, delta, ratio, after_rounds: all, sampling, budget_rounds: end }) {
+  const parts = [`So far ε = ${figure(epsilon, 2)} of ${figure(planned, 2)} planned, at δ = ${delta}`, `${sampling} sampling`, ratio !== null && `the noise is r = ${figure(ratio, 2)} times as long as the longest mean change, over all rounds ρ = ${figure(all, 2)}`, end !== null && `the budget ends it after round ${end}`];
   return `${parts.filter(Boolean).join("; ")}.`;
 }
 
