@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests import ROOT
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_a_step(tmp_path):
     command = [sys.executable, "-m", "benchmarks.step", "--model", "promptfed-tiny", "--no-tiny", "--repeats", "1"]
     command += ["--classes", "10", "130", "--fast-repeats", "1", "--batch", "4", "--json", str(tmp_path / "step.json")]

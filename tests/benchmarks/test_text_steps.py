@@ -15,7 +15,12 @@ from promptfed.shared.clip import tiny
 CLASSES, BATCH = 3, 4
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+FIRST = ("pfedmoap", "fedplot")  # a group of parameters of its own, patch features
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS if x not in FIRST)]
+)
 def test_both_ways_are_one_step(name: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     backbone = random_backbone(tiny.MODEL)

@@ -185,7 +185,7 @@ def made_up_torchvision(body: str, options: Options) -> Source:
     return open_source(f"folder:{folder}")
 
 
-RUN = ["plan-pacs", "fastpt-domainnet", "fedpgp-office", "pfedpg-office", "fedpgp-base-to-novel"]
+RUN = ["fedpgp-office", "plan-pacs", "fastpt-domainnet", "pfedpg-office", "fedpgp-base-to-novel"]
 ALSO = [name.removeprefix("paper:") for name in preset_names() if name.removeprefix("paper:") not in RUN]
 
 

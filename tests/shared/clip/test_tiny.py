@@ -78,7 +78,8 @@ def test_context_features_of_word_vectors_are_those_of_the_words(model: open_cli
     assert_close(context_features(model, NAMES[:5], context), text_features(model, NAMES[:5], "a photo of a {}."))
 
 
-@pytest.mark.parametrize("per_class", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("per_class", [3, 10])
 def test_bars(per_class: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of docs/backbone.md finds every bar met; with 10 images per class it makes the very table."""
     threads = torch.get_num_threads()

@@ -71,6 +71,7 @@ def run(command: list[str], run_file: Path, installed: Path) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_it_runs_in_one_process(installed: Path, run_file: Path) -> None:
     result = run(["simulate"], run_file, installed)
     assert (result["method"], result["rounds"]) == ("task_residual", 2)
