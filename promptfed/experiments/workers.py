@@ -155,7 +155,7 @@ def _settings(setup: SimulationSetup, site: Site, url: str, federation: str, pat
             state_dir=setup.folder / f"client-{site.name}",
             threads=setup.threads,
             max_epsilon=1000.0,  # nobody's budget: a simulation may ask for any
-            give_up_after=PATIENCE_SECONDS,
+            give_up_after=patience,
         )
     except ClientError as error:
         raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None
