@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Demo and tests start many processes that import the same modules: what they compile is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 # Installs promptfed with $$extras by uv, which takes a third of pip's time, or by pip where uv is not to be had or fails.
 # uv reads none of pip's settings. Those that say where packages are (the index, further ones, folders) and the certificates
 # are handed on, with pip's choice of the best version of all places; where no-index or trusted-host is set, pip does it.
@@ -38,7 +40,7 @@ $(READY): pyproject.toml constraints.txt $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv $(VENV)
 	@extras=test; $(install)
 	@# uv compiles nothing: what every service imports is compiled here, once, and not by five processes at the same time.
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import promptfed.cli.main, promptfed.client_service.worker, promptfed.coordinator.app'
+	@$(BIN)/python -c 'import open_clip, promptfed.cli.main, promptfed.client_service.worker, promptfed.coordinator.app'
 	@touch $@
 
 demo: $(READY)
