@@ -85,6 +85,7 @@ def _delete_rows(registry: Registry, id: str) -> None:
         point("federation-rows-deleted")
         retention.collect(registry, digests)
         if not found:
+            registry.database.erase()
             if registry.leases is not None:
                 registry.leases.let_go(id)
             return

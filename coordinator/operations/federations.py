@@ -308,6 +308,7 @@ def _delete_updates(registry: Registry, id: str, client: str) -> None:
         change.emit("updates-deleted", client=name)
         change.note("updates-deleted", client=name)
     retention.collect(registry, digests)
+    registry.database.erase()
 
 
 def reset(registry: Registry, id: str, client: str) -> None:

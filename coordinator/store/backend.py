@@ -49,6 +49,10 @@ class Backend(ABC):
         """Whether the database finds that what it reads is not what it wrote."""
 
     @abstractmethod
+    def erase(self) -> None:
+        """Overwrite what was deleted, as far as this is ours to do."""
+
+    @abstractmethod
     def cut(self) -> None:
         """End every connection, also those that a thread waits on: its wait ends with an error."""
 

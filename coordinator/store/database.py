@@ -174,6 +174,11 @@ class Database:
             self._lose(why)
             self.backend.cut()
 
+    def erase(self) -> None:
+        """Leave nothing of deleted rows in the database's files, where they are ours. Raises DatabaseAway."""
+        with self._turn, self._watched():
+            self.backend.erase()
+
     def close(self) -> None:
         """Let go of it. A thread that still waits for its answer does so no longer."""
         free = self._turn.acquire(timeout=CLOSE_SECONDS)

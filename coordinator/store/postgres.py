@@ -104,6 +104,9 @@ class PostgreSQL(Backend):
     def is_full(self, error: DBAPIError) -> bool:
         return isinstance(error.orig, self._driver.errors.DiskFull)
 
+    def erase(self) -> None:
+        """The server's own files are for it to clean (VACUUM)."""
+
     def cut(self) -> None:
         """Shut the sockets: a thread that waits for an answer finds the end of the stream."""
         for connection in list(self._open):

@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from promptfed.coordinator.store.backend import Backend
 
 BUSY_MILLISECONDS = 10_000
+READERS_MILLISECONDS = 500  # of waiting for readers of an older commit, while nobody writes
 
 
 class SQLite(Backend):
@@ -39,6 +40,21 @@ class SQLite(Backend):
         damaged = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
         return isinstance(cause, sqlite3.DatabaseError) and cause.sqlite_errorcode & 0xFF in damaged
 
+    def erase(self) -> None:
+        """Empty the write-ahead log, which holds deleted rows until it is written over.
+
+        Where a reader still needs it, later commits write over it: nothing waits long for that.
+        """
+        connection = self.writer.raw_connection()
+        try:
+            cursor = connection.cursor()
+            cursor.execute(f"PRAGMA busy_timeout={READERS_MILLISECONDS}")
+            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            cursor.execute(f"PRAGMA busy_timeout={BUSY_MILLISECONDS}")
+            cursor.close()
+        finally:
+            connection.close()
+
     def cut(self) -> None:
         """There is nothing to end: no wait is longer than ``busy_timeout``."""
 
@@ -54,7 +70,8 @@ def _engine(path: Path, begin: str, pool_size: int) -> Engine:
         connection.isolation_level = None
         cursor = connection.cursor()
         pragmas = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={BUSY_MILLISECONDS}")
-        for pragma in pragmas:
+        # Updates and keys of noise are rows: what is deleted is written over, and not left in a free page.
+        for pragma in (*pragmas, "secure_delete=ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.engine import deletion
 from promptfed.coordinator.store.fault_points import DELETION_POINTS
+from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from tests.support.coordinators import Api, ForkedCoordinator, InThread, in_thread
 from tests.support.fake_clients import drive
 from tests.support.stored import rows, wait_until_empty
@@ -40,6 +42,23 @@ def test_all_rows_and_blobs_of_it_are_gone_and_none_of_another(
     assert coordinator.get(f"{kept}/rounds") == page
     coordinator.delete(kept)
     assert (rows(coordinator), coordinator.registry.blobs.all()) == ({}, [])
+
+
+@pytest.mark.parametrize("path", ["", "/clients/a/updates"])
+def test_no_file_keeps_the_bytes_of_what_was_deleted(coordinator: InThread, tmp_path: Path, path: str) -> None:
+    federation = finished(coordinator, "gone")
+    with coordinator.registry.database.read() as session:
+        mine = select(UpdateRow.sha256).join(TaskRow, TaskRow.id == UpdateRow.task_id).where(TaskRow.client == "a")
+        updates = [coordinator.registry.blobs.read(digest) for digest in session.scalars(mine)]
+    assert updates
+
+    def kept() -> int:
+        files = [one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()]
+        return sum(any(update[-256:] in file for file in files) for update in updates)
+
+    assert kept() == len(updates), "small updates lie in the database as they came"
+    coordinator.delete(f"{federation}{path}")
+    assert kept() == 0
 
 
 def test_others_go_on_between_two_of_its_transactions_and_its_name_is_free_at_once(
