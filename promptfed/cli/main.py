@@ -50,7 +50,7 @@ Protocol = Annotated[
     str,
     typer.Argument(
         help="base-to-novel, leave-one-domain-out, personalisation, cross-dataset, few-shot:ONE_OF_THESE, "
-        "ceilings:leave-one-domain-out, ceilings:personalisation, "
+        "combined:base-to-novel, ceilings:leave-one-domain-out, ceilings:personalisation, "
         "paper:TABLE; embedded, the whole benchmark on what needs no download; or compare, verify"
     ),
 ]
