@@ -19,11 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone
-from promptfed.shared.methods.core.base import ClientContext, Split
+from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
+from promptfed.shared.methods.core.base import ClientContext, Method, ServerContext, Split
+from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors
 
 TEMPLATE = "a photo of a {}."
+RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
+MOST_DEVIATION = 1e-4
 VIT_B_16 = BackboneShape(d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16)
 
 
@@ -171,6 +175,38 @@ def client_context(backbone: Backbone, names: tuple[str, ...], train: Split, **c
         train=train,
     )
     return replace(context, **changes)
+
+
+def started(method: Method, backbone: Backbone, names: tuple[str, ...], batch: int) -> tuple[TrainingSpec, Tensors]:
+    """One epoch of batches of ``batch`` images at the method's own rate, and its state before the first round."""
+    defaults = {key: value for key, value in method.defaults.get("training", {}).items() if key != "schedule"}
+    training = TrainingSpec(**defaults | {"batch_size": batch, "epochs": 1})
+    server = ServerContext(training, shape_of(backbone), names, (), 0, 1)
+    return training, method.initial_state(server, initial_draws(0))
+
+
+@dataclass
+class Step:
+    """What a step took, and how each trained tensor is after it."""
+
+    seconds: float
+    after: Tensors
+
+
+def largest_deviation(step: Step, wanted: Step, start: Tensors, without_effect: tuple[str, ...]) -> float:
+    """Of what one step changed, relative to the largest change of the same tensor.
+
+    Some biases move no softmax, so that their gradients are rounding alone: tensors whose names end ``without_effect``
+    are compared on the scale of all tensors.
+    """
+    changed = {name: float((value - start[name]).abs().max()) for name, value in wanted.after.items()}
+    largest, worst = max(changed.values()), 0.0
+    for name, value in wanted.after.items():
+        scale = largest if name.endswith(without_effect) else changed[name]
+        worst = max(worst, float((step.after[name] - value).abs().max()) / scale)
+    if worst > MOST_DEVIATION:
+        raise SystemExit(f"The ways differ: a tensor moves otherwise by {worst:.1e} of its largest change.")
+    return worst
 
 
 async def read_chunks(reader: asyncio.StreamReader) -> bytes:

@@ -26,14 +26,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import class_names, client_context, in_words, medians, parser, random_backbone, table, write
+from benchmarks.harness import (
+    RATE_OF_COMPARISON,
+    Step,
+    class_names,
+    client_context,
+    in_words,
+    largest_deviation,
+    medians,
+    parser,
+    random_backbone,
+    started,
+    table,
+    write,
+)
 from benchmarks.patch_step import RandomImages
 from benchmarks.step import provenance
-from promptfed.shared.clip import Backbone, ClassPrompts, shape_of
+from promptfed.shared.clip import Backbone, ClassPrompts
 from promptfed.shared.clip.patch_cache import PatchCache
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.base import ClientContext, Method, ServerContext
-from promptfed.shared.seeds import initial_draws
+from promptfed.shared.methods.core.base import ClientContext, Method
 from promptfed.shared.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors
 
@@ -52,11 +64,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EXPERTS = 9  # other clients' contexts, pFedMoAP's default
 STILL = {"pfedmoap": {"gate_learning_rate": 1e-30}}  # for a step that moves nothing
 RATE_OF_STANDING = 1e-30
-RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
-# pFedMoAP's gate adds these to all experts' keys, or to all classes' logits alike.
+# pFedMoAP's gate adds these to all experts' keys, or to all classes' logits alike: they move no softmax.
 WITHOUT_EFFECT = ("key.bias", "value.bias", "output.bias")
 TARGETS = {"fedotp": 10}  # ViT-B/16, 10 classes, batch 32
-MOST_DEVIATION = 1e-4
 
 
 class PlainBackbone:
@@ -137,14 +147,6 @@ class KeptSplit:
 
 
 @dataclass
-class Step:
-    """What a step took, and how each trained tensor is after it."""
-
-    seconds: float
-    after: Tensors
-
-
-@dataclass
 class Task:
     """A method and a client's task."""
 
@@ -171,10 +173,7 @@ def make_task(backbone: Backbone, name: str, classes: int, batch: int, folder: P
         cache.fill(backbone, images, range(batch))
     labels = torch.randint(classes, (batch,), generator=draws)
     kept = KeptSplit(backbone, images, cache, backbone.encode_images(pixels), labels)
-    defaults = {key: value for key, value in method.defaults.get("training", {}).items() if key != "schedule"}
-    training = TrainingSpec(**defaults | {"batch_size": batch, "epochs": 1})
-    server = ServerContext(training, shape_of(backbone), names, (), 0, 1)
-    state = method.initial_state(server, initial_draws(0))
+    training, state = started(method, backbone, names, batch)
     start = next(iter(state.values()))
     others = {"experts": torch.randn(EXPERTS, *start.shape, generator=draws) * 0.02, "message": start}
     payload = {one.name: (state | others)[one.name] for one in method.phases(1, 1)[0].down}
@@ -207,22 +206,6 @@ def start_of(task: Task, backbone: Backbone) -> Tensors:
     return our_steps(still, backbone, 1, RATE_OF_STANDING).after
 
 
-def largest_deviation(step: Step, wanted: Step, start: Tensors) -> float:
-    """Of what one step changed, relative to the largest change of the same tensor.
-
-    Some biases move no softmax, so that their gradients are rounding alone: they are compared on the scale of all
-    tensors.
-    """
-    changed = {name: float((value - start[name]).abs().max()) for name, value in wanted.after.items()}
-    largest, worst = max(changed.values()), 0.0
-    for name, value in wanted.after.items():
-        scale = largest if name.endswith(WITHOUT_EFFECT) else changed[name]
-        worst = max(worst, float((step.after[name] - value).abs().max()) / scale)
-    if worst > MOST_DEVIATION:
-        raise SystemExit(f"The ways differ: a tensor moves otherwise by {worst:.1e} of its largest change.")
-    return worst
-
-
 def measure(task: Task, backbone: Backbone, repeats: int, steps: int) -> dict[str, Any]:
     """Interleaved: one plain step, then one task of ours."""
     runs: dict[str, list[float]] = {"plain": [], "ours": []}
@@ -233,7 +216,7 @@ def measure(task: Task, backbone: Backbone, repeats: int, steps: int) -> dict[st
         slow = plain_step(task, backbone)
         runs["plain"].append(slow.seconds)
         quick = our_steps(task, backbone, 1, RATE_OF_COMPARISON)
-        deviations.append(largest_deviation(quick, slow, start))
+        deviations.append(largest_deviation(quick, slow, start, WITHOUT_EFFECT))
         runs["ours"].append(our_steps(task, backbone, steps, rate).seconds)
     typical = medians(runs)
     return {

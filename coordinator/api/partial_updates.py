@@ -14,8 +14,8 @@ from fastapi import APIRouter, Header, Request, Response, status
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId
-from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
-from promptfed.coordinator.api.tasks import CLIENT
+from promptfed.coordinator.api.federations import TENSOR_BODY
+from promptfed.coordinator.api.tasks import CLIENT, UPDATE
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.resumable import (
     COMPLETE,
@@ -88,12 +88,7 @@ async def head_update(
             problems.MismatchingOffset,
             problems.InconsistentLength,
             problems.DigestMismatch,
-            *TENSORS,
-            problems.NormTooLarge,
-            problems.WrongTask,
-            problems.WrongPayload,
-            problems.PrivacyMissing,
-            problems.PrivacyMismatch,
+            *UPDATE,
         ),
     },
     openapi_extra=TENSOR_BODY,

@@ -29,6 +29,14 @@ from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
 CLIENT = (*described.ANY_CALLER, problems.Withdrawn)
+UPDATE = (  # what an update may be refused for that has arrived whole
+    *TENSORS,
+    problems.NormTooLarge,
+    problems.WrongTask,
+    problems.WrongPayload,
+    problems.PrivacyMissing,
+    problems.PrivacyMismatch,
+)
 
 
 @router.get(
@@ -160,12 +168,7 @@ def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
             problems.WrongTaskKind,
             problems.AlreadyAnswered,
             problems.PhaseClosed,
-            *TENSORS,
-            problems.NormTooLarge,
-            problems.WrongTask,
-            problems.WrongPayload,
-            problems.PrivacyMissing,
-            problems.PrivacyMismatch,
+            *UPDATE,
         ),
     },
     openapi_extra=TENSOR_BODY,

@@ -64,14 +64,7 @@ class DPFPL(SharedContextMethod):
     shared = TensorSpec("global_context", ("m", "d_t"))
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 100,
-        "training": {
-            "epochs": 1,
-            "batch_size": 32,
-            "optimizer": "sgd",
-            "learning_rate": 0.001,
-            "momentum": 0.9,
-            "weight_decay": 5e-4,
-        },
+        "training": {"epochs": 1, "learning_rate": 0.001},
     }
 
     def check(self, spec: FederationSpec) -> None:

@@ -62,14 +62,7 @@ class FedPGP(SharedContextMethod):
     shared = TensorSpec("global_context", ("m", "d_t"))
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 25,
-        "training": {
-            "epochs": 2,
-            "batch_size": 32,
-            "optimizer": "sgd",
-            "learning_rate": 0.001,
-            "momentum": 0.9,
-            "weight_decay": 5e-4,
-        },
+        "training": {"epochs": 2, "learning_rate": 0.001},
     }
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import text_steps
-from benchmarks.harness import random_backbone
-from benchmarks.text_steps import OPTIONS, Step, largest_deviation, make_task, measure, our_steps, start_of
+from benchmarks.harness import MOST_DEVIATION, RATE_OF_COMPARISON, Step, largest_deviation, random_backbone
+from benchmarks.text_steps import OPTIONS, make_task, measure, our_steps, start_of
 from promptfed.shared.clip import tiny
 
 CLASSES, BATCH = 3, 4
@@ -27,7 +27,7 @@ def test_both_ways_are_one_step(name: str, tmp_path: Path) -> None:
     task = make_task(backbone, name, CLASSES, BATCH, tmp_path)
     found = measure(task, backbone, repeats=1, steps=2)
     assert {way: len(runs) for way, runs in found["runs"].items()} == {"plain": 1, "ours": 1}
-    assert found["largest_deviation"] <= text_steps.MOST_DEVIATION
+    assert found["largest_deviation"] <= MOST_DEVIATION
 
 
 def test_what_moves_otherwise_ends_the_run(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_what_moves_otherwise_ends_the_run(tmp_path: Path) -> None:
     backbone = random_backbone(tiny.MODEL)
     task = make_task(backbone, "pfedmoap", CLASSES, BATCH, tmp_path)
     start = start_of(task, backbone)
-    step = our_steps(task, backbone, 1, text_steps.RATE_OF_COMPARISON)
+    step = our_steps(task, backbone, 1, RATE_OF_COMPARISON)
     assert set(start) == set(step.after) > {"context", "own_context", "gate.key.bias"}
     assert all(
         not torch.equal(value, start[name])
@@ -47,4 +47,4 @@ def test_what_moves_otherwise_ends_the_run(tmp_path: Path) -> None:
         0.0, step.after | {"gate.value.weight": moved + 1e-3 * (moved - start["gate.value.weight"]).abs().max()}
     )
     with pytest.raises(SystemExit, match="The ways differ"):
-        largest_deviation(other, step, start)
+        largest_deviation(other, step, start, text_steps.WITHOUT_EFFECT)

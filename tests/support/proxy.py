@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from tests.support.loopback_server import LoopbackServer
 
 Trouble = Literal[
     "none",
@@ -41,46 +42,15 @@ class ProxiedRequest:
     path: str
 
 
-class Proxy:
-    """Serves on a free port in a thread of its own until ``close``; ``seen`` counts what was done."""
+class Proxy(LoopbackServer):
+    """``seen`` counts what was done."""
 
     def __init__(self, upstream: str, trouble: Callable[[ProxiedRequest], Trouble], pause: float = 0.02):
-        self.upstream = upstream
         self.trouble = trouble
         self.seen: Counter[str] = Counter()
         self._pause = pause
         self._number = 0
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="proxy")
-        self._thread.start()
-        assert started.wait(10)
-        port = self._server.sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-
-    def __enter__(self) -> Proxy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all connections."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    def _run(self, started: threading.Event) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0))
-        started.set()
-        self._loop.run_forever()
-        self._server.close()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
-        self._loop.close()
+        super().__init__(upstream)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -124,11 +94,10 @@ class Proxy:
 
     async def _send(self, request: bytes, slowly: bool = False) -> bytes:
         """The whole answer."""
-        host, port = self.upstream.removeprefix("http://").split(":")
-        try:
-            reader, writer = await asyncio.open_connection(host, int(port))
-        except OSError:
+        connected = await self._connected()
+        if connected is None:
             return b""
+        reader, writer = connected
         try:
             await self._write(writer, request, slowly)
             if not slowly and not _is_whole(request):

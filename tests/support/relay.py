@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.support.loopback_server import LoopbackServer
 
 PIECE = 16 << 10
 
@@ -17,49 +19,20 @@ class Cut:
     down: int | None = None
 
 
-@dataclass
-class Relay:
-    """Serves on a free port in a thread of its own. Each cut is for the next connection that reaches it."""
+class Relay(LoopbackServer):
+    """Each cut is for the next connection that reaches it; ``up`` and ``down`` are the bytes of all connections."""
 
-    upstream: str
-    cuts: list[Cut] = field(default_factory=list)
-    up: int = 0
-    down: int = 0
-
-    def __post_init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        started = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="relay")
-        self._thread.start()
-        assert started.wait(30)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    def __enter__(self) -> Relay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-    def _run(self, started: threading.Event) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0))
-        started.set()
-        self._loop.run_forever()
-        self._server.close()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
-        self._loop.close()
+    def __init__(self, upstream: str, cuts: Sequence[Cut] = ()):
+        self.cuts = list(cuts)
+        self.up = self.down = 0
+        super().__init__(upstream)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, port = self.upstream.removeprefix("http://").split(":")
-        try:
-            above, below = await asyncio.open_connection(host, int(port))
-        except OSError:
+        connected = await self._connected()
+        if connected is None:
             writer.close()
             return
+        above, below = connected
         ways = [
             asyncio.create_task(self._pass(reader, below, "up")),
             asyncio.create_task(self._pass(above, writer, "down")),

@@ -11,16 +11,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
 
+from promptfed.experiments.preparation import SimulationSetup, open_site
 from promptfed.experiments.simulation import simulate
+from promptfed.experiments.workers import PATIENCE_SECONDS, Kept, run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data.sharing import SharedSources
+from promptfed.shared.methods import resolve_spec
 from promptfed.shared.methods.core.base import Classifier, ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors, state_hash
@@ -231,3 +235,23 @@ def test_a_protected_federation_says_what_each_update_cost_and_repeats(
         assert one["privacy"]["noise"] == "seeded"
         assert one["privacy"]["epsilon"] > 1
     assert all(one["withheld"] is (evaluation is None) for one in found.reports[1]["evaluation"]["clients"].values())
+
+
+@pytest.mark.parametrize(("kept", "seconds"), [(Kept(), PATIENCE_SECONDS), (Kept(patience=1234.5), 1234.5)])
+def test_a_clients_patience_is_the_one_that_was_asked_for(
+    kept: Kept, seconds: float, backbone: Backbone, features: FeatureCache, tmp_path: Path
+) -> None:
+    """A crew's clients outlast a coordinator that starts again, which takes longer than a simulation's would wait."""
+    shared = SharedSources()
+    clients = tuple(open_site(site, shared) for site in SITES)
+    setup = SimulationSetup(resolve_spec(spec()), None, clients, tmp_path, 1, backbone, features, lambda snapshot: None)
+
+    async def given() -> list[float]:
+        nobody = httpx.MockTransport(lambda asked: httpx.Response(503))
+        async with (
+            httpx.AsyncClient(transport=nobody, base_url="http://127.0.0.1") as http,
+            run_workers(setup, http, "federation", "token", kept) as running,
+        ):
+            return [worker.settings.give_up_after for worker in running.workers]
+
+    assert asyncio.run(given()) == [seconds] * len(SITES)
