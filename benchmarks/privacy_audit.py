@@ -26,7 +26,7 @@ from promptfed.shared.clip import FeatureCache, load_backbone, tiny
 
 SITE = Site("site", "symbols:neon?topic=weather&per_class=40&test_per_class=2")
 TRAINING = {"epochs": 20, "batch_size": 40, **ADAM, "learning_rate": 3e-3}
-METHODS: dict[str, dict[str, Any]] = {"fedclip": {}, "promptfl": {"m": 16}}
+METHODS: dict[str, dict[str, Any]] = {"fedclip": {}, "promptfl": {"m": 16}, "fedpgp": {"m": 16}}
 CLIP, ROUNDS = 0.3, 2
 
 
@@ -86,13 +86,15 @@ def main() -> None:
     """Run what ``--out`` does not hold yet, or print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("audit.jsonl"))
-    parser.add_argument("--methods", default="fedclip")
+    parser.add_argument("--methods", default="fedclip,promptfl,fedpgp", help="of these; all by default")
     parser.add_argument("--epsilons", default="inf,8,4,2,1")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--canaries", type=int, default=100)
     parser.add_argument("--features", type=Path, default=Path("audit-features"))
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
+    if unknown := set(given.methods.split(",")) - set(METHODS):
+        parser.error(f"--methods: there is no {min(unknown)}; there are {', '.join(METHODS)}")
     lines = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     if given.table:
         sys.stdout.write(table(lines))
