@@ -143,6 +143,9 @@ class Committer:
             if self._timer is None:
                 self._timer = loop.call_later(left, self._look_again, loop)
             return
+        if self._timer is not None:
+            self._timer.cancel()  # It was this group's: the next one has a time of its own.
+            self._timer = None
         with self._lock:
             if not self._closed:
                 self._committing = True

@@ -304,9 +304,9 @@ class Registry:
                 yield changes
                 changes.write()
             before = self.federations
-            self.federations = before | {id: change.federation for id, change in changes.by_id.items()}
             for id, change in changes.by_id.items():
-                self.metrics.observe(change, before[id].run)
+                self.metrics.observe(change, before[id].run)  # first: whoever sees what has changed finds it counted
+            self.federations = before | {id: change.federation for id, change in changes.by_id.items()}
         if changes.batch.superseded:
             self.blobs.remove_superseded(changes.batch.superseded)
         self._announce(changes)

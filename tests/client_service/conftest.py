@@ -15,6 +15,7 @@ from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, shape_of
 from promptfed.shared.data import Source
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source
+from tests.support.waiting import PATIENCE
 
 MakeWorker = Callable[..., Worker]
 MakeCoordinator = Callable[..., FakeCoordinator]
@@ -56,7 +57,7 @@ def settings(tmp_path: Path) -> Settings:
         state_dir=tmp_path / "state",
         enrolment_token_file=token,
         device="cpu",
-        give_up_after=20.0,
+        give_up_after=PATIENCE,
     )
 
 

@@ -76,7 +76,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinato
     finally:
         process.terminate()
         try:
-            assert process.wait(60) == 0, (folder / "log").read_text()
+            assert process.wait(PATIENCE) == 0, (folder / "log").read_text()
         finally:
             process.kill()
 

@@ -18,6 +18,7 @@ from promptfed.shared.methods.core.base import ClientContext, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
+from tests.support.waiting import PATIENCE
 
 
 def test_ephemeral_state_is_neither_locked_nor_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,14 +73,16 @@ def test_only_so_many_compute_as_there_are_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     train = PromptFL.train
-    running, most, guard = 0, 0, threading.Lock()
+    running, most, guard = 0, 0, threading.Condition()
 
     def slow(self: PromptFL, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         nonlocal running, most
         with guard:
             running += 1
             most = max(most, running)
-        time.sleep(0.2)
+            guard.notify_all()
+            assert guard.wait_for(lambda: most >= together, PATIENCE), "as many as may come together"
+        time.sleep(0.2)  # in which one too many would come
         found = train(self, context, payload, private)
         with guard:
             running -= 1

@@ -12,7 +12,7 @@ import torch
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.tensors import Tensors, decode, encode
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import FakeClient, update_body
+from tests.support.fake_clients import DEADLINE, FakeClient, update_body
 from tests.support.waiting import PATIENCE
 
 UP = ("global_prompt", "classifier_weight", "classifier_bias")
@@ -143,7 +143,7 @@ def test_a_domain_waits_for_the_next_round_while_a_phase_is_extended(
     tasks = coordinator.training(clients)
     assert answer(clients[0], tasks[0]).status_code == 201
     [late] = enrol(coordinator, federation, "c")
-    leap(coordinator, 61)
+    leap(coordinator, DEADLINE)
     end = time.monotonic() + PATIENCE
     while not coordinator.get(federation)["stage"]["extended"]:
         assert time.monotonic() < end, "the phase is not extended"
@@ -175,7 +175,7 @@ def test_every_trainer_is_asked_for_its_prompt_and_a_silent_one_is_left_out(
         task = coordinator.task(client)
         assert set(client.payload(task)) == {"global_prompt"}
         assert answer(client, task).status_code == 201
-    leap(coordinator, 61)
+    leap(coordinator, DEADLINE)
     task = coordinator.task(clients[0])
     final = clients[0].payload(task)
     assert final["listed_domains"].tolist() == keys("b", "a")

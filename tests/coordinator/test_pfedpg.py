@@ -16,7 +16,7 @@ from promptfed.shared.methods.pfedpg import DESCRIPTORS, PFedPG
 from promptfed.shared.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors, decode, state_hash
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import FakeClient, bearer, enrolment, secret_of, update_body
+from tests.support.fake_clients import DEADLINE, FakeClient, bearer, enrolment, secret_of, update_body
 
 METHOD = {"name": "pfedpg", "m": 3, "inner_width": 5, "generator_learning_rate": 0.05}
 SHAPE = {"d_v": 6, "d_e": 6, "vision_layers": 2, "patch_size": 8}
@@ -155,7 +155,7 @@ def test_a_client_that_misses_a_round_keeps_its_descriptor(
     before = state(coordinator, federation)
     for client, task in list(zip(clients, tasks, strict=True))[:2]:
         answer(client, task)
-    leap(coordinator, 60)
+    leap(coordinator, DEADLINE)
     coordinator.task(clients[0])
     after = state(coordinator, federation)
     for name in ("descriptors", "adam_mean.descriptors", "adam_square.descriptors", "adam_steps.descriptors"):

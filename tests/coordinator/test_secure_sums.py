@@ -20,9 +20,9 @@ from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg import encoding, member
 from promptfed.shared.tensors import Tensors, decode, encode
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import trained, update_body
+from tests.support.fake_clients import DEADLINE, trained, update_body
 from tests.support.secure_clients import SecureClient
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_for
 
 TEN = tuple("abcdefghij")
 Leap = Callable[[InThread, float], None]
@@ -31,7 +31,7 @@ Leap = Callable[[InThread, float], None]
 def federation_of(coordinator: InThread, *names: str, secure: Mapping[str, Any] | None = None, **changes: Any) -> Any:
     """A started federation of one round, and its clients."""
     given = {"participation": {"min_clients": len(names), "quorum": 0.5}, "rounds": 1} | changes
-    federation = coordinator.create(secure_aggregation={"step_seconds": 40} | dict(secure or {}), **given)
+    federation = coordinator.create(secure_aggregation={"step_seconds": DEADLINE} | dict(secure or {}), **given)
     token = coordinator.token(federation)
     clients = [SecureClient(coordinator.http, federation, name) for name in names]
     for number, client in enumerate(clients):
@@ -64,19 +64,26 @@ def drive(
 ) -> None:
     """To the federation's end, or a stage; who is lost in a step is lost for good, and its deadline passes."""
     federation, end = clients[0].federation, time.monotonic() + PATIENCE
-    there, idle = list(clients), 0
+    there, gone = list(clients), {name for names in (lost or {}).values() for name in names}
     while coordinator.get(federation)["state"] == "running":
         assert time.monotonic() < end
-        done = [step(client, lost or {}) for client in there]
-        idle = 0 if any(done) else idle + 1
-        stage = coordinator.get(federation)["stage"]
+        for client in there:
+            step(client, lost or {})
+        view = coordinator.get(federation)
+        stage, awaited = view["stage"], {one["name"] for one in view["awaited"]}
         if stage is not None and stage["phase"] == until:
             return
-        if idle > 20 and stage is not None and not stage["closing"]:
+        if stage is not None and not stage["closing"] and awaited and awaited <= gone:
             there = [client for client in there if client.name not in (lost or {}).get(stage["kind"], ())]
-            leap(coordinator, 61)
-            idle = 0
+            leap(coordinator, DEADLINE)
+            # What comes next has its whole time: another leap would take it away.
+            wait_for("its end", lambda before=where(stage): where(coordinator.get(federation)["stage"]) != before)
         time.sleep(0.005)
+
+
+def where(stage: Mapping[str, Any] | None) -> tuple[Any, ...]:
+    """What of a stage changes when its time is up."""
+    return () if stage is None else tuple(stage[key] for key in ("round", "phase", "kind", "closing", "extended"))
 
 
 def prompts(coordinator: InThread, federation: str, round: int) -> Tensors:
@@ -163,15 +170,15 @@ def test_nothing_that_the_coordinator_has_holds_a_part_of_an_update(
     federation, clients = federation_of(coordinator, *TEN[:4], aggregation={"weighting": "uniform"})
     changes: dict[str, Any] = {}
     secrets: set[str] = set()
-    for _ in range(400):
+    end = time.monotonic() + PATIENCE
+    while (coordinator.get(federation)["stage"] or {}).get("kind") != "unmask":
+        assert time.monotonic() < end
         for client in clients:
             step(client, {"unmask": TEN})
             if (content := client.state.read_file("secure-work.safetensors")) is not None:
                 changes[client.name] = decode(content)[0]["change"].numpy()
             attempt = json.loads(client.state.read_note("secure-attempt.json") or '{"secrets": {}}')
             secrets |= {*attempt["secrets"].values(), client.state.read_note("signing.key") or ""}
-        if (coordinator.get(federation)["stage"] or {}).get("kind") == "unmask":
-            break
     assert len(changes) == 4
     there = seen_by(coordinator, tmp_path, clients, caplog.text)
     if not mutant:

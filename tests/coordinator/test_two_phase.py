@@ -12,7 +12,7 @@ from promptfed.shared.methods import METHODS
 from promptfed.shared.methods.core.base import Phase
 from promptfed.shared.tensors import Tensors, decode
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import FakeClient, update_body
+from tests.support.fake_clients import DEADLINE, FakeClient, update_body
 from tests.support.two_phase import TwoPhase
 
 
@@ -59,7 +59,7 @@ def test_the_second_phase_brings_down_what_the_first_brought_up(
     sent = {client.name: torch.full((4, 8), float(number)) for number, client in enumerate(clients, 1)}
     for client, task in list(zip(clients, tasks, strict=True))[:2]:
         assert client.send(task, update_body({"prompt": sent[client.name]}, task)).status_code == 201
-    leap(coordinator, 60)
+    leap(coordinator, DEADLINE)
     second = [coordinator.task(client) for client in clients[:2]]
     assert [task["phase"] for task in second] == ["aggregators", "aggregators"]
     assert clients[2].task().status_code == 204, "it did not answer the first phase"

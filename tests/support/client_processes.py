@@ -31,7 +31,7 @@ def served(app: FastAPI) -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE)
 
 
 class ClientProcess:
@@ -59,7 +59,7 @@ class ClientProcess:
     def kill(self) -> None:
         """End it as a power cut would."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(PATIENCE)
 
     def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit code."""
@@ -69,7 +69,7 @@ class ClientProcess:
         """Leave nothing running."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(PATIENCE)
 
     def text(self) -> str:
         """What it has logged."""
@@ -78,7 +78,7 @@ class ClientProcess:
     def api(self, verb: str, path: str, **request: object) -> httpx.Response:
         """Call its own API."""
         url = (self.state_dir / "api.url").read_text()
-        return httpx.request(verb, url + path, trust_env=False, **request)  # type: ignore[arg-type]
+        return httpx.request(verb, url + path, trust_env=False, timeout=PATIENCE, **request)  # type: ignore[arg-type]
 
     def stage(self) -> str | None:
         """Where it says it is; None while its API does not answer."""

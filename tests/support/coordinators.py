@@ -89,8 +89,10 @@ class Api:
             time.sleep(0.01)
 
     def task(self, client: FakeClient, wait: float = 20.0) -> dict[str, Any]:
-        """The client's next task, waited for."""
-        response = client.task(wait)
+        """The client's next task, waited for: one question after the other, each of ``wait`` seconds at most."""
+        end = time.monotonic() + PATIENCE
+        while (response := client.task(wait)).status_code == 204:
+            assert time.monotonic() < end, f"no task comes for {client.name}"
         assert response.status_code == 200, response.text
         found: dict[str, Any] = response.json()
         return found

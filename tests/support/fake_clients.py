@@ -18,6 +18,7 @@ from tests.support.waiting import PATIENCE
 
 SHAPE = {"d_t": 8, "d_e": 8, "d_v": 8}
 FINGERPRINT = "sha256:" + "ab" * 32
+DEADLINE = 3600.0  # seconds that a phase is open: a machine that stands still for a while ends none, tests leap
 ASKED_FOR = {"aggregators": ("aggregator",)}  # by phase; elsewhere all that came down goes up
 CLASSES = ["circle", "square", "star"]
 
@@ -28,7 +29,7 @@ def spec(**changes: Any) -> dict[str, Any]:
         "name": "eyes",
         "method": {"name": "promptfl", "m": 4},
         "rounds": 2,
-        "participation": {"min_clients": 2, "deadline_seconds": 60},
+        "participation": {"min_clients": 2, "deadline_seconds": DEADLINE},
         "seed": 7,
     }
     for key, value in changes.items():

@@ -11,17 +11,22 @@ from unittest import mock
 import httpx
 
 from tests.support.fake_clients import FakeClient, trained, update_body
+from tests.support.waiting import PATIENCE
 
 COMMITTER = "promptfed.coordinator.engine.committer"
-GATHER = {f"{COMMITTER}.QUIET_SECONDS": 3600.0, f"{COMMITTER}.MOST_SECONDS": 0.5}
+GATHER: dict[str, float] = {f"{COMMITTER}.QUIET_SECONDS": 3600.0, f"{COMMITTER}.MOST_SECONDS": 0.5}
 """Constants of a coordinator whose groups wait for more, so that they get all."""
 
 
-def at_once(calls: Sequence[Callable[[], httpx.Response]]) -> list[httpx.Response | None]:
+def at_once(calls: Sequence[Callable[[], httpx.Response]], entries: int | None = None) -> list[httpx.Response | None]:
     """The answer to each, or None where there was none; all are sent together.
 
-    A coordinator in this process goes by `GATHER` meanwhile, and not before: what prepares a test is no group.
+    A coordinator in this process goes by `GATHER` meanwhile, and not before: what prepares a test is no group. Where it
+    is told how many ``entries`` come to be committed, their group is whole with the last of them, however late it is.
     """
+    constants = dict(GATHER)
+    if entries is not None:
+        constants |= {f"{COMMITTER}.MOST": entries, f"{COMMITTER}.MOST_SECONDS": PATIENCE}
     found: list[httpx.Response | None] = [None] * len(calls)
     begin = threading.Barrier(len(calls))
 
@@ -32,7 +37,7 @@ def at_once(calls: Sequence[Callable[[], httpx.Response]]) -> list[httpx.Respons
 
     threads = [threading.Thread(target=send, args=(number,)) for number in range(len(calls))]
     with contextlib.ExitStack() as stack:
-        for name, value in GATHER.items():
+        for name, value in constants.items():
             stack.enter_context(mock.patch(name, value))
         for thread in threads:
             thread.start()

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from typing import Self
 
+from tests.support.waiting import PATIENCE
+
 
 class LoopbackServer:
     """Serves on a free port in a thread of its own until ``close``; what a connection gets says ``_accept``."""
@@ -16,7 +18,7 @@ class LoopbackServer:
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name=type(self).__name__)
         self._thread.start()
-        assert started.wait(30)
+        assert started.wait(PATIENCE)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def __enter__(self) -> Self:
@@ -28,7 +30,7 @@ class LoopbackServer:
     def close(self) -> None:
         """End all connections."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
     def _run(self, started: threading.Event) -> None:

@@ -24,18 +24,21 @@ from tests.support.coordinators import InThread
 from tests.support.fake_clients import FakeClient, drive, update_body
 from tests.support.groups import at_once, updates_of
 from tests.support.open_phases import kind, open_first_phase, stored_rows
+from tests.support.waiting import PATIENCE
 
 NAMES = ("a", "b", "c", "d")
 Answered = list[tuple[int, str]]
 
 
-def send_all(clients: list[FakeClient], tasks: list[dict[str, Any]], bodies: list[bytes]) -> Answered:
-    """Status and refusal of each answer, sent at once."""
+def send_all(
+    clients: list[FakeClient], tasks: list[dict[str, Any]], bodies: list[bytes], entries: int | None = None
+) -> Answered:
+    """Status and refusal of each answer, sent at once; so many ``entries`` of them (all) come to be committed."""
     calls = [
         lambda client=client, task=task, body=body: client.send(task, body)
         for client, task, body in zip(clients, tasks, bodies, strict=True)
     ]
-    found = at_once(calls)
+    found = at_once(calls, entries or len(calls))
     return [(one.status_code, kind(one) if one.status_code >= 400 else "") for one in found if one is not None]
 
 
@@ -75,7 +78,10 @@ def test_what_is_refused_inside_a_group_changes_nothing_for_its_neighbours(
     huge = update_body({"context": torch.full((4, 8), 1e6)}, tasks[2])
     sizes = commits(coordinator, monkeypatch)
     found = send_all(
-        [a, a, a, b, c, d], [*tasks[:1] * 3, *tasks[1:]], [bodies[0], bodies[0], other, bodies[1], huge, bodies[3]]
+        [a, a, a, b, c, d],
+        [*tasks[:1] * 3, *tasks[1:]],
+        [bodies[0], bodies[0], other, bodies[1], huge, bodies[3]],
+        entries=5,
     )
     assert sorted(found[:3]) in (
         [(200, ""), (201, ""), (409, "already-answered")],
@@ -198,7 +204,7 @@ def groups_of(
     return sizes
 
 
-LONGER = 30.0  # than a test that does not wait for it, on any machine
+LONGER = PATIENCE  # than a test that does not wait for it, on any machine
 
 
 def test_one_that_comes_alone_is_committed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +240,8 @@ def test_a_group_waits_while_others_ask_for_something(monkeypatch: pytest.Monkey
         made.notice()
         made.notice()
         first = asyncio.create_task(made.submit(Noted("a")))
-        await asyncio.sleep(0.05)
+        for _ in range(10):
+            await asyncio.sleep(0)
         await asyncio.gather(first, made.submit(Noted("b")))
 
     assert groups_of(monkeypatch, others_ask, quiet=0.5, most=LONGER) == [2]

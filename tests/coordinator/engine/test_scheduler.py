@@ -12,8 +12,8 @@ from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.engine import jobs
 from promptfed.coordinator.engine.registry import Registry
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import drive
-from tests.support.waiting import PATIENCE
+from tests.support.fake_clients import DEADLINE, drive
+from tests.support.waiting import PATIENCE, wait_for
 
 Leap = Callable[[InThread, float], None]
 
@@ -27,13 +27,12 @@ def test_clients_that_vanish_cost_two_deadlines_and_then_the_operator_is_asked(
     coordinator.post(f"{federation}/start")
     tasks = coordinator.training([a, b])
     a.answer(tasks[0])
-    leap(coordinator, 60)
-    end = 500
-    while not (found := coordinator.get(federation))["stage"]["extended"] and end:
-        end -= 1
+    leap(coordinator, DEADLINE)
+    wait_for("an extension", lambda: coordinator.get(federation)["stage"]["extended"])
+    found = coordinator.get(federation)
     assert (found["state"], found["answered"]) == ("running", ["a"])
-    assert 50 < found["stage"]["seconds_left"] <= 60
-    leap(coordinator, 60)
+    assert DEADLINE / 2 < found["stage"]["seconds_left"] <= DEADLINE
+    leap(coordinator, DEADLINE)
     found = coordinator.until(federation, state="paused")
     assert (found["reason"], found["phase"]) == ("quorum_missed", "train")
     assert a.task().status_code == 204
@@ -64,7 +63,7 @@ def test_an_evaluation_waits_no_longer_than_its_deadline(coordinator: InThread, 
     missed = coordinator.task(silent)
     for client in clients:
         client.answer(coordinator.task(client))
-    leap(coordinator, 60)
+    leap(coordinator, DEADLINE)
     coordinator.until(federation, phase="train")
     late = silent.evaluate(missed)
     assert (late.status_code, late.json()["type"].rsplit("/")[-1]) == (409, "phase-closed")
@@ -84,6 +83,7 @@ def test_a_restart_keeps_tasks_and_payloads_and_gives_the_whole_deadline_again(
     first.post(f"{federation}/start")
     tasks = first.training(clients)
     clients[0].answer(tasks[0])
+    leap(first, 0.8 * DEADLINE)
     before = first.get(federation)
     first.stop()
     second = coordinator_with()
@@ -91,7 +91,7 @@ def test_a_restart_keeps_tasks_and_payloads_and_gives_the_whole_deadline_again(
     after = second.get(federation)
     kept = ("state", "round", "phase", "asked", "answered", "state_hash", "backbone", "clients")
     assert {key: before[key] for key in kept} == {key: after[key] for key in kept}
-    assert after["stage"]["seconds_left"] > 55
+    assert after["stage"]["seconds_left"] > DEADLINE / 2
     a, b = (second.client(federation, name) for name in "ab")
     task = second.task(b)
     assert (task["task_id"], task["payload"]) == (tasks[1]["task_id"], tasks[1]["payload"])

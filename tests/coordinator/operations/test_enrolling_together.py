@@ -14,13 +14,18 @@ from tests.support.groups import at_once
 from tests.support.open_phases import kind
 
 
-def together(coordinator: InThread, token: str, federation: str, *asked: tuple[str, dict[str, Any]]) -> list[str]:
-    """What each of some enrolments at the same moment is answered: its status, or why it is refused."""
+def together(
+    coordinator: InThread, token: str, federation: str, *asked: tuple[str, dict[str, Any]], entries: int | None = None
+) -> list[str]:
+    """What each of some enrolments at the same moment is answered: its status, or why it is refused.
+
+    ``entries``: how many of them come to be committed, where they have to be one group.
+    """
     calls = [
         lambda name=name, changes=changes: coordinator.client(federation, name).enrol(token, **changes)
         for name, changes in asked
     ]
-    answers = at_once(calls)
+    answers = at_once(calls, entries)
     return [str(one.status_code) if one.status_code < 400 else kind(one) for one in answers if one is not None]
 
 
@@ -45,7 +50,7 @@ def test_one_commit_lets_in_all_but_those_who_are_refused(
     monkeypatch.setattr(coordinator.registry.committer, "_together", counted)
     none, other = {"num_samples": 0}, {"backbone_shape": {"d_t": 9, "d_e": 8, "d_v": 8}}
     asked = [*((name, {}) for name in "abcd"), ("no-samples", none), ("evaluator", none | {"role": "evaluator"})]
-    assert together(coordinator, token, federation, *asked) == ["201"] * 4 + ["no-samples", "201"]
+    assert together(coordinator, token, federation, *asked, entries=6) == ["201"] * 4 + ["no-samples", "201"]
     assert sizes == [6]
     assert together(coordinator, token, federation, ("e", other), ("f", {})) == ["other-backbone", "201"]
     known = [one["name"] for one in coordinator.get(f"{federation}/clients")["clients"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from promptfed.shared.seeds import initial_draws, sampling_order
 from promptfed.shared.tensors import decode, encode, state_hash
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import FINGERPRINT, SHAPE, bearer, content_digest, drive, spec, trained
+from tests.support.fake_clients import DEADLINE, FINGERPRINT, SHAPE, bearer, content_digest, drive, spec, trained
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.both_databases
@@ -246,7 +246,7 @@ def test_what_is_awaited_until_when_is_shown(coordinator: InThread) -> None:
     found = coordinator.get(federation)
     assert (found["phase"], found["asked"], found["answered"]) == ("train", ["a", "b"], ["a"])
     assert [(one["name"], one["until"]) for one in found["awaited"]] == [("b", found["stage"]["deadline"])]
-    assert 50 < found["stage"]["seconds_left"] <= 60
+    assert DEADLINE / 2 < found["stage"]["seconds_left"] <= DEADLINE
 
 
 def test_prompts_come_as_safetensors_or_json_with_an_etag(coordinator: InThread) -> None:
@@ -312,19 +312,19 @@ def test_the_last_round_s_tensors_are_kept_where_no_more_is_asked(coordinator: I
     coordinator.post(f"{federation}/start")
     drive(clients)
     path = f"/v1/federations/{federation}/prompts"
-    for _ in range(200):
-        if coordinator.http.get(path, params={"round": 2}, headers=coordinator.operator).status_code != 200:
-            break
-        time.sleep(0.02)
+
+    def older() -> int:
+        return coordinator.http.get(path, params={"round": 2}, headers=coordinator.operator).status_code
+
+    wait_for("the removal of older states", lambda: older() != 200)
     assert coordinator.get(path, params={"round": 2}, status=404)["type"].endswith("/no-state")
     latest = coordinator.http.get(path, headers=coordinator.operator)
     assert latest.status_code == 200
-    for _ in range(200):  # rows go first, what they named a moment later
-        kept = coordinator.registry.blobs.all()
-        if len(kept) <= 4:
-            break
-        time.sleep(0.02)
-    assert len(kept) == 4, "of round 3: what clients started from, their two updates, and the state"
+    # Rows go first, what they named a moment later.
+    wait_for("the removal of older blobs", lambda: len(coordinator.registry.blobs.all()) <= 4)
+    assert len(coordinator.registry.blobs.all()) == 4, (
+        "of round 3: what clients started from, their two updates, and the state"
+    )
     assert len(coordinator.get(f"{federation}/rounds/1")["phases"][0]["updates"]) == 2, "reports stay"
 
 

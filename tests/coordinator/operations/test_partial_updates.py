@@ -17,7 +17,7 @@ from promptfed.coordinator.store import partial_uploads
 from promptfed.coordinator.store.blobs import Blobs, digest_of
 from promptfed.coordinator.store.partial_uploads import PartialUploads
 from tests.support.coordinators import InThread, in_thread
-from tests.support.fake_clients import FakeClient, content_digest, trained, update_body
+from tests.support.fake_clients import DEADLINE, FakeClient, content_digest, trained, update_body
 from tests.support.open_phases import kind, open_first_phase, stored_rows
 
 GOOD = {"context": torch.ones(4, 8)}
@@ -201,7 +201,7 @@ def test_a_client_has_one_unfinished_body_and_none_of_a_closed_task(
     assert [path.stat().st_size for path in files(coordinator)] == [60], "another body takes its place"
     assert arrived(a, task_a, body) == (0, "?0")
     b.answer(task_b)
-    leap(coordinator, 60)
+    leap(coordinator, DEADLINE)
     coordinator.until(federation, phase="evaluation")
     while files(coordinator):
         time.sleep(0.05)

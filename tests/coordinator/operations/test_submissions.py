@@ -18,7 +18,7 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.tensors import encode
 from tests.support.coordinators import InThread
-from tests.support.fake_clients import bearer, content_digest, secret_of, trained, update_body
+from tests.support.fake_clients import DEADLINE, bearer, content_digest, secret_of, trained, update_body
 from tests.support.open_phases import kind, open_first_phase, stored_rows
 from tests.support.waiting import PATIENCE
 
@@ -48,7 +48,7 @@ def test_an_update_for_a_closed_phase_is_refused_with_where_the_federation_is(
 ) -> None:
     federation, (a, b), (task_a, task_b) = open_first_phase(coordinator, participation={"quorum": 0.5}, rounds=1)
     a.answer(task_a)
-    leap(coordinator, 60)
+    leap(coordinator, DEADLINE)
     coordinator.until(federation, phase="evaluation")
     late = b.answer(task_b)
     assert (late.status_code, kind(late)) == (409, "phase-closed")
