@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests import ROOT
-from tests.docs.test_readme import free_port
+from tests.support.ports import free_port
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +13,10 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import ROOT
+from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 MARK = "<!-- tested: tests/docs/test_readme.py runs this block -->\n```bash\n"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="tests with curl: apt-get install curl")

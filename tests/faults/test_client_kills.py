@@ -24,6 +24,7 @@ from promptfed.client_service.exits import Exit
 from promptfed.shared.data.classes import TOPICS
 from tests.support import forked_client
 from tests.support.coordinators import ForkedCoordinator, fork_server
+from tests.support.ports import free_port
 from tests.support.whole_federation import outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -143,16 +144,6 @@ def run(
         for client in clients:
             client.kill()
         process.kill()
-
-
-def free_port() -> int:
-    """The coordinator must be found where it was."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.both_databases

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from glob import glob
@@ -13,6 +12,8 @@ from itertools import count
 from pathlib import Path
 
 import psycopg
+
+from tests.support.ports import free_port
 
 USER, PASSWORD = "promptfed", "s3cret/of:the@tests"
 SECONDS = 300
@@ -68,7 +69,7 @@ class PostgresServer:
     def start(self) -> None:
         """Start, on the port of before if there was one."""
         if not hasattr(self, "port"):
-            self.port = _free_port()
+            self.port = free_port()
         options = f"-p {self.port} -h 127.0.0.1 -k '' -c fsync={self._fsync} -c max_connections=200"
         log = self.folder / "log"
         self._run(
@@ -149,10 +150,3 @@ def _as_somebody_else() -> str | None:
         if name in known:
             return name
     raise NoServer("the server does not run as root, and there is neither an account postgres nor nobody")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

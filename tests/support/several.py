@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from promptfed.shared.net import MOST_MOVES, moved_to
 from tests.support.fake_clients import bearer
-from tests.support.postgres import _free_port
+from tests.support.ports import free_port
 from tests.support.resending import Resending
 from tests.support.waiting import PATIENCE
 
@@ -40,7 +40,7 @@ def shared_options(folder: Path, database_url: str, store: str) -> dict[str, Any
 
 def own_options() -> dict[str, Any]:
     """A free port, and the address that it makes."""
-    port = _free_port()
+    port = free_port()
     return {"port": port, "advertise_url": f"http://127.0.0.1:{port}"}
 
 

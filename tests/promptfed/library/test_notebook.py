@@ -8,8 +8,10 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from traitlets.config import Config
 
 from tests import ROOT
+from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE
 
 NOTEBOOK = ROOT / "examples" / "federation.ipynb"
@@ -24,7 +26,11 @@ def test_the_example_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (kernels / "kernel.json").write_text(f'{{"argv": {command}, "display_name": "here", "language": "python"}}')
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    nbclient.NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    # told its ports: those that jupyter picks are anybody's until the kernel has started
+    ports = {f"{channel}_port": free_port() for channel in ("shell", "iopub", "stdin", "control", "hb")}
+    patience = {"timeout": int(PATIENCE), "startup_timeout": int(PATIENCE)}
+    config = Config(KernelManager={"cache_ports": False, **ports}, NotebookClient=patience)
+    nbclient.NotebookClient(notebook, config=config, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     shown = "".join(output.get("text", "") for output in outputs)
     tables = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
