@@ -21,6 +21,7 @@ from promptfed.shared.clip import hub, shape_of
 from promptfed.shared.spec import BackboneSpec
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,17 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that is there is waited for, however slow the machine."""
+    monkeypatch.setattr(doctor_module, "ANSWER_SECONDS", PATIENCE)
+
+
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backbone is at hand, and a coordinator that does not answer is not waited for long."""
+    """The backbone is at hand."""
     backbone = exports.backbone()
     monkeypatch.setattr(doctor_module, "open_backbone", lambda spec, device, allowed, file: backbone)
-    monkeypatch.setattr(doctor_module, "ANSWER_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -135,8 +141,16 @@ def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InT
 )
 @pytest.mark.usefixtures("loaded")
 def test_what_fails_says_why(
-    coordinator: InThread, token: Path, pets: Path, changes: dict[str, str], name: str, why: str
+    coordinator: InThread,
+    token: Path,
+    pets: Path,
+    changes: dict[str, str],
+    name: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if why == "no answer":  # nobody is there: not to be waited for long
+        monkeypatch.setattr(doctor_module, "ANSWER_SECONDS", 0.3)
     done = doctor(*joining(coordinator, token, pets, **changes), "--json")
     assert done.exit_code == Exit.BAD_INPUT, done.output
     (check,) = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]

@@ -60,7 +60,7 @@ class Command:
             "backbone_shape": {"d_t": 8, "d_e": 8},
         } | changes
         url = f"{self.url}/v1/federations/{federation}/clients"
-        return httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"})
+        return httpx.post(url, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")

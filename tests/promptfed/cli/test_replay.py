@@ -22,7 +22,9 @@ from tests.support.fake_clients import drive
 def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InThread]:
     with in_thread(tmp_path_factory.mktemp("replay") / "data") as server:
         for name, rounds in (("eyes", 2), ("changed", 1)):
-            federation = server.create(name=name, rounds=rounds, participation={"min_clients": 5})
+            federation = server.create(
+                name=name, rounds=rounds, participation={"min_clients": 5, "deadline_seconds": 3600}
+            )
             clients = server.enrol(federation, *"abcde")
             server.post(f"{federation}/start")
             drive(clients)

@@ -64,7 +64,7 @@ def test_the_command_makes_the_page_speak(
     coordinator: InThread, backbone: Backbone, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = {"backbone_fingerprint": backbone.fingerprint, "backbone_shape": shape_of(backbone).model_dump()}
-    federation = coordinator.create(participation={"min_clients": 1}, rounds=1)
+    federation = coordinator.create(participation={"min_clients": 1, "deadline_seconds": 3600}, rounds=1)
     clients = coordinator.enrol(federation, "a", **own)
     coordinator.post(f"{federation}/start")
     drive(clients)

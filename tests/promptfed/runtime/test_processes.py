@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from promptfed.runtime.processes import MAX_RESTARTS, Processes, ProcessFailed, interrupt_on_sigterm
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE, wait_for
 
-SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 
 
 def alive(pid: int) -> bool:
@@ -58,10 +58,14 @@ def test_a_process_that_has_done_its_work_is_left_alone(tmp_path: Path) -> None:
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     stubborn = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
-    with pytest.raises(KeyboardInterrupt), Processes(tmp_path, stop_seconds=0.5) as processes:
-        started = [processes.start("polite", ["-c", SLEEP]), processes.start("stubborn", ["-c", stubborn])]
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Processes(tmp_path, stop_seconds=PATIENCE) as patient,
+        Processes(tmp_path, stop_seconds=0.1) as impatient,
+    ):
+        started = [patient.start("polite", ["-c", SLEEP]), impatient.start("stubborn", ["-c", stubborn])]
         wait_for("start", lambda: all("up" in managed.log.read_text() for managed in started))
         raise KeyboardInterrupt
     assert not any(alive(managed.process.pid) for managed in started)

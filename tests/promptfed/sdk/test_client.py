@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from promptfed.sdk.follow import Snapshot
 from promptfed.sdk.summary import FederationList, FederationSummary
 from promptfed.shared.api_schemas import FederationView
 from tests.support.coordinators import InThread, in_thread
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_pages_are_read_to_the_end(server: InThread, api: Coordinator) -> None:
 
 def test_both_transports_refuse_alike(server: InThread, api: Coordinator, tmp_path: Path) -> None:
     async def asynchronous() -> None:
-        async with httpx.AsyncClient(base_url=server.url) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as http:
             token = server.operator["Authorization"].split()[1]
             await AsyncCoordinator(http, token).run(operations.take("nothing"))
 
@@ -157,5 +159,13 @@ def test_the_options_of_the_connection_stand_before_the_command(
     line = ["--ca-file", str(tmp_path / "none.pem"), "federation", "list", "--coordinator", "https://127.0.0.1:9"]
     found = CliRunner().invoke(app, line, env=environment)
     assert found.exit_code == Exit.BAD_INPUT
+    asked: list[object] = []
+
+    def not_found(host: object, *_: object, **__: object) -> None:  # in no time, and whoever answers for names here
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", not_found)
     line = ["--allow-plain-http", "federation", "list", "--coordinator", "http://coordinator.invalid:9"]
-    assert CliRunner().invoke(app, line, env=environment).exit_code != Exit.BAD_INPUT  # asked, and not found
+    assert CliRunner().invoke(app, line, env=environment).exit_code == Exit.UNREACHABLE
+    assert set(asked) == {"coordinator.invalid"}

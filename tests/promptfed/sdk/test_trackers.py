@@ -151,7 +151,7 @@ def test_a_federation_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(TRACKERS, "here", lambda place: tracker)
     seen: list[tuple[str, int]] = []
     with in_thread(tmp_path / "data") as server, open_tracker("here:x") as opened:
-        federation = server.create(name="styles", rounds=1)
+        federation = server.create(name="styles", rounds=1, participation={"deadline_seconds": 3600})
         drivers = server.enrol(federation, "a", "b")
         server.post(f"{federation}/start")
         if ended:
