@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says nothing about it, whichever file is run alone.
+settings.register_profile("any_speed", deadline=None)
+settings.load_profile("any_speed")
+
+# What changes the shape of a command's words, or keeps it from a hub that the tests bring themselves.
+UNWANTED = ("COLUMNS", "LINES", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def pytest_configure() -> None:
-    """A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C."""
+    """The same whoever starts the tests: what the shell says of terminals, proxies and settings of ours is no part."""
+    # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in list(os.environ):
+        if name in UNWANTED or name.startswith(("PROMPTFED_CLIENT_", "PROMPTFED_COORDINATOR", "PROMPTFED_OPERATOR_")):
+            del os.environ[name]
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
 
 # Files that take a minute and more, since they start many processes: first, so that none is waited for at the end.

@@ -6,14 +6,11 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from promptfed.shared.data import partition
 from promptfed.shared.data.source import DataError
-
-settings.register_profile("any_speed", deadline=None)
-settings.load_profile("any_speed")
 
 SEEDS = st.integers(0, 10)
 
