@@ -16,8 +16,8 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_private
 from promptfed.shared.messages import Role
 
-START_SECONDS = 60.0
-ENROL_SECONDS = 120.0
+START_SECONDS = 300.0  # a bound on what hangs: what ends instead of starting is noticed at once
+ENROL_SECONDS = 300.0
 ENROL_SECONDS_EACH = 20.0  # starting a client takes seconds of computing, and many start at once
 POLL_SECONDS = 0.1
 OPERATOR_FILE = "operator.token"
