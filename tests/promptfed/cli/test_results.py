@@ -51,11 +51,12 @@ def test_a_folder_of_images_becomes_a_table(exported: Path, tmp_path: Path) -> N
     one = command("predict", tmp_path / "in" / "bar" / "0.png", "--export", exported, "--json")
     [answer] = json.loads(one.stdout)
     assert rows[0]["class"] == answer["class_name"]
-    assert float(rows[0]["probability"]) == pytest.approx(answer["classes"][0]["probability"], abs=1e-6)
+    # one image and four are multiplied in other orders, and logits are cosines times a hundred
+    assert float(rows[0]["probability"]) == pytest.approx(answer["classes"][0]["probability"], abs=5e-5)
     best = max(answer["classes"], key=lambda row: row["zero_shot"])
     assert (rows[0]["zero_shot_class"], float(rows[0]["zero_shot_probability"])) == (
         best["name"],
-        pytest.approx(best["zero_shot"], abs=1e-6),
+        pytest.approx(best["zero_shot"], abs=5e-5),
     )
     assert command("predict", tmp_path / "in", "--export", exported).stdout == text
     for more in ((tmp_path / "in", "--json"), (tmp_path / "in" / "bar" / "0.png", "--out", "x"), (tmp_path, tmp_path)):

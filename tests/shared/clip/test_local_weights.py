@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,15 +132,18 @@ def test_names_of_the_hub_are_those_of_open_clip() -> None:
 def test_weights_that_are_neither_here_nor_within_reach_are_told_soon(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    def download(*about: object, **options: object) -> None:
+        raise AssertionError("a download tries for minutes")
+
+    monkeypatch.setattr("open_clip.factory.download_pretrained", download)
+    monkeypatch.setattr("open_clip.factory.download_pretrained_from_hf", download)
     monkeypatch.setattr(hub, "_is_cached", lambda repository, file: False)
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # it takes connections and never answers
         for address in (f"http://127.0.0.1:{deaf.getsockname()[1]}", "http://127.0.0.1:9"):
             monkeypatch.setenv("HF_ENDPOINT", address)
             monkeypatch.setattr(hub, "REACH_SECONDS", 0.5)
-            begun = time.monotonic()
             with pytest.raises(BackboneError) as caught:
                 load_backbone("ViT-B-16", "openai")
-            assert time.monotonic() - begun < 60
             for part in (
                 "'openai' of ViT-B-16 are not on this machine",
                 address.removeprefix("http://"),

@@ -282,7 +282,7 @@ def test_prompts_encoded_again_without_gradient_are_the_same_tensor_until_they_c
     backbone = small("small-vit")
     prompts = backbone.class_prompts(["sun", "cloud"], 3)
     assert backbone.class_prompts(("sun", "cloud"), 3) is prompts
-    context = torch.randn(3, backbone.d_t)
+    context = noise(3, backbone.d_t)
     with torch.no_grad():
         first = backbone.encode_prompts(context, prompts)
         assert backbone.encode_prompts(context.clone(), prompts) is first

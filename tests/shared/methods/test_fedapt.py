@@ -133,7 +133,7 @@ def test_without_adaption_it_is_the_mean_key_and_own_is_ones_own(make_context: M
 
 
 def test_without_keys_it_is_a_context_for_every_class() -> None:
-    prompt = torch.randn(3, 2, 4)
+    prompt = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
     assert scaled(prompt, torch.zeros(2, 4)).equal(prompt)
 
 

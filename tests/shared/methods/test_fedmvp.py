@@ -180,7 +180,7 @@ def test_consistency_looks_at_a_mirrored_image_half_of_the_time(backbone: Backbo
     again = method(consistency=1.0, flip=True).train(context, payload, {}).metrics["loss"]
     assert mirrored == again
     images = PromptedImages(backbone)
-    assert images.embedded(torch.randn(2, 3, 16, 16)).requires_grad is False
+    assert images.embedded(split_of(backbone, 2).pixels).requires_grad is False
 
 
 def closed(tried: FedMVP, state: Tensors, losses: tuple[float, ...]) -> Tensors:

@@ -51,7 +51,7 @@ def test_the_first_phase_follows_equation_10(backbone: Backbone, round: int, dep
     found = method.train(context, payload, {})
     text, visual, loss = slow_prompts(context, payload, 0.7, slow_reference(context, payload))
     without = slow_prompts(context, payload, 0.0, None)
-    assert found.metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert found.metrics["loss"] == pytest.approx(float(loss), rel=1e-4)  # cosines' rounding times the logits' scale
     assert found.private == {}
     for name, wanted, free in zip(payload, (text, visual), without, strict=False):
         assert_gradients(found.update[name] - payload[name], wanted - payload[name])

@@ -19,6 +19,7 @@ from promptfed.shared.spec import BackboneShape, SpecError, TrainingSpec
 from promptfed.shared.tensors import Tensors
 from tests.shared.methods.conftest import NAMES, MadeUpSplit
 from tests.support import literal
+from tests.support.equality import assert_values
 
 Make = Callable[..., ClientContext]
 Loss = Callable[[Tensors, Tensor], Tensor]
@@ -132,7 +133,7 @@ def test_promptfl_ft_classifies_after_fine_tuning(backbone: Backbone, make_conte
         wanted = backbone.logit_scale * context.train.features() @ texts.T
         found = fine_tuner(finetune_epochs=3).classifier(context, start, {}).logits(context.train, torch.arange(8))
         untuned = make_method({"name": "promptfl", "m": M}).classifier(context, start, {})
-    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert_values(found, wanted, 1e-4)  # cosines' rounding times the logits' scale, after six steps
     assert float((untuned.logits(context.train, torch.arange(8)) - wanted).abs().max()) > 0.1
     assert torch.equal(start["context"], start_context(backbone))
 

@@ -79,7 +79,8 @@ def assert_moved_equally(found: Tensors, wanted: Tensors, start: Tensors) -> Non
     largest = max(float((value - start[name]).abs().max()) for name, value in wanted.items())
     for name, value in wanted.items():
         scale = largest if name == "to_key.bias" else float((value - start[name]).abs().max())
-        assert float((found[name] - value).abs().max()) <= 1e-4 * scale, name
+        stored = torch.finfo(value.dtype).eps * float(value.abs().max())  # a number's rounding, each time that it moves
+        assert float((found[name] - value).abs().max()) <= 1e-4 * scale + 2 * stored, name
 
 
 # FedPGP
@@ -197,7 +198,7 @@ def test_no_private_number_is_among_them(fedpgp: FinishedRun) -> None:
         for secret in secrets:
             assert windows(secret)
             assert not windows(secret) & sent
-            digits = [f"{value:.5g}"[:7].encode() for value in secret.flatten()[:50].tolist()]
+            digits = [json.dumps(value)[:7].encode() for value in secret.flatten()[:50].tolist()]
             assert sum(number in stream for number in digits) == 0, "not as text either"
         assert windows(update["global_context"]) <= sent, "what may be sent is found this way"
         pixels = np.asarray(SOURCES[name].train.image(0)).tobytes()
