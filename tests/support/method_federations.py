@@ -88,7 +88,7 @@ def run(
                 parts = {"backbone": backbone, "source": source, "features": cache, "enrolment_token": token}
                 workers.append(Worker(settings, http=http, executor=executor, **parts))
             running = [asyncio.ensure_future(worker.run()) for worker in workers]
-            await asyncio.to_thread(server.until, federation, 60.0, clients=_enrolled(len(sources)))
+            await asyncio.to_thread(server.until, federation, clients=_enrolled(len(sources)))
             await asyncio.to_thread(server.post, f"{federation}/start")
             return await asyncio.gather(*running)
 
