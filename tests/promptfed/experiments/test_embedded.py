@@ -14,7 +14,7 @@ from promptfed.cli.main import app
 from promptfed.experiments import presets, runner
 from promptfed.experiments.document import BenchmarkRecord, document
 from promptfed.experiments.presets import SEEDS, embedded_presets
-from promptfed.experiments.provenance import provenance
+from promptfed.experiments.provenance import commit, provenance
 from promptfed.experiments.results import write_json
 from promptfed.sdk.errors import Exit
 from promptfed.shared.methods import METHODS, resolve_spec
@@ -103,7 +103,8 @@ def test_a_panel_can_be_run_alone_beside_what_is_kept(tmp_path: Path, monkeypatc
         "## Panel 1", "## Panel 10", "## Not measured yet", "- Panel 2",
     ]  # fmt: skip
     at = provenance().commit
-    assert (f"Made with {at}, in 0 minutes. Settings" in text) == (at is not None)
+    for panel in kept.panels.values():
+        assert (f"Made with {at}, in {panel.seconds / 60:.0f} minutes. Settings" in text) == (at is not None)
     refused = CliRunner().invoke(app, [*command, "3"])
     assert refused.exit_code == Exit.BAD_INPUT
     assert "there is no panel '3'; take 1, 2, 10" in refused.stderr
@@ -113,12 +114,15 @@ def test_a_panel_can_be_run_alone_beside_what_is_kept(tmp_path: Path, monkeypatc
 
 
 def test_the_commit_is_this_checkouts() -> None:
-    asked = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    if asked.returncode:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel", "HEAD"]
+    asked = subprocess.run(command, capture_output=True, text=True)
+    top, _, head = asked.stdout.partition("\n")
+    if asked.returncode or Path(top).resolve() != ROOT.resolve():
         pytest.skip("no checkout")
+    commit.cache_clear()  # a commit may have come since this process asked
     found = provenance().commit
     assert found is not None
-    assert asked.stdout.startswith(found.removesuffix("-dirty"))
+    assert head.startswith(found.removesuffix("-dirty"))
 
 
 def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import tempfile
 import threading
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from promptfed.experiments import simulation
 from promptfed.experiments.preparation import SimulationSetup, open_site
 from promptfed.experiments.simulation import simulate
 from promptfed.experiments.workers import PATIENCE_SECONDS, Kept, run_workers
@@ -23,12 +23,13 @@ from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.clip.slots import agreeing_slots
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import resolve_spec
 from promptfed.shared.methods.core.base import Classifier, ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors, state_hash
-from tests.support.client_processes import wait_for
+from tests.support.waiting import PATIENCE, wait_for
 
 DATA = "symbols:painting?topic=weather&per_class=4&test_per_class=2&partition=iid&clients=3&client={}"
 SITES = [Site(f"site-{k}", DATA.format(k)) for k in range(3)]
@@ -139,21 +140,23 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(
     backbone: Backbone, features: FeatureCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(simulation, "LEAVE_SECONDS", PATIENCE)  # a busy machine is slow to leave, too
     before = set(threading.enumerate())
+    rounds: list[int] = []
 
     sent: list[int] = []
 
     def progress(snapshot: Snapshot) -> None:
+        rounds.append(snapshot.round)
         if snapshot.round >= 3 and not sent:
             sent.append(snapshot.round)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         simulate(spec(rounds=10_000), SITES, backbone=backbone, features=features, progress=progress)
-    assert time.monotonic() - started < 60
+    assert rounds[-1] < 1000, "a round takes milliseconds, the end of ten thousand minutes"
     assert list(tmp_path.iterdir()) == []
-    wait_for(lambda: set(threading.enumerate()) == before, 10)
+    wait_for("the end of its threads", lambda: set(threading.enumerate()) <= before)
 
 
 def test_features_are_computed_in_whole_batches_before_anybody_enrols(backbone: Backbone, tmp_path: Path) -> None:
@@ -169,7 +172,9 @@ def test_features_are_computed_in_whole_batches_before_anybody_enrols(backbone: 
         patched.setattr(backbone, "encode_images", counted)
         simulate(spec(rounds=1), SITES, backbone=backbone, features=cache)
     assert cache.images_computed == 40 + 20  # ten classes, each image once
-    assert sorted(sizes[1:]) == [28, 32]  # the first measures which places of a batch agree
+    whole = len(agreeing_slots(backbone))  # 32 places, or as many of them as agree on this CPU
+    wanted = [min(whole, 60 - first) for first in range(0, 60, whole)]
+    assert sorted(sizes[1:]) == sorted(wanted)  # the first measures which places of a batch agree
 
 
 def test_another_backbone_than_the_specs_is_refused(backbone: Backbone, features: FeatureCache) -> None:
@@ -182,7 +187,7 @@ def test_nothing_is_left_running_or_changed(backbone: Backbone, features: Featur
     torch.set_num_threads(1)
     before = set(threading.enumerate())
     simulate(spec(training={"threads": 2}, rounds=1), SITES[:2], backbone=backbone, features=features)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert torch.get_num_threads() == 1
 
 
@@ -216,7 +221,7 @@ def test_what_goes_wrong_is_one_line(
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit == exit
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("evaluation", ["plain", None])

@@ -24,6 +24,7 @@ SMALL = "?topic=weather&per_class=2&test_per_class=2"
 
 @pytest.fixture(scope="module")
 def backbone() -> Backbone:
+    torch.set_num_threads(1)  # whoever asked for the backbone first
     return exports.backbone()
 
 
@@ -126,7 +127,7 @@ def test_the_same_at_a_coordinator(backbone: Backbone, tmp_path: Path) -> None:
                 made.wait(0.1)
             made.cancel()
             with pytest.raises(promptfed.CommandError, match="cancelled"):
-                made.wait(5)
+                made.wait(PATIENCE)
         with pytest.raises(promptfed.CommandError, match="operator token"):
             promptfed.connect(server.url)
 

@@ -175,10 +175,10 @@ def test_another_machines_crews_talk_tls_to_a_coordinator_that_they_know(tmp_pat
     with in_thread(tmp_path / "coordinator", **options) as server:
         url = server.url.replace("http://", "https://")
         known = ssl.create_default_context(cadata=made.authority)
-        assert httpx.get(f"{url}/healthz", verify=known, trust_env=False).status_code == 200
+        assert httpx.get(f"{url}/healthz", verify=known, trust_env=False, timeout=PATIENCE).status_code == 200
         unknown = ssl.create_default_context(cadata=make_certificate("127.0.0.1", stranger).authority)
         with pytest.raises(httpx.ConnectError, match="certificate"):
-            httpx.get(f"{url}/healthz", verify=unknown, trust_env=False)
+            httpx.get(f"{url}/healthz", verify=unknown, trust_env=False, timeout=PATIENCE)
 
 
 def test_a_secret_is_in_no_text_of_an_assignment(tmp_path: Path) -> None:

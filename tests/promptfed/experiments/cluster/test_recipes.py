@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ from tests import ROOT
 
 RECIPES = ROOT / "deploy" / "ray"
 KUBERNETES = "1.33"
+ENVIRONMENT = os.environ | {"LC_ALL": "C"}  # bash warns of a locale that is not installed
 # Of the operator's API reference: a key that it does not know is dropped without a word.
 OF_A_JOB = {"entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit", "rayClusterSpec"}
 OF_A_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
@@ -56,7 +58,7 @@ def test_the_run_file_can_be_run() -> None:
 @pytest.mark.parametrize("name", ["by-hand.sh", "slurm.sbatch"])
 def test_a_script_is_one(name: str) -> None:
     path = RECIPES / name
-    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, env=ENVIRONMENT)
     assert (done.returncode, done.stderr) == (0, "")
     assert "set -euo pipefail" in path.read_text()
 
@@ -71,7 +73,7 @@ def test_a_script_calls_the_command_as_it_is(name: str) -> None:
 
 
 def test_the_script_by_hand_tells_its_uses() -> None:
-    done = subprocess.run(["bash", str(RECIPES / "by-hand.sh")], capture_output=True, text=True)
+    done = subprocess.run(["bash", str(RECIPES / "by-hand.sh")], capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 2
     assert [line.split()[1] for line in done.stderr.splitlines()] == ["head", "worker", "run", "stop"]
 
