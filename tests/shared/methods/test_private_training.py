@@ -86,7 +86,8 @@ def test_without_clip_and_noise_a_full_batch_is_the_plain_one(
     for name, value in quiet.update.items():
         moved = plain.update[name] - start[name]
         scale = max(float(moved.abs().max()), 1e-5)  # a key's bias has no gradient at all
-        assert float((value - plain.update[name]).abs().max()) <= 2e-4 * scale, name
+        stored = torch.finfo(value.dtype).eps * float(value.abs().max())  # both are rounded to what a number can hold
+        assert float((value - plain.update[name]).abs().max()) <= 2e-4 * scale + stored, name
     for name, value in quiet.private.items():
         assert torch.allclose(value, plain.private[name], rtol=1e-4, atol=1e-6), name
     assert math.isnan(quiet.metrics["loss"])
