@@ -68,12 +68,17 @@ def test_killed_at_every_named_instant_it_ends_where_an_undisturbed_run_ends(
 
 def test_killed_at_random_instants_it_ends_where_an_undisturbed_run_ends(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path, "promptfl")
-    process = ForkedCoordinator(tmp_path / "killed")
-    api = KilledApi(process, [])
-    try:
-        with killed_at_random(process, 5, seed=5):
-            found = run(api, "promptfl", ROUNDS)
-    finally:
-        process.kill()
-    assert api.deaths >= 2
-    assert found == expected
+    deaths = 0
+    for seed in range(5, 15):  # a run may be over before two kills have come: as many runs as it takes
+        process = ForkedCoordinator(tmp_path / f"killed-{seed}")
+        api = KilledApi(process, [])
+        try:
+            with killed_at_random(process, 5, seed=seed):
+                found = run(api, "promptfl", ROUNDS)
+        finally:
+            process.kill()
+        assert found == expected
+        deaths += api.deaths
+        if deaths >= 2:
+            break
+    assert deaths >= 2

@@ -25,6 +25,7 @@ from tests.support.fake_clients import content_digest, drive, enrolment, spec, t
 from tests.support.open_phases import kind, open_first_phase, stored_rows
 from tests.support.resending import ResendingApi, ResendingRefused
 from tests.support.two_phase import TwoPhase
+from tests.support.waiting import PATIENCE
 from tests.support.whole_federation import run
 
 ROUNDS = 3
@@ -300,15 +301,17 @@ def test_a_disk_that_is_full_again_and_again_does_not_change_what_comes_out(
         expected = run(other, method, ROUNDS)
     filler, over = Filler(small_disk), threading.Event()
     with in_thread(small_disk / "data") as coordinator:
-        refused = ResendingRefused(coordinator.http, 507, "storage-full", 60)
+        refused = ResendingRefused(coordinator.http, 507, "storage-full", PATIENCE)
         api = ResendingApi(refused, coordinator.operator)
 
         def now_and_then() -> None:
+            room = 0.25
             while not over.is_set():
                 filler.fill()
                 over.wait(0.25)
                 filler.empty()
-                over.wait(0.25)
+                over.wait(room)
+                room *= 1.05  # where a request takes longer than there is room, it comes through later
 
         thread = threading.Thread(target=now_and_then)
         thread.start()

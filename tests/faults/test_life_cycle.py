@@ -6,16 +6,14 @@ import os
 import re
 import subprocess
 import threading
-import time
-from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from promptfed.coordinator.engine import retention
-from promptfed.coordinator.store.blobs import Blobs
 from tests import ROOT
 from tests.support.coordinators import Api, InThread, in_thread
 from tests.support.fake_clients import FakeClient, drive
@@ -167,19 +165,19 @@ def test_a_deletion_lets_others_in_between(coordinator: InThread, monkeypatch: p
     coordinator.post(f"{federation}/start")
     drive(clients)
     coordinator.until(federation, state="finished")
-    files, remove, begun = coordinator.registry.blobs.all(), Blobs.remove, threading.Event()
+    files, begun, created = coordinator.registry.blobs.all(), threading.Event(), threading.Event()
 
-    def slowly(self: Blobs, digests: Iterable[str], named: Any = None) -> list[str]:
+    def turn(seconds: float) -> None:
         begun.set()
-        time.sleep(0.1)
-        return remove(self, digests, named)
+        assert created.wait(PATIENCE)
 
     monkeypatch.setattr(retention, "AT_ONCE", 1)
-    monkeypatch.setattr(Blobs, "remove", slowly)
+    monkeypatch.setattr(retention, "time", SimpleNamespace(sleep=turn))
     deletion = threading.Thread(target=coordinator.delete, args=(federation,))
     deletion.start()
     assert begun.wait(PATIENCE)
     coordinator.create(name="other")
     assert len(coordinator.registry.blobs.all()) > len(files) // 3, "it had to wait for the whole deletion"
+    created.set()
     deletion.join()
     assert coordinator.registry.blobs.all() == []

@@ -65,7 +65,7 @@ def test_a_run_in_trouble_comes_to_what_an_undisturbed_run_comes_to(
         expected = run(other, "two_phase", ROUNDS)
     assert expected["state"] == "finished"
     with Proxy(coordinator.url, now_and_then(seed=3)) as proxy:
-        unanswered = ResendingUnanswered(httpx.Client(base_url=proxy.url, timeout=20))
+        unanswered = ResendingUnanswered(httpx.Client(base_url=proxy.url, timeout=PATIENCE))
         api = ResendingApi(unanswered, coordinator.operator)
         assert run(api, "two_phase", ROUNDS) == expected
         assert set(proxy.seen) == {"none", *TROUBLES}, "each happened"
@@ -84,7 +84,7 @@ def opened_behind(
     federation = coordinator.create(**changes)
     coordinator.enrol(federation, "a", "b")
     coordinator.post(f"{federation}/start")
-    http = httpx.Client(base_url=proxy.url, timeout=20)
+    http = httpx.Client(base_url=proxy.url, timeout=PATIENCE)
     clients = [FakeClient(http, federation, name) for name in ("a", "b")]
     return federation, clients, coordinator.training(clients)
 
@@ -176,29 +176,30 @@ def test_clients_that_never_come_back_pause_the_federation_after_two_deadlines(
 
 
 def test_slow_uploads_hold_up_neither_each_other_nor_anybody_else(coordinator: InThread) -> None:
-    with Proxy(coordinator.url, nothing, pause=0.2) as proxy:
+    with Proxy(coordinator.url, nothing) as proxy:
         federation, clients, tasks = opened_behind(proxy, coordinator)
         bodies = [
             update_body(trained(client.payload(task), client.name, task), task)
             for client, task in zip(clients, tasks, strict=True)
         ]
-        proxy.trouble = lambda asked: "slow-request"
-        answers: list[int] = []
-        threads = [
-            threading.Thread(target=lambda c=c, t=t, b=b: answers.append(c.send(t, b).status_code))  # type: ignore[misc]
-            for c, t, b in zip(clients, tasks, bodies, strict=True)
-        ]
-        begun = time.monotonic()
+        paths = [f"{client.path}/tasks/{task['task_id']}/update" for client, task in zip(clients, tasks, strict=True)]
+        proxy.trouble = lambda asked: "held-request"
+        answers: dict[str, int] = {}
+
+        def send(client: FakeClient, task: dict[str, Any], body: bytes) -> None:
+            answers[client.name] = client.send(task, body).status_code
+
+        threads = [threading.Thread(target=send, args=parts) for parts in zip(clients, tasks, bodies, strict=True)]
         for thread in threads:
             thread.start()
-        asked = []
-        while any(thread.is_alive() for thread in threads):
-            before = time.monotonic()
-            assert coordinator.http.get("/readyz").status_code == 200
-            asked.append(time.monotonic() - before)
-            time.sleep(0.02)
-        took = time.monotonic() - begun
-        assert answers == [201, 201]
-        assert 1.4 < took < 2.8 + max(asked), "eight pieces each, both at the same time"
-        assert sorted(asked)[len(asked) // 2] < 0.2
+        wait_for(lambda: coordinator.app.state.uploads._running == 2)
+        assert coordinator.http.get("/readyz").status_code == 200
+        assert answers == {}
+        proxy.let_go(paths[1])
+        threads[1].join(PATIENCE)
+        assert answers == {"b": 201}, "while a's is under way"
+        assert coordinator.http.get("/readyz").status_code == 200
+        proxy.let_go(paths[0])
+        threads[0].join(PATIENCE)
+        assert answers == {"a": 201, "b": 201}
         coordinator.until(federation, round=1, phase="evaluation")

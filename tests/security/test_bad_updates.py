@@ -20,6 +20,7 @@ from tests.support.bad_updates import MOST_BYTES, MOST_NORM, Attacker
 from tests.support.coordinators import ForkedCoordinator, InThread, in_thread
 from tests.support.fake_clients import content_digest, update_body
 from tests.support.open_phases import kind, open_first_phase, stored_rows
+from tests.support.waiting import PATIENCE
 
 LIMITS = {"max_bytes": MOST_BYTES, "max_update_norm": MOST_NORM}
 MANY = 400
@@ -128,7 +129,7 @@ def raw_put(coordinator: InThread, url: str, headers: dict[str, str], body: byte
     host, port = coordinator.url.removeprefix("http://").split(":")
     lines = [f"PUT {url} HTTP/1.1", f"Host: {host}", f"Content-Digest: {content_digest(body)}", framing]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + sent)
         connection.shutdown(socket.SHUT_WR)
         return connection.recv(4096).decode(errors="replace").split("\r\n")[0]

@@ -16,6 +16,7 @@ from promptfed.shared.messages import EnrolRequest
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import CLASSES, bearer, content_digest, enrolment, secret_of, update_body
 from tests.support.open_phases import kind, open_first_phase
+from tests.support.waiting import PATIENCE, wait_for
 
 ANNOUNCED = 30 << 20
 HALF_A_PAIR = b"\\ud800"
@@ -26,7 +27,7 @@ def answer_to_a_beginning(coordinator: InThread, path: str, headers: dict[str, s
     host, port = coordinator.url.removeprefix("http://").split(":")
     given = headers | {"Host": host, "Content-Type": "application/json", "Content-Length": str(ANNOUNCED)}
     head = "\r\n".join([f"{verb} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())])
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n[[],")
         answer = b""
         while not answer.endswith(b"}"):
@@ -73,7 +74,7 @@ def test_a_body_that_does_not_arrive_is_given_up(coordinator_with: Callable[...,
 
 
 def test_one_client_s_slow_uploads_keep_nobody_else_out(coordinator_with: Callable[..., InThread]) -> None:
-    coordinator = coordinator_with(max_uploads=8, upload_wait_seconds=30)
+    coordinator = coordinator_with(max_uploads=8, upload_wait_seconds=2 * PATIENCE, upload_timeout_seconds=2 * PATIENCE)
     federation, (a, b), (task_a, task_b) = open_first_phase(coordinator)
     uploads = coordinator.app.state.uploads
     body = update_body({"context": torch.ones(4, 8)}, task_a)
@@ -82,24 +83,19 @@ def test_one_client_s_slow_uploads_keep_nobody_else_out(coordinator_with: Callab
     lines = "\r\n".join([f"PUT {url} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())])
     host, port = coordinator.url.removeprefix("http://").split(":")
     with ExitStack() as open_:
-        slow = [open_.enter_context(socket.create_connection((host, int(port)), timeout=10)) for _ in range(8)]
+        slow = [open_.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE)) for _ in range(8)]
         for connection in slow:
             connection.sendall(lines.encode() + b"\r\n\r\n" + body[:5])
-        end = time.monotonic() + 10
-        while sum(places.bodies for places in uploads._by_client.values()) < 8:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_for("all bodies", lambda: sum(places.bodies for places in uploads._by_client.values()) == 8)
         assert uploads._running == 2, "a quarter of the places"
         refused = a.send(task_a, body)
         assert (refused.status_code, kind(refused)) == (503, "too-many-uploads"), "and not everybody's waiting room"
-        begin = time.monotonic()
-        assert b.answer(task_b).status_code == 201
-        assert time.monotonic() - begin < 15, "it did not wait for the others"
+        assert b.answer(task_b).status_code == 201, "it does not wait for the others, who do not end by themselves"
         for connection in slow:
             connection.sendall(body[5:])
         answers = sorted(connection.recv(12) for connection in slow)
     assert answers == [b"HTTP/1.1 200"] * 7 + [b"HTTP/1.1 201"], "twins wait for each other and are answered"
-    assert (uploads._running, uploads._waiting_bytes, uploads._by_client) == (0, 0, {})
+    wait_for("the end", lambda: (uploads._running, uploads._waiting_bytes, uploads._by_client) == (0, 0, {}))
 
 
 def test_a_long_poll_may_outlast_the_time_for_a_body(coordinator_with: Callable[..., InThread]) -> None:
@@ -179,6 +175,6 @@ def test_many_class_names_are_looked_through_once() -> None:
     begin = time.process_time()
     with pytest.raises(ValueError, match="lists a class twice: class 1"):
         EnrolRequest.model_validate_json(json.dumps(body))
-    assert time.process_time() - begin < 5, "every name compared with every other takes minutes"
+    assert time.process_time() - begin < 30, "every name compared with every other takes minutes"
     assert EnrolRequest(**enrolment("a")).class_names == CLASSES
     assert EnrolRequest(**enrolment("a")).secret == secret_of("a")

@@ -187,14 +187,14 @@ def test_a_round_that_was_given_up_is_not_counted_as_over(coordinator: InThread)
 def test_a_waiting_client_is_counted_while_it_waits(coordinator: InThread) -> None:
     federation = coordinator.create()
     [client] = coordinator.enrol(federation, SITES[0])
-    poll = threading.Thread(target=client.task, args=(20,))
+    poll = threading.Thread(target=client.task, args=(60,))
     poll.start()
     end = time.monotonic() + PATIENCE
     while numbers(coordinator)["promptfed_waiting_clients"] != 1:
         assert time.monotonic() < end
         time.sleep(0.02)
     coordinator.delete(f"{federation}/clients/{SITES[0]}")
-    poll.join(10)
+    poll.join(PATIENCE)
     assert numbers(coordinator)["promptfed_waiting_clients"] == 0
 
 

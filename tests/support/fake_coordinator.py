@@ -54,6 +54,7 @@ class FakeCoordinator:
     state: str = "running"
     privacy: dict[str, Any] | None = None
     peers: list[dict[str, Any]] = field(default_factory=list)
+    poll_seconds: float = 0.05  # that a question for a task is held while it is paused
     epoch: str = "first"  # of the coordinator's process
     closed_phases: set[int] = field(default_factory=set)  # rounds whose updates come too late
     spends: list[dict[str, Any]] | None = None  # that it tells of; None: it knows no such resource
@@ -183,7 +184,7 @@ class FakeCoordinator:
             if refusal := self._refuse(request):
                 return refusal
             if self.state == "paused":
-                await asyncio.sleep(min(wait, 0.05))
+                await asyncio.sleep(self.poll_seconds)
                 return Response(status_code=204)
             return JSONResponse(self.current_task()) if self.plan else problem(410, "ended", "the federation finished")
 

@@ -22,6 +22,7 @@ Trouble = Literal[
     "slow-answer",
     "half-a-request",
     "slow-request",
+    "held-request",  # all but its last bytes are sent, and these when it is let go
     "refused",  # the connection is closed before anything is read upstream
     "twice",  # carried out twice, one after the other; the second answer comes
     "twice-at-once",  # the same, both under way together
@@ -50,7 +51,15 @@ class Proxy(LoopbackServer):
         self.seen: Counter[str] = Counter()
         self._pause = pause
         self._number = 0
+        self._gates: dict[str, asyncio.Event] = {}
         super().__init__(upstream)
+
+    def let_go(self, path: str) -> None:
+        """Send the rest of the request to ``path`` that is held, or will be."""
+        self._loop.call_soon_threadsafe(lambda: self._gate(path).set())
+
+    def _gate(self, path: str) -> asyncio.Event:
+        return self._gates.setdefault(path, asyncio.Event())
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -75,14 +84,14 @@ class Proxy(LoopbackServer):
                 request[: (len(head) + len(request)) // 2 if len(request) > len(head) + 50 else len(head) // 2]
             )
             return
-        answer = await self._carried_out(request, trouble)
+        answer = await self._carried_out(request, trouble, asked.path)
         if trouble == "no-answer":
             return
         if trouble == "half-an-answer":
             answer = answer[: len(answer) // 2]
         await self._write(writer, answer, slowly=trouble == "slow-answer")
 
-    async def _carried_out(self, request: bytes, trouble: Trouble) -> bytes:
+    async def _carried_out(self, request: bytes, trouble: Trouble, path: str) -> bytes:
         if trouble == "twice-at-once":
             first, second = await asyncio.gather(self._send(request), self._send(request))
             return second or first
@@ -90,17 +99,22 @@ class Proxy(LoopbackServer):
             await self._send(request)
         if trouble == "late":
             await asyncio.sleep(10 * self._pause)
-        return await self._send(request, slowly=trouble == "slow-request")
+        gate = self._gate(path) if trouble == "held-request" else None
+        return await self._send(request, slowly=trouble == "slow-request", gate=gate)
 
-    async def _send(self, request: bytes, slowly: bool = False) -> bytes:
-        """The whole answer."""
+    async def _send(self, request: bytes, slowly: bool = False, gate: asyncio.Event | None = None) -> bytes:
+        """The whole answer; the last bytes go out once the ``gate`` is open."""
         connected = await self._connected()
         if connected is None:
             return b""
         reader, writer = connected
         try:
+            if gate is not None:
+                await self._write(writer, request[:-10], slowly)
+                await gate.wait()
+                request = request[-10:]
             await self._write(writer, request, slowly)
-            if not slowly and not _is_whole(request):
+            if gate is None and not slowly and not _is_whole(request):
                 return b""
             return await reader.read(-1)
         finally:

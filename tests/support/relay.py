@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.support.loopback_server import LoopbackServer
+from tests.support.waiting import PATIENCE
 
 PIECE = 16 << 10
 
@@ -39,11 +41,23 @@ class Relay(LoopbackServer):
         ]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            if ways[0].done():
+                await self._arrive(ways[1], above, below)
         finally:
             for way in ways:
                 way.cancel()
             for end in (writer, below):
                 end.close()
+
+    async def _arrive(self, back: asyncio.Task[None], above: asyncio.StreamReader, below: asyncio.StreamWriter) -> None:
+        """What was passed up reaches the other end, and its end is seen there, before whoever sent it learns of it."""
+        back.cancel()
+        await asyncio.gather(back, return_exceptions=True)
+        with contextlib.suppress(OSError, TimeoutError):
+            below.write_eof()
+            async with asyncio.timeout(PATIENCE):
+                while await above.read(PIECE):
+                    pass
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str) -> None:
         """Until the end of the connection, or a cut."""

@@ -34,6 +34,7 @@ from promptfed.shared.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import NAMES
+from tests.support.waiting import PATIENCE
 
 
 class Told:
@@ -162,7 +163,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | N
             else:
                 monkeypatch.setattr(sys, "stdin", io.StringIO(""))
             terminal = Terminal("text", ask)
-            return asyncio.run(asyncio.wait_for(terminal.consent([], disclosure), 10))
+            return asyncio.run(asyncio.wait_for(terminal.consent([], disclosure), PATIENCE))
     finally:
         os.close(leader)
 

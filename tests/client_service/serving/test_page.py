@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from playwright.sync_api import expect
 
 from promptfed.client_service.monitor import Monitor, Stage, Status
 from promptfed.client_service.serving.api import create_app
@@ -20,6 +21,7 @@ from tests.support.client_processes import served
 
 __all__ = ["browser"]
 
+TIMEOUT = 120_000  # ms; a busy machine is slow, a page that is wrong stays wrong
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -52,7 +54,7 @@ def served_page(token: str | None, round: int | None = 3, stage: Stage = "traini
 def page(browser: Any) -> Iterator[Any]:
     """A page of a narrow phone whose console stays empty, but for requests that were refused on purpose."""
     opened = browser.new_page(viewport={"width": 360, "height": 740})
-    opened.set_default_timeout(60_000)  # ms; a busy machine is slow, a page that is wrong stays wrong
+    opened.set_default_timeout(TIMEOUT)
     said: list[str] = []
     opened.on("console", lambda message: said.append(message.text))
     opened.on("pageerror", lambda error: said.append(str(error)))
@@ -97,7 +99,7 @@ def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
         page.locator("#ask[aria-busy=false]").filter(has_text="image.png").wait_for()
         assert page.evaluate("hints") == [["Looking at image.png…", "true"], ["image.png", "false"]]
         assert page.locator("#classes img").count() == 0  # a class name is text
-        assert page.locator("#classes li").count() == 8
+        expect(page.locator("#classes li")).to_have_count(8, timeout=TIMEOUT)
         assert page.locator("#classes .bar.adapted .value").first.inner_text() == "50.0 %"
         assert page.locator("#classes .bar.zero-shot .value").first.inner_text() == "25.0 %"
         first = page.locator("#classes").aria_snapshot().splitlines()[1]
@@ -106,7 +108,7 @@ def test_an_image_becomes_bars_and_domains(page: Any, tmp_path: Path) -> None:
         assert widths[0] == pytest.approx(2 * widths[1], rel=0.02)
         assert page.locator("#domains").inner_text().split() == ["sketch", "75.0", "%", "neon", "25.0", "%"]
         page.get_by_role("button", name="Show all 11 classes").press("Enter")
-        assert page.locator("#classes li").count() == 11
+        expect(page.locator("#classes li")).to_have_count(11, timeout=TIMEOUT)
         page.locator("#preview").wait_for(state="visible")  # the policy lets the chosen image be shown
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
@@ -124,10 +126,10 @@ def test_what_is_no_image_is_an_error_and_the_next_image_an_answer(page: Any, tm
         ready(page)
         page.set_input_files("#file", tmp_path / "notes.png")
         page.get_by_role("alert").filter(has_text="cannot be read as an image").wait_for()
-        assert page.locator("#answer").is_hidden()
+        expect(page.locator("#answer")).to_be_hidden(timeout=TIMEOUT)
         page.set_input_files("#file", image(tmp_path))
         page.locator("#answer").wait_for(state="visible")
-        assert page.get_by_role("alert").count() == 0
+        expect(page.get_by_role("alert")).to_have_count(0, timeout=TIMEOUT)
 
 
 def test_the_token_is_asked_for_and_kept_in_memory_alone(page: Any, tmp_path: Path) -> None:

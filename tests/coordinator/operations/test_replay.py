@@ -237,12 +237,11 @@ def test_rounds_under_way_and_rounds_not_kept_are_refused(coordinator: InThread)
 
 
 def eventually(ask: Callable[[], httpx.Response], status: int) -> httpx.Response:
-    for _ in range(100):
-        answer = ask()
-        if answer.status_code == status:
-            return answer
-        threading.Event().wait(0.05)
-    raise AssertionError(f"{status} does not come; it is {answer.status_code}: {answer.text}")
+    end = time.monotonic() + PATIENCE
+    while (answer := ask()).status_code != status:
+        assert time.monotonic() < end, f"{status} does not come; it is {answer.status_code}: {answer.text}"
+        time.sleep(0.05)
+    return answer
 
 
 def test_what_was_changed_afterwards_shows(over: tuple[InThread, str, Tensors]) -> None:
@@ -288,7 +287,7 @@ def test_a_stop_does_not_wait_for_a_long_replay(coordinator: InThread, monkeypat
 
     def endless(*_: Any) -> Tensors:
         begun.set()
-        go_on.wait(PATIENCE)
+        go_on.wait(2 * PATIENCE)  # longer than a stop may take here
         raise AssertionError("nobody wants this any more")
 
     monkeypatch.setattr(global_state, "after_phase", endless)
@@ -304,12 +303,10 @@ def test_a_stop_does_not_wait_for_a_long_replay(coordinator: InThread, monkeypat
     thread = threading.Thread(target=ask)
     thread.start()
     assert begun.wait(PATIENCE)
-    before = time.monotonic()
     coordinator.stop()
-    assert time.monotonic() - before < 5
     assert coordinator.registry.computing, "a process ends without waiting for it"
     go_on.set()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert len(answers) == 1
     assert answers != [200]
 
@@ -321,7 +318,7 @@ def asking(coordinator: InThread, path: str) -> Iterator[list[Any]]:
     thread = threading.Thread(target=lambda: answers.append(coordinator.post(path, {})))
     thread.start()
     yield answers
-    thread.join(20)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

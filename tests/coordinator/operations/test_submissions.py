@@ -272,7 +272,7 @@ def test_only_so_many_uploads_at_once(coordinator_with: Callable[..., InThread])
 def test_more_uploads_wait_their_turn_within_a_bound(
     coordinator_with: Callable[..., InThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=30)
+    coordinator = coordinator_with(max_uploads=1, upload_wait_seconds=PATIENCE)
     federation, clients, tasks = open_first_phase(coordinator, "a", "b", "c")
     bodies = [update_body(GOOD, task) for task in tasks]
     monkeypatch.setattr("promptfed.coordinator.http.uploads.WAITING_BYTES", len(bodies[0]))

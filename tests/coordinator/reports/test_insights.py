@@ -22,6 +22,7 @@ from promptfed.shared.tensors import decode, encode, norm
 from tests.coordinator.test_pfedpg import answer, delta, federation_of
 from tests.support.coordinators import InThread
 from tests.support.fake_clients import CLASSES, SHAPE, FakeClient, drive, trained
+from tests.support.waiting import wait_for
 
 WORDS = ["cat", "dog", "house"]
 
@@ -108,8 +109,8 @@ def test_of_many_rounds_evenly_spaced_ones_are_shown() -> None:
 
 def test_what_is_no_longer_kept_is_said(coordinator: InThread) -> None:
     federation, _ = finished(coordinator, retention="last_round", rounds=3)
+    wait_for("the removal", lambda: coordinator.get(f"{federation}/insights")["drift"] == [])
     found = coordinator.get(f"{federation}/insights")
-    assert found["drift"] == []
     whys = {one["what"]: one["why"] for one in found["missing"]}
     assert "retention: last_round" in whys["drift"]
     assert "promptfed federation words eyes" in whys["words"]
