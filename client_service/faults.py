@@ -12,8 +12,11 @@ from collections import Counter
 
 VARIABLE = "PROMPTFED_CLIENT_FAULT"
 
-#: Every point there is, in the order in which a protected task reaches them.
+#: Every point of one task but those below, in the order in which a protected task reaches them.
 POINTS = ("task-affordable", "pending-written", "spend-locked", "spend-half-written", "spend-written", "update-sent")
+
+#: Between two steps of a training.
+TRAINING_POINT = "training-step"
 
 #: Those of an evaluation whose accuracies leave as noisy counts.
 COUNT_POINTS = ("counts-written", "counts-spent")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from promptfed.client_service.agreement import Agreement
 from promptfed.client_service.exits import ClientError, Failure
-from promptfed.client_service.faults import point
+from promptfed.client_service.faults import TRAINING_POINT, point
 from promptfed.client_service.noisy_counts import Leaving, NoisyCounts
 from promptfed.client_service.payloads import PayloadChecks, receipt, start_of
 from promptfed.client_service.policy import Facts, Policy, facts_of_task, refusals
@@ -80,7 +80,12 @@ class TaskWork:
 
     def train(self, task: Task, payload: bytes | Path, cancelled: Cancelled) -> dict[str, float]:
         """Train from committed state and leave the update in ``state.pending()``; its metrics. Raises as `trained`."""
-        trained = self.trained(task, payload, cancelled)
+
+        def asked_between_steps() -> bool:
+            point(TRAINING_POINT)
+            return cancelled()
+
+        trained = self.trained(task, payload, asked_between_steps)
         about = UpdateMetadata(
             task_id=task.task_id,
             payload_sha256=task.payload.sha256,

@@ -6,6 +6,7 @@ Once with all clients in this process, undisturbed, and once in processes of the
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from promptfed.client_service.exits import Exit
+from promptfed.client_service.faults import TRAINING_POINT, VARIABLE
 from promptfed.client_service.settings import make_settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import load_backbone, tiny
@@ -169,10 +171,19 @@ def test_it_runs_from_enrolment_to_the_last_evaluation(undisturbed: Federation) 
 
 
 def test_many_processes_one_of_them_killed_in_training_reach_the_same_state(
-    coordinator: Coordinator, features: Path, undisturbed: Federation, tmp_path: Path
+    coordinator: Coordinator,
+    features: Path,
+    undisturbed: Federation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     federation = Federation(coordinator, "killed", tmp_path / "killed", features)
-    clients = {site: ClientProcess(tmp_path / site, **options) for site, options in federation.options.items()}
+    clients = {}
+    for site, options in federation.options.items():
+        with monkeypatch.context() as patch:
+            if site == "north":
+                patch.setenv(VARIABLE, f"{TRAINING_POINT}:3")
+            clients[site] = ClientProcess(tmp_path / site, **options)
 
     def logs() -> str:
         return "\n\n".join(f"{site}:\n{client.text()}" for site, client in clients.items())
@@ -185,8 +196,7 @@ def test_many_processes_one_of_them_killed_in_training_reach_the_same_state(
         assert not died(), logs()
         federation.start()
         victim = clients["north"]
-        wait_for(lambda: victim.stage() == "training", PATIENCE, 0.005)
-        victim.kill()
+        assert victim.wait(PATIENCE) == -signal.SIGKILL, logs()
         assert federation.get("")["round"] == 1
         identity = (victim.state_dir / "identity.json").read_text()
         victim.start()
