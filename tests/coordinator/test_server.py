@@ -28,7 +28,7 @@ def test_the_same_application_serves_within_a_process(tmp_path: Path) -> None:
             for name in ("a", "b"):
                 await http.post(f"{path}/clients", json=enrolment(name), headers=bearer(token))
             waiting = asyncio.create_task(
-                http.get(f"{path}/task", params={"wait": 30}, headers=bearer(secret_of("a")), timeout=PATIENCE)
+                http.get(f"{path}/task", params={"wait": 60}, headers=bearer(secret_of("a")), timeout=PATIENCE)
             )
             await asyncio.sleep(0.05)
             await http.post(f"{path}/start", headers=operator)

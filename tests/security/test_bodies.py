@@ -59,17 +59,21 @@ def test_whoever_has_failed_too_often_cannot_tell_a_right_guess_by_its_body(
 
 
 def test_a_body_that_does_not_arrive_is_given_up(coordinator_with: Callable[..., InThread]) -> None:
+    patient = coordinator_with()
+    federation, (a, _), (task, _) = open_first_phase(patient)
+    path, token = f"/v1/federations/{federation}", patient.token(federation)
+    patient.stop()
     coordinator = coordinator_with(upload_timeout_seconds=0.3)
-    federation, (a, _), (task, _) = open_first_phase(coordinator)
-    path = f"/v1/federations/{federation}"
     for verb, url, headers in (
-        ("POST", f"{path}/clients", bearer(coordinator.token(federation))),
+        ("POST", f"{path}/clients", bearer(token)),
         ("POST", f"{path}/tasks/{task['task_id']}/failure", a.headers),
         ("POST", "/v1/federations", coordinator.operator),
     ):
         answer = answer_to_a_beginning(coordinator, url, headers, verb)
         assert answer.startswith("HTTP/1.1 408 "), answer
         assert "/upload-timeout" in answer
+    coordinator.stop()
+    a.http = coordinator_with().http
     assert a.answer(task).status_code == 201
 
 
@@ -99,8 +103,10 @@ def test_one_client_s_slow_uploads_keep_nobody_else_out(coordinator_with: Callab
 
 
 def test_a_long_poll_may_outlast_the_time_for_a_body(coordinator_with: Callable[..., InThread]) -> None:
-    coordinator = coordinator_with(upload_timeout_seconds=0.2)
-    [client] = coordinator.enrol(coordinator.create(), "a")
+    patient = coordinator_with()
+    [client] = patient.enrol(patient.create(), "a")
+    patient.stop()
+    client.http = coordinator_with(upload_timeout_seconds=0.2).http
     assert client.task(wait=0.6).status_code == 204
 
 

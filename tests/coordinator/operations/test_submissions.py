@@ -318,8 +318,10 @@ def test_more_uploads_wait_their_turn_within_a_bound(
 
 
 def test_an_upload_that_takes_too_long_or_is_cut_off_leaves_nothing(coordinator_with: Callable[..., InThread]) -> None:
+    patient = coordinator_with()
+    federation, (a, _), (task, _) = open_first_phase(patient)
+    patient.stop()
     coordinator = coordinator_with(upload_timeout_seconds=0.3)
-    federation, (a, _), (task, _) = open_first_phase(coordinator)
     body = update_body(GOOD, task)
 
     def stalling() -> Any:
@@ -332,6 +334,8 @@ def test_an_upload_that_takes_too_long_or_is_cut_off_leaves_nothing(coordinator_
     response = coordinator.http.put(url, content=stalling(), headers=headers)
     assert (response.status_code, kind(response)) == (408, "upload-timeout")
     assert list(coordinator.registry.blobs.incoming.iterdir()) == []
+    coordinator.stop()
+    a.http = coordinator_with().http
     assert a.send(task, body).status_code == 201
 
 
