@@ -23,6 +23,7 @@ DECIDES = {
     "leave-one-domain-out": "clients",  # the target stays unseen
     "personalisation": "mean",
     "cross-dataset": "source",
+    "combined:base-to-novel": "CM",
 }
 """By protocol the column that chooses."""
 

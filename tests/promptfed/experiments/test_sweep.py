@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.experiments.entries import parse_entries
+from promptfed.experiments.known import KNOWN
 from promptfed.experiments.protocols import PROTOCOLS
 from promptfed.experiments.results import Run
 from promptfed.experiments.runner import Bench
 from promptfed.experiments.setting import Setting
-from promptfed.experiments.sweep import Grid, rates_of, sweep, sweep_table
+from promptfed.experiments.sweep import DECIDES, Grid, rates_of, sweep, sweep_table
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 
@@ -53,6 +54,11 @@ def test_the_best_rate_on_the_clients_own_held_out_images_is_taken() -> None:
     assert [job.spec["training"]["learning_rate"] for job in tested.jobs()] == [0.01, 0.01, 0.1, 0.1]
     assert {entry.label for entry in tested.entries} == {"promptfl", "coop"}
     assert sweep_table(rows)[-1] == "| coop | 50.5 | 50.5 | **80.0** ! |"
+
+
+@pytest.mark.parametrize(("name", "column"), DECIDES.items())
+def test_what_decides_is_a_column_of_its_protocol(name: str, column: str) -> None:
+    assert column in KNOWN[name].columns(SETTING)
 
 
 def test_what_cannot_be_swept_is_refused() -> None:
