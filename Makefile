@@ -40,7 +40,7 @@ $(READY): pyproject.toml constraints.txt $(wildcard requirements/*.txt)
 	$(PYTHON) -m venv $(VENV)
 	@extras=test; $(install)
 	@# uv compiles nothing: what every service imports is compiled here, once, and not by five processes at the same time.
-	@$(BIN)/python -c 'import open_clip, promptfed.cli.main, promptfed.client_service.worker, promptfed.coordinator.app'
+	@$(BIN)/python -c 'import promptfed.cli.main, promptfed.client_service.worker, promptfed.coordinator.app, open_clip'
 	@touch $@
 
 demo: $(READY)

@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE
 PYTHON = """#!/bin/sh
 case "$*" in
   *"config list"*) cat "$(dirname "$0")/settings";;
-  *"import promptfed"*) ;;
+  *"import promptfed"*) [ -z "$PYTHONDONTWRITEBYTECODE" ] || echo "what is compiled is not kept";;
   *) echo "pip ${*#*--disable-pip-version-check }";;
 esac
 """
@@ -36,9 +36,10 @@ def set_up(folder: Path, settings: str, **environment: str) -> list[str]:
     for name, text in (("python", PYTHON), ("uv", UV)):
         (bin / name).write_text(text)
         (bin / name).chmod(0o755)
+    here = {"PYTHONDONTWRITEBYTECODE": "1"} | environment
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "SSL_", "MAKE"))}
     command = ["make", "-s", "setup", "PYTHON=true", f"VENV={folder / 'venv'}"]
-    done = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=ROOT, env=kept | here, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.splitlines()
