@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,56 @@ def test_a_plan_says_what_a_federation_will_cost_each_size_of_client(tmp_path: P
     (tmp_path / "spec.json").write_text(json.dumps(plain))
     refused = run("privacy", "plan", str(tmp_path / "spec.json"), "--samples", "800")
     assert (refused.exit_code, "not protected" in refused.stderr) == (Exit.BAD_INPUT, True)
+
+
+def test_a_plan_adds_what_the_ledger_of_the_data_has_spent(tmp_path: Path) -> None:
+    spec = {
+        "name": "planned",
+        "method": {"name": "promptfl"},
+        "rounds": 2,
+        "training": {"batch_size": 80},
+        "privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 2.0},
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    ledger = Ledger(tmp_path / "ledger.jsonl", "eyes")
+    ledger.open(1e-5)
+    about = {"federation_id": "a", "coordinator": "http://x", "round": 1, "phase": "train", "task_id": "t"}
+    spent, tests = Event("gaussian", 1.0, 4.0, 3), Event("laplace", 1.0, 0.5, 1)
+    ledger.spend("1" * 64, [spent], 4.0, {**about, "noise": "secret"}, "train")
+    ledger.spend("2" * 64, [tests], 0.5, {**about, "noise": "secret"}, "test")  # images of another budget
+    done = run(
+        "privacy", "plan", str(tmp_path / "spec.json"), "--samples", "800", "--ledger", str(ledger.path), "--json"
+    )
+    assert done.exit_code == 0, done.output
+    (client,) = json.loads(done.stdout.splitlines()[-1])["clients"]
+    planned = Event("gaussian", client["sampling"], client["noise"], client["steps"])
+    assert client["delta"] == 1e-5, "the ledger's own"
+    assert client["epsilon"] == pytest.approx(epsilon_of([planned], 1e-5), abs=1e-4)
+    assert client["with earlier"] == pytest.approx(epsilon_of([spent, planned], 1e-5), abs=1e-4)
+    assert client["replace-one"] > client["epsilon"]
+
+
+def test_a_ledger_names_its_federations_and_their_dates(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", "eyes")
+    ledger.open(1e-4)
+    about = {"federation_id": "f-1", "coordinator": "http://x", "round": 1, "phase": "train", "task_id": "t"}
+    event = Event("gaussian", 1.0, 8.0, 1)
+    ledger.spend("1" * 64, [event], 8.0, {**about, "federation": "retina", "noise": "secret"}, "train")
+    shown = run("ledger", "show", "--ledger", str(ledger.path), "--json")
+    facts = json.loads(shown.stdout.splitlines()[-1])
+    (told,) = facts["federations"]
+    today = date.today().isoformat()
+    assert (told["name"], told["first"] <= today, told["last"] == told["first"]) == ("retina", True, True)
+    assert date.fromisoformat(told["first"])
+    assert facts["epsilon_replace_one"] > facts["epsilon"]
+    in_words = run("ledger", "show", "--ledger", str(ledger.path)).stdout
+    assert "retina" in in_words
+    assert "one record of the training images" in " ".join(in_words.split())
+
+
+def test_a_ledger_that_is_not_there_is_named(tmp_path: Path) -> None:
+    shown = run("ledger", "show", "--ledger", str(tmp_path / "none.jsonl"))
+    assert (shown.exit_code, "none.jsonl" in shown.stderr) == (Exit.BAD_INPUT, True)
 
 
 def test_a_plan_says_what_a_federation_of_whole_clients_will_cost(tmp_path: Path) -> None:
