@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
-from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource
 
 from promptfed.client_service.exits import Exit
-from promptfed.client_service.log_messages import sentence
+from promptfed.client_service.log_messages import JsonFormatter, TextFormatter
 from promptfed.client_service.settings import Settings, one_line
-from promptfed.shared.plain_text import plain
 from promptfed.shared.service.leaving import leave
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record with its event and facts, where it has them."""
-        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()}
-        for key in ("event", "facts"):
-            if hasattr(record, key):
-                line[key] = getattr(record, key)
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
-class TextFormatter(logging.Formatter):
-    """A line for people: events as a sentence, everything else with its level where that matters."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record, in words."""
-        words = sentence(record.event, record.facts) if hasattr(record, "event") and hasattr(record, "facts") else None
-        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        text = plain(level + (words or record.getMessage()))
-        own = logging.makeLogRecord(record.__dict__ | {"msg": text, "args": None})
-        return super().format(own)
-
-    def formatException(self, ei: Any) -> str:
-        """A traceback: its lines stay lines."""
-        return plain(super().formatException(ei), keep="\n")
+from promptfed.shared.service.log_lines import log_to_stderr
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
     """Log to stderr: our own events, and only warnings of libraries."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonFormatter() if log_format == "json" else TextFormatter("%(asctime)s %(message)s", "%H:%M:%S")
-    )
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    log_to_stderr(JsonFormatter() if log_format == "json" else TextFormatter(), "WARNING")
     logging.getLogger("promptfed").setLevel(logging.INFO)
 
 

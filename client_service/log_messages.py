@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+from promptfed.shared.service import log_lines
+
+
+class JsonFormatter(log_lines.JsonFormatter):
+    """A record as JSON, with the event and its facts."""
+
+    fields = ("event", "facts")
+    time_field = "time"
+
+
+class TextFormatter(log_lines.TextFormatter):
+    """A record as a line for people: events as sentences."""
+
+    def words(self, record: logging.LogRecord) -> str:
+        """The event's sentence, else the message."""
+        words = sentence(record.event, record.facts) if hasattr(record, "event") and hasattr(record, "facts") else None
+        return words or record.getMessage()
 
 
 def sentence(event: str, facts: Mapping[str, Any]) -> str | None:

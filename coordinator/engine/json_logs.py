@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from promptfed.shared.plain_text import plain
+from promptfed.shared.service import log_lines
 
 if TYPE_CHECKING:
     from promptfed.coordinator.domain.federation import Federation
@@ -58,35 +58,21 @@ def _short(value: Any) -> Any:
     return value
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(log_lines.JsonFormatter):
     """A record as JSON; secrets never get here, because nothing logs headers or bodies."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, object] = {
-            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        entry |= {name: getattr(record, name) for name in (*FIELDS, "data") if getattr(record, name, None)}
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+    fields = (*FIELDS, "data")
 
 
-class TextFormatter(logging.Formatter):
-    """The same in a line for people: time, what and where; ``KEY=VALUE`` for all else that an event tells."""
+class TextFormatter(log_lines.TextFormatter):
+    """A record as a line for people: message, place, and ``KEY=VALUE`` for all else that an event tells."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+    def words(self, record: logging.LogRecord) -> str:
+        """Message, place and facts."""
         where = [f"{name} {getattr(record, name)}" for name in FIELDS if getattr(record, name, None) is not None]
         facts = [f"{name}={_told(value)}" for name, value in getattr(record, "data", {}).items() if value is not None]
-        at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         place = [f"({', '.join(where)})"] if where else []
-        line = plain(" ".join([at, level + record.getMessage(), *place, *facts]))
-        if record.exc_info:
-            line += "\n" + plain(self.formatException(record.exc_info), keep="\n")
-        return line
+        return " ".join([record.getMessage(), *place, *facts])
 
 
 def _told(value: Any) -> str:
@@ -95,9 +81,7 @@ def _told(value: Any) -> str:
 
 def configure(level: str, format: Literal["auto", "text", "json"] = "json") -> None:
     """Send everything to stderr: as JSON, as text, or ``auto``, as text where a terminal is watching."""
-    handler = logging.StreamHandler()
-    as_text = format == "text" or (format == "auto" and handler.stream.isatty())
-    handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    as_text = format == "text" or (format == "auto" and sys.stderr.isatty())
+    log_lines.log_to_stderr(TextFormatter() if as_text else JsonFormatter(), level.upper())
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)

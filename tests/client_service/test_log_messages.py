@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from promptfed.client_service.__main__ import JsonFormatter, TextFormatter
-from promptfed.client_service.log_messages import sentence
+from promptfed.client_service.log_messages import JsonFormatter, TextFormatter, sentence
 from promptfed.client_service.monitor import Monitor, Status
 
 
