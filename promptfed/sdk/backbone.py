@@ -14,7 +14,7 @@ from promptfed.sdk.errors import CommandError, Exit, offences
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
 from promptfed.shared.methods import check_fits, method_for, resolve_spec
-from promptfed.shared.methods.core.interface.base import MethodError, NeedsBackbone, ServerContext
+from promptfed.shared.methods.core.interface.base import Method, MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, FederationSpec, SpecError
@@ -78,7 +78,7 @@ def described(spec: FederationSpec, backbone: Backbone) -> tuple[FederationSpec,
         if spec.class_names is not None and spec.template is not None:
             method.check_texts(backbone, tuple(spec.class_names), spec.template)
         described = BackboneSpec(**dict(spec.backbone) | {"fingerprint": fingerprint, "shape": shape})
-        return spec.model_copy(update={"backbone": described}), _initial_state(spec, backbone, shape)
+        return spec.model_copy(update={"backbone": described}), _initial_state(method, spec, backbone, shape)
     except (BackboneError, MethodError) as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None
 
@@ -120,8 +120,7 @@ def text_features(backbone: Backbone, names: Sequence[str]) -> list[list[float]]
     return [[float(f"{value:.9g}") for value in row] for row in features.tolist()]
 
 
-def _initial_state(spec: FederationSpec, backbone: Backbone, shape: BackboneShape) -> bytes | None:
-    method = method_for(spec)
+def _initial_state(method: Method, spec: FederationSpec, backbone: Backbone, shape: BackboneShape) -> bytes | None:
     names = tuple(spec.class_names) if spec.class_names is not None else None
     context = ServerContext(spec.training, shape, names, (), spec.seed, spec.rounds)
     try:

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,16 +18,15 @@ from promptfed.experiments.protocols.label_spaces import forget_names
 from promptfed.experiments.protocols.protocols import Protocol, Trial
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.sdk.backbone import open_backbone
+from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods import resolve_spec
 from promptfed.shared.outcomes import Outcomes
-from promptfed.shared.spec.spec import TrainingSpec, merged
+from promptfed.shared.spec.spec import BackboneSpec, FederationSpec, TrainingSpec, merged
 
 FORMAT = 3  # of a run's file: another number makes it be run again
 
@@ -39,6 +39,11 @@ class Job:
     seed: int
     trial: Trial
     spec: RawSpec
+
+    @cached_property
+    def resolved(self) -> FederationSpec:
+        """The spec with nothing left open. Raises CommandError if it cannot be run."""
+        return resolve(self.spec)
 
     @property
     def key(self) -> str:
@@ -95,10 +100,13 @@ class Bench:
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
         trainers = sum(site.role == "trainer" for site in trial.sites)
+        draft = resolve(raw)
+        rounds = draft.rounds
         if self.steps is not None:
-            raw = raw | {"rounds": rounds_of(self.steps, raw, trial, sources)}
+            rounds = rounds_of(self.steps, draft.training, trial, sources)
+            raw = raw | {"rounds": rounds}
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
-        every = math.ceil(resolve_spec(raw).rounds / self.evaluations)
+        every = math.ceil(rounds / self.evaluations)
         return merged({"evaluation": {"every": every}, **everybody}, raw)
 
 
@@ -155,10 +163,10 @@ class Runner:
         if path.exists():
             # Another entry or protocol may have run this very spec with these very sites under names of its own.
             return read_run(path).model_copy(update={"label": job.entry.label, "trial": job.trial.name})
-        backbone = self._backbone(job.spec)
+        backbone = self._backbone(job.resolved.backbone)
         try:
             simulated = simulate(
-                job.spec,
+                job.resolved,
                 job.trial.sites,
                 pool=self.pool,
                 backbone=backbone,
@@ -168,12 +176,11 @@ class Runner:
             )
         except CommandError as error:
             raise CommandError(f"{job.title}: {error}", error.exit) from None
-        run = self._run_of(job, simulated)
+        run = self._run_of(job, simulated, backbone)
         write_json(path, run)
         return run
 
-    def _backbone(self, spec: RawSpec) -> Backbone:
-        named = resolve_spec(spec).backbone
+    def _backbone(self, named: BackboneSpec) -> Backbone:
         key = canonical_json(named.model_dump())
         if key not in self._backbones:
             self._backbones[key] = open_backbone(named, allow_backbone=self.allow_backbone, device=self.device)
@@ -181,11 +188,11 @@ class Runner:
 
     def _steps_of(self, job: Job, simulated: FederationResult) -> float:
         """Of a client that is asked in every round, in one phase of each, in the mean over the trainers."""
-        training = resolve_spec(job.spec).training
+        training = job.resolved.training
         trainers = (self._sources.open(site.data) for site in job.trial.sites if site.role == "trainer")
         return simulated.round * fmean(_steps(training, len(source.train)) for source in trainers)
 
-    def _run_of(self, job: Job, simulated: FederationResult) -> Run:
+    def _run_of(self, job: Job, simulated: FederationResult, backbone: Backbone) -> Run:
         sources = {site.name: self._sources.open(site.data, site.role) for site in job.trial.sites}
         sources |= {
             f"{site.name}/{name}": self._sources.open(uri)
@@ -205,20 +212,19 @@ class Runner:
             wall_seconds=round(simulated.wall_seconds, 3),
             setup_seconds=round(simulated.setup_seconds, 3),
             state_hash=simulated.state_hash,
-            backbone=self._backbone(job.spec).fingerprint,
+            backbone=backbone.fingerprint,
             data=data_hash(sources),
             provenance=provenance().model_dump(),
             outcomes=[_rounded(one) for one in simulated.outcomes],
         )
 
 
-def rounds_of(steps: int, raw: RawSpec, trial: Trial, sources: SharedSources) -> int:
+def rounds_of(steps: int, training: TrainingSpec, trial: Trial, sources: SharedSources) -> int:
     """The rounds in which a client with the trial's mean number of images takes ``steps`` optimizer steps a phase.
 
     Raises:
         CommandError: data cannot be opened.
     """
-    training = resolve_spec(raw).training
     try:
         counts = [len(sources.open(site.data).train) for site in trial.sites if site.role == "trainer"]
     except DataError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -57,7 +57,8 @@ def tune(
         CommandError: the run cannot be simulated, or nothing can be told on held-out images.
     """
     sites, sources = held_out_sites(run.sites, grid.share), SharedSources()
-    backbone = open_backbone(resolve(dict(run.spec)).backbone, allow_backbone=allow_backbone, device=device)
+    spec = resolve(run.spec)
+    backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone, device=device)
     jobs = [(rate, seed) for rate in grid.rates for seed in grid.seeds]
     found: dict[float, list[float]] = {}
     templates: list[float] = []
@@ -66,7 +67,7 @@ def tune(
             progress(done, len(jobs), f"rate {rate:g}, seed {seed}")
             try:
                 result = simulate(
-                    _with_rate(run.spec, rate, seed),
+                    _with_rate(run.spec, rate, seed, spec.rounds),
                     sites,
                     pool=pool,
                     backbone=backbone,
@@ -95,7 +96,6 @@ def _has_diverged(error: CommandError) -> bool:
     return ended and ("norm-too-large" in str(error) or "grown: " in str(error))
 
 
-def _with_rate(spec: Any, rate: float, seed: int) -> RawSpec:
-    """The spec at this rate and seed, evaluated at its start and its end."""
-    changed = merged(dict(spec), {"training": {"learning_rate": rate}}) | {"seed": seed}
-    return merged(changed, {"evaluation": {"every": resolve(changed).rounds}})
+def _with_rate(spec: Mapping[str, Any], rate: float, seed: int, rounds: int) -> RawSpec:
+    """The spec of ``rounds`` rounds at this rate and seed, evaluated at its start and its end."""
+    return merged(dict(spec), {"training": {"learning_rate": rate}, "evaluation": {"every": rounds}, "seed": seed})

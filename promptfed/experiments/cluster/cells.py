@@ -20,7 +20,6 @@ from promptfed.experiments.bench.runner import Job, Runner
 from promptfed.experiments.cluster.connection import Cluster, connected, expect_room
 from promptfed.experiments.cluster.run import Failed, expect_same, versions
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.methods import resolve_spec
 
 RETRIES = 5  # of a cell whose process or node dies
 SEEN_SECONDS = 60.0  # until a file that another node wrote is seen here
@@ -107,7 +106,7 @@ class RayRunner(Runner):
                 cluster.ray.cancel(one, force=True)
 
     def _cpus(self, job: Job) -> int:
-        return self.pool * resolve_spec(job.spec).training.threads
+        return self.pool * job.resolved.training.threads
 
 
 def _expect_done(cluster: Cluster, ended: Any, job: Job) -> None:

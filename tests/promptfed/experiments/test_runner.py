@@ -24,6 +24,7 @@ from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data import open_source
+from promptfed.shared.spec.spec import FederationSpec
 
 DATA = "symbols:neon?topic=weather&per_class=4&test_per_class=3"
 ARGUMENTS = [
@@ -81,8 +82,8 @@ def test_it_goes_on_where_it_stopped(finished: tuple[Path, dict[str, Any]], monk
     asked: list[str] = []
     simulate = bench_module.simulate
 
-    def counted(spec: dict[str, Any], *rest: Any, **options: Any) -> Any:
-        asked.append(spec["method"]["name"])
+    def counted(spec: FederationSpec, *rest: Any, **options: Any) -> Any:
+        asked.append(spec.method["name"])
         return simulate(spec, *rest, **options)
 
     monkeypatch.setattr(bench_module, "simulate", counted)
