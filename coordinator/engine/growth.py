@@ -49,14 +49,16 @@ def reason(session: Session, federation: Federation, error: StateGrows) -> str:
     """Why the federation pauses, and what the operator can do. Names the client whose change was the longest."""
     text = f"the state after round {federation.run.round} ({federation.phase}) grows without bound: {error}."
     accept = " Or resume to accept this state." if error.finite else ""
-    found = _longest([error.changes, *_earlier(session, federation)])
-    if found is None:
+    longest = _longest([error.changes, *_earlier(session, federation)])
+    if longest is None:
         return f"{text} Cancel the federation.{accept}"
-    client, size, times = found
+    client, size, times = longest
     how = f"norm {size:.4g}" + (f", {times:.4g} times the phase's median" if times is not None else "")
-    return (
-        f"{text} The longest change is that of {client!r} ({how}). Withdraw {client!r} with discard=true and resume: "
-        f"the phase is aggregated without it.{accept}"
+    text = f"{text} The longest change is that of {client!r} ({how})."
+    if client in error.changes:
+        return f"{text} Withdraw {client!r} with discard=true and resume: the phase is aggregated without it.{accept}"
+    return f"{text} It is part of the state since an earlier phase, and withdrawing {client!r} does not undo it: " + (
+        f"cancel, and start a federation without {client!r}.{accept}"
     )
 
 

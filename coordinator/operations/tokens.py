@@ -93,6 +93,7 @@ def _view(row: TokenRow, clients: list[str]) -> TokenView:
         "closed": row.closed,
         "created_at": row.created_at,
         "expires_at": row.expires_at,
+        "expired_at": row.expired_at,
         "clients": clients,
     }
     return TokenView.model_validate(fields)

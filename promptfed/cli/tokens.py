@@ -75,6 +75,6 @@ def _row(view: TokenView) -> list[str]:
         view.name,
         whom,
         f"{used}, closed" if view.closed else used,
-        view.expires_at.isoformat(timespec="seconds"),
+        view.expires_at.isoformat(timespec="seconds") + (", expired" if view.expired_at else ""),
         ", ".join(view.clients[:5]) + (f" and {len(view.clients) - 5} more" if len(view.clients) > 5 else ""),
     ]

@@ -17,6 +17,7 @@ OperatorRole = Literal["viewer", "operator", "admin"]
 LEVELS: dict[OperatorRole, int] = {"viewer": 0, "operator": 1, "admin": 2}
 """What each role may: a higher one may all that a lower one may."""
 FIRST_LINK = "0" * 64
+EXPIRED_AT = "when it was first seen to have expired; it stays expired if the clock is set back"
 
 
 class TokenRequest(BaseModel):
@@ -62,6 +63,7 @@ class TokenView(BaseModel):
     closed: bool = Field(description="a client that came by it was withdrawn: nobody new comes in by it")
     created_at: datetime
     expires_at: datetime
+    expired_at: datetime | None = Field(description=EXPIRED_AT)
     clients: list[str] = Field(description="who came by it")
 
 
@@ -100,6 +102,7 @@ class OperatorView(BaseModel):
     role: OperatorRole
     created_at: datetime
     expires_at: datetime
+    expired_at: datetime | None = Field(description=EXPIRED_AT)
 
 
 class OperatorPage(BaseModel):

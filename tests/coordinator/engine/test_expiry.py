@@ -83,6 +83,8 @@ def test_a_clock_that_is_set_back_revives_no_token(coordinator_with: Make, set_c
     assert answers(first, federation, *short) == [401, 401]
     set_clock(0)
     assert answers(first, federation, *short) == [401, 401]
+    listed = [*first.get(f"{federation}/enrolment-tokens")["tokens"], *first.get("/v1/operators")["operators"]]
+    assert sum(token["expired_at"] is not None for token in listed) == 2, "lists say which two have expired"
     assert OperatorCaller("anna", "viewer", token=digest(short[1])).seconds_left(first.registry) == 0, "ends streams"
     assert answers(first, federation, *long) == [200, 200]
     minted = first.token(federation, hours=1), operator(first, "anna", 1)
