@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.harness import class_names, in_words, machine, medians, parser, random_backbone, table, write
 from promptfed.shared.clip import Backbone, ClassPrompts
-from promptfed.shared.clip.caches.patch_cache import PatchCache
+from promptfed.shared.clip.caches.features import PatchCache
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.patch_texts import PatchTextLogits
 from promptfed.shared.methods.fedotp import FedOTP
@@ -96,7 +96,7 @@ def make_task(backbone: Backbone, classes: int, batch: int, m: int, folder: Path
         prompts=backbone.class_prompts(class_names(classes, backbone), m),
         start=torch.randn(2, m, backbone.d_t, generator=draws) * 0.02,
         plain=Patches(labels, lambda rows: backbone.encode_patches(pixels[rows]).half().float()),
-        kept=Patches(labels, lambda rows: cache.features(backbone, images, rows.tolist())),
+        kept=Patches(labels, lambda rows: cache.rows(backbone, images, rows.tolist())),
         bytes=size,
     )
 

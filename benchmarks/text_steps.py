@@ -43,7 +43,7 @@ from benchmarks.harness import (
 from benchmarks.patch_step import RandomImages
 from benchmarks.step import provenance
 from promptfed.shared.clip import Backbone, ClassPrompts
-from promptfed.shared.clip.caches.patch_cache import PatchCache
+from promptfed.shared.clip.caches.features import PatchCache
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ClientContext, Method
 from promptfed.shared.spec.spec import TrainingSpec
@@ -145,7 +145,7 @@ class KeptSplit:
 
     def patches(self, indices: Tensor) -> Tensor:
         """Read from disk."""
-        return self.cache.features(self.backbone, self.images, (indices % len(self.classes)).tolist())
+        return self.cache.rows(self.backbone, self.images, (indices % len(self.classes)).tolist())
 
 
 @dataclass

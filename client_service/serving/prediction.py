@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.clip.caches.block_cache import rows_before
+from promptfed.shared.clip.caches.features import rows_before
 from promptfed.shared.data.image_files import IMAGE_FORMATS
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Mixes
 

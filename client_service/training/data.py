@@ -16,7 +16,7 @@ from promptfed.client_service.training.augmentation import Views
 from promptfed.client_service.training.image_cache import IMAGES, HeldImages, ImageCache
 from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.caches.patch_cache import PatchCost
+from promptfed.shared.clip.caches.rows import CacheCost
 from promptfed.shared.clip.caches.slots import ImageSplit
 from promptfed.shared.data import DataError, Domain, Source, Split, open_source
 from promptfed.shared.data.source import in_words
@@ -200,7 +200,7 @@ class ClientData:
             parts.append(read(self._backbone, split, indices=rows))
         return torch.cat(parts).to(self._backbone.device)
 
-    def patch_cost(self, parts: Sequence[str]) -> PatchCost:
+    def patch_cost(self, parts: Sequence[str]) -> CacheCost:
         """What the patch features of the splits ``parts`` would still take on disk."""
         return self._cache.patches.cost(self._backbone, [self._splits[part] for part in parts])
 
@@ -218,11 +218,11 @@ class ClientData:
             self._cache.patches.fill(self._backbone, split, range(start, min(start + CHUNK, len(split))))
 
     def _patches(self, split: ImageSplit, rows: Tensor) -> Tensor:
-        found = self._cache.patches.features(self._backbone, split, rows.tolist())
+        found = self._cache.patches.rows(self._backbone, split, rows.tolist())
         return found.to(self._backbone.device)
 
     def _block_rows(self, split: ImageSplit, rows: Tensor, start: int) -> Tensor:
-        found = self._cache.blocks(start).features(self._backbone, split, rows.tolist())
+        found = self._cache.blocks(start).rows(self._backbone, split, rows.tolist())
         return found.to(self._backbone.device)
 
     def _images(self, which: str, rows: Tensor) -> Tensor:

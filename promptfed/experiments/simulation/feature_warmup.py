@@ -14,7 +14,7 @@ import torch
 from promptfed.experiments.simulation.preparation import SimulationSetup
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.clip.caches.patch_cache import PatchCost
+from promptfed.shared.clip.caches.rows import CacheCost
 from promptfed.shared.data import DataError, Split
 from promptfed.shared.methods import method_for
 
@@ -74,7 +74,7 @@ def warm(
             cache.patches.fill(backbone, images, rows)
 
 
-def _tell_cost(cost: PatchCost) -> None:
+def _tell_cost(cost: CacheCost) -> None:
     if not cost.images:
         return
     text = f"the patch features of {cost.images:,} images take {cost.bytes / 1e6:,.1f} MB in {cost.folder}"

@@ -1,4 +1,4 @@
-"""Batches of one size, of which only places that give the same bits are used: what both image caches compute with.
+"""Batches of one size, of which only places that give the same bits are used: what the image caches compute with.
 
 Promise 4 of the protocol asks for the same bits whichever images are already kept. Two things are done for it: every
 batch has the same size (missing rows are zero), since the kernels of a matrix product depend on its shape; and only
@@ -22,7 +22,6 @@ from promptfed.shared.clip.fingerprint import config_digest
 from promptfed.shared.files import write_whole
 
 BATCH = 32
-SHARD_SUFFIX = ".safetensors"
 SLOTS_FILE = "slots.json"
 PROBE_SEED = 20_240_301
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from promptfed.shared.clip import BackboneError, FeatureCache, shape_of
-from promptfed.shared.clip.caches.patch_cache import PatchCache
+from promptfed.shared.clip.caches.features import PatchCache
 from promptfed.shared.clip.towers.patches import attend_from_everywhere
 from tests.shared.clip.conftest import noise
 from tests.support.equality import assert_values
@@ -87,9 +87,9 @@ def test_what_is_kept_and_what_is_not_are_the_same_bits(small, tmp_path, name):
     backbone, split = small(name), Noise(70)
     kept, computed = PatchCache(tmp_path / "kept"), PatchCache(tmp_path / "computed", keep=False)
     rows = [3, 69, 4, 3]
-    first = kept.features(backbone, split, rows)
-    again = PatchCache(tmp_path / "kept").features(backbone, split, rows)
-    apart = computed.features(backbone, split, rows)
+    first = kept.rows(backbone, split, rows)
+    again = PatchCache(tmp_path / "kept").rows(backbone, split, rows)
+    apart = computed.rows(backbone, split, rows)
     assert first.dtype == torch.float32
     assert torch.equal(first, again)
     assert torch.equal(first, apart)
@@ -97,14 +97,14 @@ def test_what_is_kept_and_what_is_not_are_the_same_bits(small, tmp_path, name):
     images = torch.stack([backbone.preprocess(split.image(row)) for row in rows])
     assert float((first - backbone.encode_patches(images)).abs().max()) <= 1e-3
     kept.fill(backbone, split, range(70))
-    assert torch.equal(kept.features(backbone, split, rows), first)
+    assert torch.equal(kept.rows(backbone, split, rows), first)
     assert kept.images_computed == 70
     kept.fill(backbone, split, range(70))
     assert kept.images_computed == 70
-    computed.features(backbone, split, rows)
+    computed.rows(backbone, split, rows)
     assert computed.images_computed == 6
     assert not list((tmp_path / "computed").glob("*/*.safetensors"))
-    assert kept.features(backbone, split, []).shape == (0, backbone.patch_tokens, 40)
+    assert kept.rows(backbone, split, []).shape == (0, backbone.patch_tokens, 40)
 
 
 def test_the_cost_is_known_before_it_is_paid(small, tmp_path):
@@ -126,16 +126,16 @@ def test_the_cost_is_known_before_it_is_paid(small, tmp_path):
 def test_files_that_are_lost_or_damaged_are_computed_again(small, tmp_path, accident):
     backbone, split = small("small-vit"), Noise(6)
     cache = PatchCache(tmp_path)
-    wanted = cache.features(backbone, split, range(6))
+    wanted = cache.rows(backbone, split, range(6))
     (file,) = tmp_path.glob("*/*.safetensors")
     content = file.read_bytes()
     if accident == "deleted":
         file.unlink()
-        assert torch.equal(cache.features(backbone, split, range(6)), wanted)
+        assert torch.equal(cache.rows(backbone, split, range(6)), wanted)
     else:
         file.write_bytes(content[:-10] if accident == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
     fresh = PatchCache(tmp_path)
-    assert torch.equal(fresh.features(backbone, split, range(6)), wanted)
+    assert torch.equal(fresh.rows(backbone, split, range(6)), wanted)
     assert fresh.images_computed == (0 if accident == "deleted" else 6)
 
 

@@ -1,0 +1,240 @@
+"""Rows of images on the client's disk: the frozen tower, or a part of it, sees each image once.
+
+The same bits come whichever images are already kept (`slots`), and whether rows are computed or read: they are rounded
+to the type in which they are kept before their first use.
+"""
+
+import hashlib
+import math
+import os
+import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from promptfed.shared.clip.backbone import Backbone
+from promptfed.shared.clip.caches.slots import ImageSplit, encode_in_slots, folder_name, kept_slots
+from promptfed.shared.files import write_whole
+
+SHARD_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class CacheCost:
+    """What the rows that are still missing would take: images, bytes on disk, and bytes free there."""
+
+    images: int
+    bytes: int
+    free: int
+    folder: Path
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room."""
+        return self.bytes <= self.free
+
+
+@dataclass
+class _Folder:
+    """What this process knows of the rows of one backbone."""
+
+    path: Path
+    files: dict[str, str] = field(default_factory=dict)  # image digest -> name of the file with its row
+    seen: set[str] = field(default_factory=set)  # names of files
+    held: dict[str, Tensor] = field(default_factory=dict)  # rows in memory, by image digest
+    slots: list[int] | None = None
+
+    def see_new_files(self) -> None:
+        """Note which rows other processes have written. A file that does not match its name is deleted."""
+        for path in sorted(self.path.glob(f"*{SHARD_SUFFIX}")):
+            if path.name in self.seen:
+                continue
+            try:
+                with path.open("rb") as file:
+                    whole = hashlib.file_digest(file, "sha256").hexdigest() + SHARD_SUFFIX == path.name
+                if not whole:
+                    path.unlink(missing_ok=True)
+                    continue
+                with safe_open(path, framework="pt") as tensors:
+                    digests = list(tensors.keys())
+            except (OSError, SafetensorError):  # deleted by another process in the meantime
+                continue
+            self._note(path.name, digests)
+
+    def read(self, digests: Iterable[str]) -> dict[str, Tensor]:
+        """The kept rows of ``digests``. Those whose file is gone are left out, and forgotten."""
+        by_file: dict[str, list[str]] = {}
+        for digest in digests:
+            by_file.setdefault(self.files[digest], []).append(digest)
+        rows: dict[str, Tensor] = {}
+        for name, wanted in by_file.items():
+            try:
+                with safe_open(self.path / name, framework="pt") as tensors:
+                    rows.update({digest: tensors.get_tensor(digest) for digest in wanted})
+            except (OSError, SafetensorError):
+                self.files = {digest: file for digest, file in self.files.items() if file != name}
+                self.seen.discard(name)
+        return rows
+
+    def write(self, rows: dict[str, Tensor]) -> str:
+        """Write one file; its name."""
+        data = save_tensors({digest: row.contiguous() for digest, row in rows.items()})
+        name = hashlib.sha256(data).hexdigest() + SHARD_SUFFIX
+        write_whole(self.path / name, data, mode=0o600)
+        self._note(name, rows)
+        return name
+
+    def touch(self, digests: Iterable[str]) -> None:
+        """Mark the files of ``digests`` as used now."""
+        for name in {self.files[digest] for digest in digests if digest in self.files}:
+            try:
+                os.utime(self.path / name)
+            except OSError:  # deleted by another process
+                continue
+
+    def _note(self, name: str, digests: Iterable[str]) -> None:
+        self.seen.add(name)
+        self.files.update(dict.fromkeys(digests, name))
+
+
+class RowCache(ABC):
+    """One kind of row under ``root``, keyed by backbone, transform and image.
+
+    A file holds one batch, is named by the digest of its bytes and appears by rename, so that several processes can
+    share the folder; a file that does not match its name is dropped and its images are computed again. With
+    ``max_bytes`` the files that were not used for longest are deleted first; the newest file stays. Without ``keep``
+    nothing is written and the tower runs whenever rows are asked for. `images_computed` counts what went through it.
+    """
+
+    dtype = torch.float16
+    """The type in which rows are kept."""
+    in_memory = False
+    """Whether rows stay in memory once they were asked for."""
+
+    def __init__(self, root: Path, *, keep: bool = True, max_bytes: int | None = None) -> None:
+        self._root = Path(root)
+        self._keep = keep
+        self._max_bytes = max_bytes
+        self._folders: dict[str, _Folder] = {}
+        self._lock = threading.Lock()
+        self.images_computed = 0
+
+    @abstractmethod
+    def about(self) -> dict[str, str]:
+        """What a row is, beside what the backbone says: a part of the folder's identity."""
+
+    @abstractmethod
+    def shape(self, backbone: Backbone) -> tuple[int, ...]:
+        """The shape of one row."""
+
+    @abstractmethod
+    def encode(self, backbone: Backbone, images: Tensor) -> Tensor:
+        """A row for each of the images `(B, 3, H, W)`."""
+
+    def rows(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int]) -> Tensor:
+        """`(B, *shape)` float32 on the CPU, of the images at ``indices``, in that order."""
+        if not len(indices):
+            return torch.zeros(0, *self.shape(backbone))
+        with self._lock:
+            folder = self._folder(backbone)
+            wanted = _by_digest(split, indices)
+            rows = {digest: folder.held[digest] for digest in wanted if digest in folder.held}
+            rows |= self._compute(backbone, folder, split, self._missing(folder, _without(wanted, rows)))
+            rows |= folder.read(_without(wanted, rows))
+            rows |= self._compute(backbone, folder, split, _without(wanted, rows))  # deleted or damaged meanwhile
+            if self.in_memory:
+                folder.held |= {digest: row.clone() for digest, row in rows.items() if digest not in folder.held}
+            if self._max_bytes is not None:
+                folder.touch(wanted)
+            return torch.stack([rows[split.digest(index)].float() for index in indices])
+
+    def fill(self, backbone: Backbone, split: ImageSplit, indices: Sequence[int]) -> None:
+        """Compute what is missing of the images at ``indices``; nothing where rows are not kept."""
+        if self._keep:
+            with self._lock:
+                folder = self._folder(backbone)
+                missing = self._missing(folder, _by_digest(split, indices))
+                self._compute(backbone, folder, split, missing, hold=False)
+
+    def cost(self, backbone: Backbone, splits: Iterable[ImageSplit]) -> CacheCost:
+        """What is still to be computed for all images of ``splits`` would take on disk."""
+        with self._lock:
+            folder = self._folder(backbone)
+            missing = {
+                digest for split in splits for digest in self._missing(folder, _by_digest(split, range(len(split))))
+            }
+        count = len(missing) if self._keep else 0
+        each = math.prod(self.shape(backbone)) * self.dtype.itemsize
+        return CacheCost(count, count * each, shutil.disk_usage(folder.path).free, self._root)
+
+    def _missing(self, folder: _Folder, wanted: dict[str, int]) -> dict[str, int]:
+        """Those of ``wanted`` that are not kept yet."""
+        if not self._keep:
+            return wanted
+        if _without(wanted, folder.files):
+            folder.see_new_files()
+        return _without(wanted, folder.files)
+
+    def _compute(
+        self, backbone: Backbone, folder: _Folder, split: ImageSplit, missing: dict[str, int], hold: bool = True
+    ) -> dict[str, Tensor]:
+        """Compute the missing rows, written batch by batch; returned where they are to be held."""
+        held: dict[str, Tensor] = {}
+        encode = partial(self.encode, backbone)
+        todo = list(missing)
+        while todo:
+            if folder.slots is None:
+                folder.slots = kept_slots(folder.path, backbone, encode)
+            part, todo = todo[: len(folder.slots)], todo[len(folder.slots) :]
+            images = torch.stack([backbone.preprocess(split.image(missing[digest])) for digest in part])
+            computed = encode_in_slots(images, folder.slots, encode).to(self.dtype)
+            self.images_computed += len(part)
+            batch = dict(zip(part, computed, strict=True))
+            if self._keep:
+                self._shrink(folder.path / folder.write(batch))
+            if hold:
+                held |= batch
+        return held
+
+    def _folder(self, backbone: Backbone) -> _Folder:
+        name = folder_name(backbone, **self.about())
+        if name not in self._folders:
+            path = self._root / name
+            path.mkdir(parents=True, exist_ok=True)
+            self._folders[name] = _Folder(path)
+        return self._folders[name]
+
+    def _shrink(self, newest: Path) -> None:
+        """Delete the files that were not used for longest until the rest, with ``newest``, fits ``max_bytes``."""
+        if self._max_bytes is None:
+            return
+        total, files = 0, []
+        for path in self._root.glob(f"*/*{SHARD_SUFFIX}"):
+            try:
+                about = path.stat()
+            except OSError:  # deleted by another process in the meantime
+                continue
+            total += about.st_size
+            files.append((about.st_mtime_ns, about.st_size, path))
+        for _, size, path in sorted(files):
+            if total <= self._max_bytes:
+                break
+            if path != newest:
+                path.unlink(missing_ok=True)
+                total -= size
+
+
+def _by_digest(split: ImageSplit, indices: Sequence[int]) -> dict[str, int]:
+    return {split.digest(index): index for index in indices}
+
+
+def _without(wanted: dict[str, int], known: dict[str, Tensor] | dict[str, str]) -> dict[str, int]:
+    return {digest: index for digest, index in wanted.items() if digest not in known}
