@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from promptfed.testing.clients import PATIENCE
+from promptfed.testing.clients import PATIENCE as PATIENCE
 
 T = TypeVar("T")
 

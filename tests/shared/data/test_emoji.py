@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,7 +212,7 @@ GROUPS = {
 }
 
 
-def write_package(root: Path, name: str, licence: str, files: dict[str, object]) -> None:
+def write_package(root: Path, name: str, licence: str, files: dict[str, Any]) -> None:
     folder = packages.folder_of(root, name)
     told = {"name": name, "version": "1.0.0", "license": licence, "author": {"name": "somebody"}}
     for path, content in {"package.json": told, **files}.items():
