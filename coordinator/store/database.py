@@ -21,10 +21,12 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.backend import Backend, CannotOpen, DatabaseAway, InUse, one_line
 from promptfed.coordinator.store.postgres import take_turns
+from promptfed.coordinator.store.tables import Base
 
 log = logging.getLogger("promptfed.coordinator")
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+UPGRADES_OLDER = "c15711a"  # the last commit with the migrations from before release 0.1.0
 TRY_AGAIN_SECONDS = 0.5
 CLOSE_SECONDS = 1.0
 
@@ -60,15 +62,21 @@ class Database:
             time.sleep(TRY_AGAIN_SECONDS)
 
     def migrate(self) -> None:
-        """Bring the tables to this version's form. Raises CannotOpen."""
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
+        """Create the tables, or upgrade those of an earlier version. Raises CannotOpen."""
+        config = _migrations()
         try:
             with self._turn, self._watched(), self.backend.writer.begin() as connection:
                 config.attributes["connection"] = connection
                 if self.backend.shared:
-                    self._take_turns(config, connection)
-                command.upgrade(config, "head")
+                    take_turns(connection)
+                found = _form(connection)
+                if found is None:
+                    # In their newest form at once: migrations are for tables that are there already.
+                    Base.metadata.create_all(connection, checkfirst=False)
+                    command.stamp(config, "head")
+                else:
+                    self._expect_upgradable(connection, found)
+                    command.upgrade(config, "head")
         except CommandError as error:
             text_ = f"the database at {self.backend.place} was made by another version: {one_line(error)}"
             raise CannotOpen(f"{text_}: install the version that made it, or a later one") from None
@@ -78,32 +86,37 @@ class Database:
             text_ = f"the tables cannot be made in the database at {self.backend.place}"
             raise CannotOpen(f"{text_}: {str(error.orig).splitlines()[0]}") from None
 
-    def _take_turns(self, config: Config, connection: Connection) -> None:
-        """Among several coordinators one migrates, and only while no other one is at work on tables of before."""
-        take_turns(connection)
-        found = MigrationContext.configure(connection).get_current_revision()
-        if found in (None, ScriptDirectory.from_config(config).get_current_head()):
-            return
-        listed = connection.exec_driver_sql("SELECT to_regclass('coordinators') IS NOT NULL").scalar()
-        seen = "SELECT count(*) FROM coordinators WHERE seen > extract(epoch FROM clock_timestamp()) - 5"
-        if listed and connection.exec_driver_sql(seen).scalar():
+    def _expect_upgradable(self, connection: Connection, found: str) -> None:
+        """Refuse tables that other coordinators work on, unless they are up to date, and tables that are too old."""
+        scripts = ScriptDirectory.from_config(_migrations())
+        if self.backend.shared and found != scripts.get_current_head():
+            seen = "SELECT count(*) FROM coordinators WHERE seen > extract(epoch FROM clock_timestamp()) - 5"
+            listed = connection.exec_driver_sql("SELECT to_regclass('coordinators') IS NOT NULL").scalar()
+            if listed and connection.exec_driver_sql(seen).scalar():
+                raise CannotOpen(
+                    f"the tables at {self.backend.place} have to be brought to this version's form, and other "
+                    "coordinators work on them: stop those first"
+                )
+        self._expect_not_before(found, scripts.get_base())
+
+    def _expect_not_before(self, found: str | None, oldest: str | None) -> None:
+        if found is not None and oldest is not None and found < oldest:
             raise CannotOpen(
-                f"the tables at {self.backend.place} have to be brought to this version's form, and other coordinators "
-                "work on them: stop those first"
+                f"the tables at {self.backend.place} have the form {found} of a version before 0.1.0, and can be "
+                f"upgraded from {oldest} on: start promptfed of commit {UPGRADES_OLDER} on them once, then this version"
             )
 
     def expect_this_version(self) -> None:
         """Refuse tables of another version's form. Raises CannotOpen, DatabaseAway."""
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        wanted = ScriptDirectory.from_config(config).get_current_head()
+        scripts = ScriptDirectory.from_config(_migrations())
         try:
             with self._watched(), self.backend.reader.connect() as connection:
-                found = MigrationContext.configure(connection).get_current_revision()
+                found = _form(connection)
         except DBAPIError as error:
             raise CannotOpen(self.cannot_be_read(error)) from None
-        if found != wanted:
-            text_ = f"the tables at {self.backend.place} have the form {found} instead of {wanted}"
+        self._expect_not_before(found, scripts.get_base())
+        if found != scripts.get_current_head():
+            text_ = f"the tables at {self.backend.place} have the form {found} instead of {scripts.get_current_head()}"
             raise CannotOpen(f"{text_}: start this version of the coordinator on them once")
 
     @contextmanager
@@ -213,3 +226,14 @@ class Database:
             self.away = why
             log.error("%s", why)
             self.on_away()
+
+
+def _migrations() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    return config
+
+
+def _form(connection: Connection) -> str | None:
+    """The revision of the tables; None where there are none."""
+    return MigrationContext.configure(connection).get_current_revision()

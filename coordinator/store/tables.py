@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, UniqueConstraint
+from sqlalchemy import DDL, JSON, BigInteger, ForeignKey, Index, Integer, MetaData, String, UniqueConstraint, event
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 NAMES = {
@@ -313,6 +313,11 @@ class BlobRow(Base):
 
     digest: Mapped[str] = mapped_column(primary_key=True)
     content: Mapped[bytes]
+
+
+# Tensors hardly compress, and PostgreSQL would try it with each of them.
+_UNCOMPRESSED = DDL("ALTER TABLE blobs ALTER COLUMN content SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
+event.listen(BlobRow.__table__, "after_create", _UNCOMPRESSED.execute_if(dialect="postgresql"))
 
 
 class ObjectRow(Base):

@@ -1,1 +1,1 @@
-"""Alembic migrations, run at every start."""
+"""Alembic migrations, run at every start on tables of an earlier version."""

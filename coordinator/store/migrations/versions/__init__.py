@@ -1,1 +1,1 @@
-"""One file a version of the tables."""
+"""One file for each form of the tables since release 0.1.0."""
