@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -81,16 +82,22 @@ def test_it_goes_on_after_a_kill_and_ends(finished: Finished) -> None:
     assert set(load(finished.prompts)) == {"context"}
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="tests with curl: apt-get install curl")
 def test_the_documented_look_at_it(finished: Finished, tmp_path: Path) -> None:
-    (block,) = documented("bash")
-    script = block.replace("docker compose", f"docker compose -p {finished.project.name} --project-directory {ROOT}")
-    script = "set -euo pipefail\n" + script.replace("8080", str(finished.project.port))
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    (block,) = [part for part in documented("bash") if "docker compose exec" in part]
+    project = f"docker compose -p {finished.project.name} --project-directory {ROOT}"
+    # The block also starts the project, follows its logs for ever and removes it.
+    lines = [line for line in block.splitlines() if line.startswith(("TOKEN=", "PROMPTFED_OPERATOR_TOKEN="))]
+    script = "\n".join(["set -euo pipefail", *lines]).replace("docker compose", project)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PROMPTFED_COORDINATOR": f"http://127.0.0.1:{finished.project.port}",
+    }
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert len(lines) == 2
     assert done.returncode == 0, done.stderr
-    assert '"state":"finished"' in done.stdout.replace(" ", "")
-    assert "accuracy" in done.stdout
-    assert (tmp_path / "prompts.safetensors").read_bytes() == finished.prompts
+    assert "finished" in done.stdout
 
 
 def test_every_site_gains_the_unseen_one_too(finished: Finished) -> None:

@@ -94,6 +94,26 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
     assert broken(page) == ["c.md", "b.md#two", "#none", "f.png"]
 
 
+FOLDERS = "benchmarks|client_service|coordinator|deploy|docs|examples|promptfed|requirements|shared|tests"
+NAMED = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./*-]*\w)")
+WRITTEN_BY_READERS = {
+    "docs/results/gpu.json",
+    "promptfed/cli/versions.py",
+    "shared/methods/promptfl_sparse.py",
+    "tests/shared/methods/test_promptfl_sparse.py",
+}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))],
+    ids=lambda page: page.name,
+)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = set(NAMED.findall(page.read_text())) - WRITTEN_BY_READERS
+    assert {name for name in named if not any(ROOT.glob(name))} == set()
+
+
 def test_the_methods_tables_are_what_the_code_says() -> None:
     tables = load("tables")
     assert tables.stale() == [], "run python docs/tables.py"

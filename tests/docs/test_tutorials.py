@@ -27,6 +27,8 @@ from tests.support.waiting import PATIENCE
 DOCS = ROOT / "docs"
 TESTED = ("tutorials", "guides")  # every shell block of these is run, or says why it is not
 NOT_RUN = "<!-- not run: "  # before a block that needs a cluster, a GPU or a site of its own; the reason follows
+COMMANDS = r"promptfed|python3?|pip|make|pytest|curl|docker|kubectl|tar|pg_\w+|openssl"
+COMMAND = re.compile(rf"(?:\$ )?(?:{COMMANDS})(?: |$)")
 # A failing line must end the script, and what it started must end with it.
 GUARD = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"
 
@@ -93,15 +95,35 @@ promptfed client --coordinator $PROMPTFED_COORDINATOR --federation styles --enro
   --name neon --data "symbols:neon?topic=weather" --state-dir neon > neon.log 2>&1
 """,
 }
+# What others do before a block of a page, by the block's first line, in shell.
+MEANWHILE = {
+    "promptfed federation replay pets ": """
+promptfed federation token pets --uses 2 --out trial.token
+for site in ward-3 ward-4; do
+  promptfed client --coordinator $PROMPTFED_COORDINATOR --ca-file tls.pem --federation pets --yes \\
+    --enrolment-token-file trial.token --name $site --state-dir $site \\
+    --data "symbols:neon?topic=weather&per_class=2&test_per_class=2" > $site.log 2>&1 &
+  sites="${sites:-} $!"
+done
+until [ "$(promptfed federation clients pets --json | grep -o '"active"' | wc -l)" = 2 ]; do sleep 0.5; done
+promptfed federation start pets
+wait $sites
+""",
+}
 PAGES = [
     str(page.relative_to(DOCS)) for kind in TESTED for page in sorted((DOCS / kind).glob("*.md")) if shell_blocks(page)
 ]
 
 
+def meanwhile(block: str) -> str:
+    """What others have done before ``block``."""
+    return "".join(commands for line, commands in MEANWHILE.items() if block.startswith(line))
+
+
 def run_page(name: str, folder: Path) -> str:
     """Run all shell blocks of a page as one script in ``folder``; what it printed."""
     PREPARED.get(name, nothing)(folder)
-    script = BEFORE.get(name, "") + "".join(shell_blocks(DOCS / name))
+    script = BEFORE.get(name, "") + "".join(meanwhile(block) + block for block in shell_blocks(DOCS / name))
     script = script.replace("https://coordinator.example.org", "http://127.0.0.1:8080").replace(
         "8080", str(free_port())
     )
@@ -122,6 +144,30 @@ def run_page(name: str, folder: Path) -> str:
     logs = "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in sorted(folder.rglob("*.log")))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     return done.stdout
+
+
+def hidden_commands(text: str) -> list[str]:
+    """Commands in code blocks that are not marked as shell, so that nothing would run them."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [
+        line
+        for language, block in blocks
+        if language not in ("bash", "sh", "shell")
+        for line in block.splitlines()
+        if COMMAND.match(line)
+    ]
+
+
+@pytest.mark.parametrize(
+    "page", [page for kind in TESTED for page in sorted((DOCS / kind).glob("*.md"))], ids=lambda page: page.stem
+)
+def test_every_command_of_a_page_is_in_a_shell_block(page: Path) -> None:
+    assert hidden_commands(page.read_text()) == []
+
+
+def test_a_command_outside_of_shell_blocks_is_found() -> None:
+    page = "```bash\npromptfed demo\n```\n```text\npromptfed audit run\n```\n```\npytest -q\n```\n"
+    assert hidden_commands(page) == ["promptfed audit run", "pytest -q"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="tests with curl: apt-get install curl")
