@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.privacy.settings import Evaluations
 from promptfed.shared.spec.spec import BackboneShape, ClassName, Name, check_class_names
+from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms
 
 PROTOCOL_VERSION = 1
@@ -23,10 +24,9 @@ TaskKind = Literal["train", "share", "mask", "confirm", "unmask", "evaluate"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MethodPackage = Annotated[
     str | None,
-    Field(
+    left_out(
         max_length=200,
         pattern=r"^[!-~]+$",
-        exclude_if=lambda package: package is None,
         description="the Python package, as name==version, that brings the method; left out for promptfed's own",
     ),
 ]
@@ -35,13 +35,10 @@ Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 Told = Annotated[
     Evaluations | None,
-    Field(
-        exclude_if=lambda given: given is None,
-        description="of secure sums: what accuracies leave a site; the site's policy has to allow it too",
-    ),
+    left_out(description="of secure sums: what accuracies leave a site; the site's policy has to allow it too"),
 ]
-IdentityKey = Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$", exclude_if=lambda given: given is None)]
-Signature = Annotated[str | None, Field(pattern=r"^[0-9a-f]{128}$", exclude_if=lambda given: given is None)]
+IdentityKey = Annotated[str | None, left_out(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str | None, left_out(pattern=r"^[0-9a-f]{128}$")]
 
 
 PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="Ed25519, hex")]
@@ -97,7 +94,7 @@ class EnrolRequest(Message):
 
     protection: Annotated[
         EnrolledProtection | None,
-        Field(exclude_if=lambda given: given is None, description="at privacy.level sample"),
+        left_out(description="at privacy.level sample"),
     ] = None
 
     @field_validator("class_names")
@@ -179,7 +176,7 @@ class Task(Message):
     payload: PayloadRef
     config: TaskConfig
     epoch: Annotated[str, Field(max_length=100)] = ""  # of the coordinator's process: another one after a restart
-    secure: Annotated[SecurePart | None, Field(exclude_if=lambda given: given is None)] = None
+    secure: Annotated[SecurePart | None, left_out()] = None
     common_payload: Digest | None = None  # of all payloads of this phase, where they are the same; none: not told
 
 
@@ -200,7 +197,7 @@ class SpendReport(Message):
 
     events: Annotated[list[PrivacyEvent], Field(min_length=1, max_length=10)]
     epsilon: Annotated[float, Field(ge=0)]
-    epsilon_replace_one: Annotated[float | None, Field(ge=0, exclude_if=lambda given: given is None)] = None
+    epsilon_replace_one: Annotated[float | None, left_out(ge=0)] = None
     delta: Annotated[float, Field(gt=0, lt=1)]
     noise: Literal["secret", "seeded"]
 
@@ -237,11 +234,11 @@ class UpdateMetadata(Message):
     task_id: Annotated[str, Field(max_length=100)]
     payload_sha256: Digest
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
-    privacy: Annotated[SpendReport | None, Field(exclude_if=lambda given: given is None)] = None
-    receipt: Annotated[PayloadReceipt | None, Field(exclude_if=lambda given: given is None)] = None
+    privacy: Annotated[SpendReport | None, left_out()] = None
+    receipt: Annotated[PayloadReceipt | None, left_out()] = None
 
 
-Figure = Annotated[Fraction | None, Field(exclude_if=lambda value: value is None)]
+Figure = Annotated[Fraction | None, left_out()]
 
 
 class SplitResult(Message):
@@ -262,12 +259,10 @@ class EvaluationRequest(Message):
     splits: SplitResults
     zero_shot: SplitResults = {}
     metrics: Annotated[dict[Annotated[str, Field(max_length=100)], float], Field(max_length=1000)] = {}
-    withheld: Annotated[
-        bool, Field(exclude_if=lambda given: not given, description="measured, and kept by the site")
-    ] = False
+    withheld: Annotated[bool, left_out(False, description="measured, and kept by the site")] = False
     privacy: Annotated[
         SpendReport | None,
-        Field(exclude_if=lambda given: given is None, description="what noisy counts cost the test images"),
+        left_out(description="what noisy counts cost the test images"),
     ] = None
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from promptfed.shared.messages import Domain, FederationState, Role, TaskKind
 from promptfed.shared.spec.spec import BackboneShape, ClassName, FederationSpec
+from promptfed.shared.spec.spec_section import left_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,9 +141,8 @@ class FederationView(BaseModel):
     id: str
     name: str
     state: FederationState
-    unreadable: str | None = Field(
+    unreadable: str | None = left_out(
         default=None,
-        exclude_if=lambda given: given is None,
         description="why this coordinator does nothing with it: stored rows that it cannot read, or an absent method",
     )
     reason: str | None
@@ -164,9 +164,7 @@ class FederationView(BaseModel):
     failed: list[str]
     awaited: list[Awaited]
     state_hash: str | None
-    privacy: CentralPrivacyView | None = Field(
-        default=None, exclude_if=lambda given: given is None, description="where whole clients are protected"
-    )
+    privacy: CentralPrivacyView | None = left_out(default=None, description="where whole clients are protected")
 
 
 class FederationPage(BaseModel):

@@ -20,6 +20,7 @@ from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import Domain, FederationState, Figure, Role
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, TrainingSpec
+from promptfed.shared.spec.spec_section import left_out
 
 FORMAT = 1
 STATE_FILE, WEIGHTS_FILE, JSON_FILE, MARKDOWN_FILE = (
@@ -104,7 +105,7 @@ class PrivacySummary(BaseModel):
     epsilon_max: float | None
     epsilon_median: float | None
     epsilon_replace_one: float | None = None
-    epsilon_if_secret: float | None = Field(default=None, exclude_if=lambda given: given is None)
+    epsilon_if_secret: float | None = left_out(default=None)
     clients: int
     delta: float | None
     clip: float | None
@@ -148,7 +149,7 @@ class Facts(BaseModel):
     participants: list[Participant]
     accuracy: Accuracies | None
     privacy: PrivacySummary | None = None
-    secure_aggregation: SumsSummary | None = Field(None, exclude_if=lambda given: given is None)
+    secure_aggregation: SumsSummary | None = left_out(default=None)
     bytes: Traffic | None = Field(description="null where it is secret who took part, which they would tell")
     hashes: Hashes
 
@@ -173,7 +174,7 @@ class CardFile(BaseModel):
 
     bytes: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    tensors: dict[str, TensorShape] | None = Field(None, exclude_if=lambda tensors: tensors is None)
+    tensors: dict[str, TensorShape] | None = left_out(default=None)
 
 
 class Made(BaseModel):
@@ -191,9 +192,8 @@ class Card(Facts):
     use: Use
     files: dict[str, CardFile]
     made: Made
-    signature: str | None = Field(
-        None,
-        exclude_if=lambda signature: signature is None,
+    signature: str | None = left_out(
+        default=None,
         description="of earlier exports: over the federation's id, the round and the state's hash, and nothing else",
     )
 

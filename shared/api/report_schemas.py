@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from promptfed.shared.messages import Role, SplitResult, TaskKind
+from promptfed.shared.spec.spec_section import left_out
 
 
 class CountedUpdate(BaseModel):
@@ -128,10 +129,8 @@ class SecureReport(BaseModel):
     sum_clients: int | None = Field(description="clients in the sum")
     sum_weight: float | None
     mean_norm: float | None = Field(description="L2 norm of the mean change")
-    privacy: dict[str, SpentPrivacy] | None = Field(
-        default=None,
-        exclude_if=lambda given: given is None,
-        description="of differential privacy: what each masked change has made of its client's ledger",
+    privacy: dict[str, SpentPrivacy] | None = left_out(
+        default=None, description="of differential privacy: what each masked change has made of its client's ledger"
     )
 
 
@@ -146,12 +145,8 @@ class PhaseReport(StageReport):
     state_hash: str | None = Field(description="the state after this phase")
     metrics: dict[str, float] = Field(description="clients' metrics, averaged with the counted weights")
     measured: MeasuredView = Field(description="the method's own numbers, such as PLAN's attention shares γ")
-    privacy: CentralPrivacy | None = Field(
-        default=None, exclude_if=lambda given: given is None, description="of a mean that the coordinator has noised"
-    )
-    secure: SecureReport | None = Field(
-        default=None, exclude_if=lambda given: given is None, description="of a secure sum, one phase an attempt"
-    )
+    privacy: CentralPrivacy | None = left_out(default=None, description="of a mean that the coordinator has noised")
+    secure: SecureReport | None = left_out(default=None, description="of a secure sum, one phase an attempt")
 
 
 class SpentCounts(BaseModel):
@@ -173,9 +168,7 @@ class ClientEvaluation(BaseModel):
     zero_shot: dict[str, SplitResult]
     metrics: dict[str, float]
     withheld: bool = False  # measured, and kept by the site: accuracies depend on records, and no noise covers them
-    privacy: SpentCounts | None = Field(
-        default=None, exclude_if=lambda given: given is None, description="of accuracies that are noisy counts"
-    )
+    privacy: SpentCounts | None = left_out(default=None, description="of accuracies that are noisy counts")
     received_at: datetime
 
 

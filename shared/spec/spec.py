@@ -21,7 +21,7 @@ from promptfed.shared.privacy.settings import Evaluations, PrivacySpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, check_descriptions
 from promptfed.shared.spec.spec_aggregation import AggregationSpec, SecureAggregationSpec
 from promptfed.shared.spec.spec_hints import meant
-from promptfed.shared.spec.spec_section import Section, ceil_fraction
+from promptfed.shared.spec.spec_section import Section, ceil_fraction, left_out
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 RESERVED: dict[str, str] = {}
@@ -117,17 +117,16 @@ class TrainingSpec(Section):
     schedule: Literal["constant", "cosine"] = "constant"
     augmentation: Annotated[
         Literal["none", "crop_flip"],
-        Field(
-            exclude_if=lambda kind: kind == "none",
-            description="crop_flip: random crops and flips of training images, as in the code of CoOp and MaPLe",
+        left_out(
+            "none", description="crop_flip: random crops and flips of training images, as in the code of CoOp and MaPLe"
         ),
     ] = "none"
     views: Annotated[
         int,
-        Field(
+        left_out(
+            VIEWS,
             ge=1,
             le=1024,
-            exclude_if=lambda views: views == VIEWS,
             description="crop_flip where image features are kept: how many views of each image there are",
         ),
     ] = VIEWS
@@ -145,15 +144,15 @@ class ParticipationSpec(Section):
     on_missed_quorum: Literal["pause", "fail"] = "pause"
     draw: Annotated[
         Literal["secret", "public"],
-        Field(
-            exclude_if=lambda kind: kind == "secret",
+        left_out(
+            "secret",
             description="who is asked follows from a secret of the coordinator's, told at the end, or from the seed",
         ),
     ] = "secret"
     sampling: Annotated[
         Literal["fixed", "poisson"],
-        Field(
-            exclude_if=lambda kind: kind == "fixed",
+        left_out(
+            "fixed",
             description="fixed: as many each round; poisson: each client by itself with probability fraction, by a "
             "secret that is never told (with privacy.level client)",
         ),
@@ -194,16 +193,16 @@ class FederationSpec(Section):
     method: dict[str, Any]
     backbone: BackboneSpec = BackboneSpec()
     class_names: list[ClassName] | None = None
-    class_descriptions: Annotated[ClassDescriptions | None, Field(exclude_if=lambda given: given is None)] = None
+    class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None
     template: Annotated[str, Field(max_length=500)] | None = "a photo of a {}."  # none: each data source's own
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
     training: TrainingSpec = TrainingSpec()
     participation: ParticipationSpec = ParticipationSpec()
     aggregation: AggregationSpec = AggregationSpec()
-    secure_aggregation: Annotated[SecureAggregationSpec | None, Field(exclude_if=lambda given: given is None)] = None
+    secure_aggregation: Annotated[SecureAggregationSpec | None, left_out()] = None
     evaluation: EvaluationSpec = EvaluationSpec()
     admission: AdmissionSpec = AdmissionSpec()
-    privacy: Annotated[PrivacySpec, Field(exclude_if=lambda given: given == PrivacySpec())] = PrivacySpec()
+    privacy: Annotated[PrivacySpec, left_out(PrivacySpec())] = PrivacySpec()
     retention: Literal["all", "last_round"] = "all"
     start: Literal["manual", "when_ready"] = "manual"
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from promptfed.shared.spec.spec_section import Section
+from promptfed.shared.spec.spec_section import Section, left_out
 
 Rule = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame"]
 TOLERANT: tuple[Rule, ...] = ("trimmed_mean", "krum", "multi_krum")  # rules that have to be told how much may be bad
@@ -92,20 +92,16 @@ class AggregationSpec(Section):
     ] = None
     flame_noise: Annotated[
         float | None,
-        Field(
+        left_out(
             ge=0,
             le=1,
-            exclude_if=lambda level: level is None,
             description="λ of flame: noise on every number, in medians of the updates' lengths; default: "
             f"{FLAME_NOISE}, where the whole noise is then no longer than one of them",
         ),
     ] = None
     flame_of: Annotated[
         Literal["models", "updates"] | None,
-        Field(
-            exclude_if=lambda kind: kind is None,
-            description="whose cosines flame clusters by: the models', as printed (default), or the updates'",
-        ),
+        left_out(description="whose cosines flame clusters by: the models', as printed (default), or the updates'"),
     ] = None
     max_weight_share: Annotated[
         float | None, Field(gt=0, le=1, description="null: twice its even share where five or more answer; 1: no cap")

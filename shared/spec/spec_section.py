@@ -1,16 +1,22 @@
-"""What all sections of the federation spec have in common."""
+"""What the sections of the federation spec, and other models, have in common."""
 
 from __future__ import annotations
 
 from decimal import ROUND_CEILING, Decimal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
     """Base of all spec sections: unknown keys and non-finite numbers are refused, values are not coerced."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+
+def left_out(at: object = None, **given: Any) -> Any:
+    """A field that JSON leaves out where its value is ``at``, so that older readers and signatures stay valid."""
+    return Field(exclude_if=lambda value: value == at, **given)
 
 
 def ceil_fraction(fraction: float, count: int) -> int:

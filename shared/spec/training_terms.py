@@ -17,6 +17,7 @@ from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.class_descriptions import ClassDescriptions
 from promptfed.shared.spec.spec import BackboneSpec, ClassName, FederationSpec, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
+from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.weighting import Weighting
 
 
@@ -33,27 +34,24 @@ class TrainingTerms(BaseModel):
     training: TrainingSpec
     backbone: BackboneSpec
     class_names: Annotated[list[ClassName], Field(max_length=100_000)] | None
-    class_descriptions: Annotated[ClassDescriptions | None, Field(exclude_if=lambda given: given is None)] = None
+    class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None
     template: Annotated[str, Field(max_length=500)] | None
     rounds: Annotated[int, Field(ge=0, le=100_000)]
     seed: Annotated[int, Field(description="batches, initial prompts and crops of training follow from it")]
     privacy: Annotated[
         PrivacySpec | None,
-        Field(
-            exclude_if=lambda given: given is None, description="how training is protected; left out where it is not"
-        ),
+        left_out(description="how training is protected; left out where it is not"),
     ] = None
     secure_aggregation: Annotated[
         SecureAggregationSpec | None,
-        Field(
-            exclude_if=lambda given: given is None,
-            description="how updates become a sum that nobody can look into; left out where they are sent in the clear",
+        left_out(
+            description="how updates become a sum that nobody can look into; left out where they are sent in the clear"
         ),
     ] = None
 
     weighting: Annotated[
         Weighting | None,
-        Field(exclude_if=lambda given: given is None, description="of secure sums: how much each client counts"),
+        left_out(description="of secure sums: how much each client counts"),
     ] = None
 
     @classmethod
