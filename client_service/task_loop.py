@@ -152,7 +152,7 @@ class TaskLoop:
             finally:
                 self._inquiries.tell_payload()
             noise = self.work.own_noise(task)
-            with unexplained(noise is not None):
+            with unexplained(self.work.hides_failures):
                 await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained, noise))
             facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
             self.monitor.tell("trained", **facts, payload=task.payload.sha256, **trained.metrics)

@@ -61,8 +61,10 @@ class PayloadChecks:
 
     # Plausibility
 
-    def expect_plausible(self, task: Task, payload: Tensors, start: Tensors | None) -> None:
+    def expect_plausible(self, task: Task, payload: Tensors, start: Tensors | None, explained: bool = True) -> None:
         """Look at what is to be trained from; ``start`` is what the seed gives, where this is the very first phase.
+
+        The reasons name lengths of this client's own change. Unless ``explained``, they stay in its own log.
 
         Raises:
             Failure: policy-payload, where the policy refuses what is suspicious.
@@ -73,7 +75,8 @@ class PayloadChecks:
             known["refused"][task.payload.sha256] = task.round
             self._state.write_note(FILE, json.dumps(known))
             text = f"payload.on_suspicion is refuse, and round {task.round}, {task.phase}, looks crafted"
-            raise Failure("policy-payload", f"{text}: {'; '.join(look.why)}")
+            why = "; ".join(look.why) if explained else "this client's own log says why"
+            raise Failure("policy-payload", f"{text}: {why}")
 
     def look(self, task: Task, payload: Tensors, start: Tensors | None) -> Look:
         """Figures and verdict; nothing is written down."""

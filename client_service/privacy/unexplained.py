@@ -1,4 +1,4 @@
-"""Failures that are reported without their cause, which may depend on the data and is covered by no noise."""
+"""Failures under differential privacy: their cause may depend on the data, and no noise covers it."""
 
 from __future__ import annotations
 

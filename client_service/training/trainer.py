@@ -141,14 +141,17 @@ class TaskWork:
         self._check(tensors, method, phase, task.config)
         if self.rules.payloads is not None:
             own = ClientInfo(self.name, self.role, len(context.train), context.label_space, self.data.domain)
-            self.rules.payloads.expect_plausible(task, tensors, start_of(method, self.backbone, task, own))
+            start = start_of(method, self.backbone, task, own)
+            self.rules.payloads.expect_plausible(task, tensors, start, explained=not self.hides_failures)
         trained: list[int] = []
         protection = self._protection(task, context)
         context = replace(context, count_trained=trained.append, protection=protection)
         with unexplained(self.hides_failures), torch_settings(context.training, self.backbone):
             private, peers = self._prepared(method, context, task.config.peers)
-            result = self._result(method, context, tensors, private)
+            result = method.train(context, tensors, private)
             update, private = self._sent(phase, result, tensors, private)
+        if protection is not None and not protection.used:
+            raise Failure("training-failed", f"{method.name} trained without the protection that it promises")
         seconds = round(time.monotonic() - started, 3)
         measured = {**result.metrics, "train_seconds": seconds, "trained_parameters": sum(trained)}
         if protection is not None:
@@ -173,7 +176,7 @@ class TaskWork:
         """This client's part of the noise for whole clients, by the terms that its owner agreed to, if there is any."""
         terms = self.agreement.consent.terms
         privacy, secure = terms.privacy, terms.secure_aggregation
-        if privacy is None or not privacy.is_distributed or secure is None:
+        if privacy is None or secure is None or not self.adds_client_noise:
             return None
         honest = secure.minimum - privacy.colluding
         part = PartialNoise(float(privacy.clip or 0), float(privacy.noise_multiplier or 0), honest)
@@ -181,7 +184,12 @@ class TaskWork:
 
     @property
     def hides_failures(self) -> bool:
-        """Whether failures of tasks are reported without their cause: distributed noise does not cover the cause."""
+        """Whether failures of tasks are reported without their cause, which no noise covers: under any protection."""
+        return self.agreement.consent.terms.privacy is not None
+
+    @property
+    def adds_client_noise(self) -> bool:
+        """Whether this client adds its part of the noise for whole clients."""
         privacy = self.agreement.consent.terms.privacy
         return privacy is not None and privacy.is_distributed
 
@@ -209,16 +217,6 @@ class TaskWork:
             raise Failure("private-state-unprotected", f"{text}: start them anew with --reset-private")
         return site.begin(task, self.name, len(context.train))
 
-    def _result(self, method: Method, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
-        """What training gives. Under protection nothing tells why it failed: that may depend on a record."""
-        if context.protection is None:
-            return method.train(context, payload, private)
-        with unexplained(True):
-            result = method.train(context, payload, private)
-        if not context.protection.used:
-            raise Failure("training-failed", f"{method.name} trained without the protection that it promises")
-        return result
-
     def _sent(self, phase: Phase, result: TrainResult, payload: Tensors, private: Tensors) -> tuple[Tensors, Tensors]:
         """The update as it is sent, and the private tensors that belong to it.
 
@@ -234,7 +232,7 @@ class TaskWork:
         if not broken:
             return update, result.private
         text = f"the trained tensor {broken[0]!r} holds NaN or infinity: lower training.learning_rate"
-        if not self.hides_failures:
+        if not self.adds_client_noise:
             raise MethodError(text)
         log.warning("%s; this round this client sends noise, and no change", text)
         return {name: unchanged(tensor, payload.get(name)) for name, tensor in update.items()}, private

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import Request, Response
+from torch import Tensor
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.protection import reported
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
-from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
+from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.privacy.accounting import Event, epsilon_of
 from promptfed.shared.privacy.noise import SeededNoise
@@ -148,18 +150,55 @@ def test_a_task_with_less_protection_than_was_agreed_is_refused(
     assert Ledger(own.ledger_file).spends() == []
 
 
+NOT_TOLD = "this client's own log says why"
+CENTRAL = PrivacySpec(level="client", clip=1.0, noise_multiplier=1.0, delta=1e-3).model_dump()
+
+
+def _fail(*given: Any, **options: Any) -> Any:
+    raise MethodError("record 17 has label 3")
+
+
+def _diverge(self: PromptFL, context: ClientContext, payload: dict[str, Tensor], private: object) -> TrainResult:
+    if context.protection is not None:
+        context.protection.used = True
+    return TrainResult({name: tensor * float("nan") for name, tensor in payload.items()})
+
+
+@pytest.mark.parametrize("privacy", [PRIVACY, CENTRAL], ids=["sample", "client"])
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [("train", _fail), ("train", _diverge), ("prepare", _fail)],
+    ids=["train", "diverge", "prepare"],
+)
 def test_why_protected_training_failed_is_not_told(
+    where: str,
+    change: Callable[..., Any],
+    privacy: dict[str, Any],
+    make_coordinator: MakeCoordinator,
+    make_worker: MakeWorker,
+    own: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PromptFL, where, change)
+    coordinator = protected(make_coordinator, rounds=1, privacy=privacy)
+    asyncio.run(make_worker(coordinator, settings=own).run())
+    works = {one["type"].removesuffix("-failed") for one in coordinator.failures}
+    assert works == {"training", "evaluation"} if where == "prepare" else {"training"}
+    for work in coordinator.failures:
+        kind = work["type"].removesuffix("-failed")
+        assert work["detail"] == f"protected {kind} failed; {NOT_TOLD}"
+    assert Ledger(own.ledger_file).spends() == []
+
+
+def test_why_evaluation_failed_is_not_told(
     make_coordinator: MakeCoordinator, make_worker: MakeWorker, own: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: PromptFL, context: ClientContext, *rest: object) -> TrainResult:
-        raise ValueError(f"record 17 has a label {context.train.labels[17]}")
-
-    monkeypatch.setattr(PromptFL, "train", fail)
+    monkeypatch.setattr(PromptFL, "classifier", _fail)
     coordinator = protected(make_coordinator, rounds=1)
     asyncio.run(make_worker(coordinator, settings=own).run())
-    assert [one["type"] for one in coordinator.failures] == ["training-failed"]
-    assert "17" not in coordinator.failures[0]["detail"]
-    assert Ledger(own.ledger_file).spends() == []
+    assert {(one["type"], one["detail"]) for one in coordinator.failures} == {
+        ("evaluation-failed", f"protected evaluation failed; {NOT_TOLD}")
+    }
 
 
 def test_a_method_that_trains_without_its_protection_sends_nothing(

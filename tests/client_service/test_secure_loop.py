@@ -135,7 +135,7 @@ def test_private_tensors_of_a_change_that_is_not_finite_are_not_kept() -> None:
     payload, before = {"a": torch.ones(2), "other shape": torch.ones(1)}, {"own": torch.ones(1)}
     update = {"a": torch.tensor([2.0, float("nan")]), "b": torch.ones(3), "other shape": torch.ones(2)}
     result = TrainResult(update, {"own": torch.full((1,), float("nan"))})
-    work = cast(Any, SimpleNamespace(hides_failures=True))
+    work = cast(Any, SimpleNamespace(adds_client_noise=True))
     sent, private = TaskWork._sent(work, Phase("train", (), ()), result, payload, before)
     assert private is before
     assert {name: tensor.tolist() for name, tensor in sent.items()} == {
@@ -143,7 +143,7 @@ def test_private_tensors_of_a_change_that_is_not_finite_are_not_kept() -> None:
         "b": [0.0] * 3,
         "other shape": [0.0] * 2,
     }
-    work.hides_failures = False
+    work.adds_client_noise = False
     with pytest.raises(MethodError, match="'a' holds NaN"):
         TaskWork._sent(work, Phase("train", (), ()), result, payload, before)
 

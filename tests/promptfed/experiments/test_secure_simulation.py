@@ -187,14 +187,15 @@ def test_under_distributed_noise_the_coordinator_is_not_told_why_training_failed
     failing: list[int] = []
 
     def fail_once(self: Any, *given: Any) -> Any:
-        if not failing and (when != "images" or given[2].split()[1] == "1"):  # round 0 is only evaluated
+        evaluates = {"images": lambda: given[2].split()[1] == "0", "preparing": lambda: given[1].round == 0}
+        if not failing and not evaluates.get(when, bool)():  # round 0 is only evaluated
             failing.append(1)
             raise error
         return original(self, *given)
 
     where = {
         "images": (TaskWork, "_train_split"),
-        "preparing": (TaskWork, "_result"),
+        "preparing": (TaskWork, "_prepared"),
         "keeping": (PartialNoise, "noised"),
     }.get(when)
     if where is not None:
