@@ -41,24 +41,25 @@ class Backbone:
     and L2-normalised unless `normalize=False`.
     """
 
+    has_text = True
+    """Whether there is a text tower at all: without one there is no zero-shot prediction."""
+
     def __init__(
         self, model: Any, *, model_name: str, pretrained: str | None, precision: str, config: Mapping[str, Any]
     ) -> None:
-        """config: the model's configuration as open_clip states it (`embed_dim`, `vision_cfg`, `text_cfg`, ...)."""
+        """config: what beside weights and preprocessing decides the features; of open_clip, its model configuration."""
         self.model = model.eval().requires_grad_(False)
         self.model_name = model_name
         self.pretrained = pretrained
         self.precision = precision
         self._config = dict(config)
-        self._text = TextTower(model)
-        self._prefix = PrefixEncoder(self._text)
         self._tokenised: Recent[ClassPrompts] = Recent(LABEL_SPACES)
         self._prompted: Recent[tuple[Tensor, int]] = Recent(PROMPTED)  # and their version as they were made
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.logit_scale.device
-        return device
+        weight: Tensor = next(self.model.parameters())
+        return weight.device
 
     def to(self, device: str | torch.device) -> Self:
         """Moves the weights, in place."""
@@ -85,11 +86,6 @@ class Backbone:
     def supports(self) -> Supports:
         flags = self._text.flags
         return Supports(flags.refusal is None, flags.short, flags.prefix, vision.refusal_of(self.model.visual) is None)
-
-    @property
-    def has_text(self) -> bool:
-        """Whether there is a text tower at all: without one there is no zero-shot prediction."""
-        return True
 
     @property
     def d_t(self) -> int:
@@ -190,6 +186,14 @@ class Backbone:
         return _sizes(self)
 
     # Texts
+
+    @cached_property
+    def _text(self) -> TextTower:
+        return TextTower(self.model)
+
+    @cached_property
+    def _prefix(self) -> PrefixEncoder:
+        return PrefixEncoder(self._text)
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str], *, normalize: bool = True) -> Tensor:
@@ -326,8 +330,12 @@ class Backbone:
     @cached_property
     def _image_dtype(self) -> torch.dtype:
         """The dtype of the image tower's first weights (mixed precision keeps norms in float32)."""
-        weights: list[Tensor] = list(self.model.visual.parameters())
+        weights: list[Tensor] = list(self._image_module.parameters())
         return next(weight.dtype for weight in weights if weight.ndim == 4)
+
+    @property
+    def _image_module(self) -> Any:
+        return self.model.visual
 
     @cached_property
     def _preprocess_config(self) -> dict[str, Any]:

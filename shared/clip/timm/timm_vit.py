@@ -4,26 +4,27 @@ It stands behind the same interface as a CLIP model; what needs a text tower is 
 tokenizer is loaded. Importing this module does not import timm.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from promptfed.shared.clip.backbone import Backbone, Supports, finish
 from promptfed.shared.clip.errors import BackboneError
-from promptfed.shared.clip.fingerprint import config_digest, weights_fingerprint
-from promptfed.shared.clip.towers import functional_vision
-from promptfed.shared.clip.towers.tokens import ClassPrompts
+from promptfed.shared.clip.towers import functional_vision, vision
 
 
 class VisualBackbone(Backbone):
     """A frozen `timm.models.vision_transformer.VisionTransformer`, made by `load_backbone`.
 
     The feature of an image is what timm hands to its classifier (pooled and normed), so d_e = d_v. There is no text
-    tower, hence no d_t, no temperature and no zero-shot prediction: `supports.text_prompts` and `has_text` are false.
+    tower, hence no d_t, no temperature and no zero-shot prediction: `supports.text_prompts` and `has_text` are false,
+    and whatever needs a text raises BackboneError.
     """
+
+    has_text = False
 
     def __init__(
         self,
@@ -36,31 +37,12 @@ class VisualBackbone(Backbone):
         preprocess: Mapping[str, Any],
     ) -> None:
         """config: what beside the weights decides the features; preprocess: timm's data configuration."""
-        self.model = model.eval().requires_grad_(False)
-        self.model_name = model_name
-        self.pretrained = pretrained
-        self.precision = precision
-        self._config = dict(config)
+        super().__init__(model, model_name=model_name, pretrained=pretrained, precision=precision, config=config)
         self._preprocess = dict(preprocess)
 
     @property
-    def has_text(self) -> bool:
-        return False
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """`sha256:<hex>` over weights, architecture and preprocessing; the device does not matter."""
-        return weights_fingerprint(self.model.state_dict(), {"model": self._config, "preprocess": self._preprocess})
-
-    @cached_property
-    def transform_id(self) -> str:
-        """`sha256:<hex>` of the preprocessing's configuration."""
-        return config_digest(self._preprocess)
+    def _preprocess_config(self) -> dict[str, Any]:
+        return self._preprocess
 
     @cached_property
     def supports(self) -> Supports:
@@ -116,18 +98,9 @@ class VisualBackbone(Backbone):
         """The image tower as a function of weights; BackboneError where this one cannot be computed so."""
         return functional_vision.timm_tower(self.model)
 
-    def text_tower(self) -> NoReturn:
-        """BackboneError: there is no text tower."""
-        self._refuse_text()
-
-    def tokens(self, texts: Sequence[str]) -> NoReturn:
-        """BackboneError: there is no text tower."""
-        self._refuse_text()
-
-    @cached_property
-    def _image_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model.patch_embed.proj.weight.dtype
-        return dtype
+    @property
+    def _image_module(self) -> Any:
+        return self.model
 
     @cached_property
     def _transform(self) -> Any:
@@ -135,75 +108,28 @@ class VisualBackbone(Backbone):
 
         return create_transform(**self._preprocess, is_training=False)
 
-    # What there is not
-
-    @property
-    def d_t(self) -> int:
-        self._refuse_text()
-
-    @property
-    def text_layers(self) -> int:
-        """0: there are no blocks."""
-        return 0
-
     @property
     def context_length(self) -> int:
-        self._refuse_text()
+        return self._no_text()
 
-    @cached_property
+    @property
     def logit_scale(self) -> float:
-        self._refuse_text()
+        return self._no_text()
 
-    def encode_text(self, texts: Sequence[str], *, normalize: bool = True) -> Tensor:
-        """BackboneError: there is no text tower."""
-        self._refuse_text()
-
-    def embed_words(self, words: str) -> Tensor:
-        """BackboneError: there is no text tower."""
-        self._refuse_text()
-
-    def class_prompts(self, class_names: Sequence[str], context_length: int, *, suffix: str = ".") -> ClassPrompts:
-        """BackboneError: there is no text tower."""
-        self._refuse_text()
-
-    def encode_prompts(
-        self,
-        context: Tensor,
-        prompts: ClassPrompts,
-        *,
-        deep: Tensor | None = None,
-        path: Literal["auto", "prefix", "short", "plain"] = "auto",
-        per_class: bool = False,
-        normalize: bool = True,
-    ) -> Tensor:
-        """BackboneError: there is no text tower."""
-        self._refuse_text()
-
-    def _refuse_text(self) -> NoReturn:
+    def _no_text(self) -> NoReturn:
         raise BackboneError(
             f"The backbone {self.model_name!r} has no text tower: choose a CLIP model, or a method that needs none."
         )
 
+    _text = property(_no_text)
+    _tokenizer = property(_no_text)
+
 
 def _encode_prompted(model: Any, images: Tensor, prompts: Tensor) -> Tensor:
-    """`(B, d)` pooled features of images `(B, 3, H, W)` under prompts `(depth, n, d)`.
-
-    The slots stand last: attention does not see an order, and what pools over tokens pools the image's own only.
-    """
-    layers, width = len(model.blocks), model.embed_dim
-    if prompts.ndim != 3 or prompts.shape[2] != width or not 1 <= prompts.shape[0] <= layers:
-        raise BackboneError(
-            f"Visual prompts of shape {tuple(prompts.shape)} do not fit: the backbone takes (depth, n, {width}) "
-            f"with a depth of 1 to {layers}."
-        )
+    """`(B, d)` pooled features of images `(B, 3, H, W)` under prompts `(depth, n, d)`."""
+    vision.check_prompts(prompts, len(model.blocks), model.embed_dim)
     with torch.no_grad():
-        rows = model.norm_pre(model._pos_embed(model.patch_embed(images)))  # (B, S, d); norm_pre sees each token alone
-    batch, tokens = rows.shape[:2]
-    prompts = prompts.to(rows.dtype)
-    for number, block in enumerate(model.blocks):
-        if number < prompts.shape[0]:
-            fresh = model.norm_pre(prompts[0]) if number == 0 else prompts[number]
-            rows = torch.cat([rows[:, :tokens], fresh.expand(batch, -1, -1)], dim=1)
-        rows = block(rows)
-    feature: Tensor = model.forward_head(model.norm(rows[:, :tokens]), pre_logits=True)
+        rows = model.norm_pre(model._pos_embed(model.patch_embed(images)))  # (B, S, d)
+    rows = vision.run_prompted(model.blocks, model.norm_pre, rows, prompts)
+    feature: Tensor = model.forward_head(model.norm(rows), pre_logits=True)
     return feature

@@ -7,7 +7,7 @@ its number: ``3.in_proj_weight``. Notation: `B` images or texts, `S` rows of eac
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -121,34 +121,54 @@ def _projected(
     return [part.reshape(batch, -1, shape.heads, size).transpose(1, 2) for part in parts]
 
 
-def run_blocks(
-    weights: Weights,
-    shape: BlockShape,
-    rows: Tensor,
-    start: int = 0,
-    stop: int | None = None,
-    *,
-    causal: bool = False,
-    first_only: bool = False,
-    adapters: Mapping[int, Adapter] | None = None,
-    low_rank: Mapping[int, LowRank] | None = None,
-) -> Tensor:
-    """Rows `(B, S, d)` through the blocks from ``start`` up to ``stop`` (default: all that follow).
+@dataclass(frozen=True)
+class Tower:
+    """The computation, and the frozen ``weights`` that it has in the backbone (no copies: never change one in place).
 
-    ``adapters`` and ``low_rank`` by the block's number. ``first_only``: of the tower's last block row 0 alone.
+    Rows are `(B, S, d)`. ``causal``: a row sees itself and those before it.
     """
-    stop = shape.layers if stop is None else stop
-    for number in range(start, stop):
-        rows = run_block(
-            block(weights, number),
-            shape,
-            rows,
-            causal=causal,
-            first_only=first_only and number == shape.layers - 1,
-            adapter=(adapters or {}).get(number),
-            low_rank=(low_rank or {}).get(number),
-        )
-    return rows
+
+    blocks_shape: BlockShape
+    weights: Weights
+
+    causal: ClassVar[bool] = False
+
+    @property
+    def layers(self) -> int:
+        """Blocks."""
+        return self.blocks_shape.layers
+
+    @property
+    def first_only(self) -> bool:
+        """Whether row 0 alone is read behind the last block."""
+        return False
+
+    def blocks(
+        self,
+        weights: Weights,
+        rows: Tensor,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        adapters: Mapping[int, Adapter] | None = None,
+        low_rank: Mapping[int, LowRank] | None = None,
+    ) -> Tensor:
+        """Rows `(B, S, d)` through the blocks from ``start`` up to ``stop`` (default: all that follow).
+
+        ``adapters`` and ``low_rank`` by the block's number. Of the last block only the rows that are read.
+        """
+        stop = self.layers if stop is None else stop
+        for number in range(start, stop):
+            rows = run_block(
+                block(weights, number),
+                self.blocks_shape,
+                rows,
+                causal=self.causal,
+                first_only=self.first_only and number == self.layers - 1,
+                adapter=(adapters or {}).get(number),
+                low_rank=(low_rank or {}).get(number),
+            )
+        return rows
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -198,29 +218,54 @@ def expect_activation(tower: str, activation: nn.Module) -> None:
     expect(tower, known, f"its blocks have the activation {type(activation).__name__}")
 
 
-def block_weights(number: int, standard: Any) -> dict[str, Tensor]:
-    """The weights of one of open_clip's standard blocks, by name."""
-    from open_clip.transformer import LayerScale
+OPEN_CLIP_PARTS = {
+    "ln_1": "ln_1",
+    "out_proj": "attn.out_proj",
+    "ln_2": "ln_2",
+    "c_fc": "mlp.c_fc",
+    "c_proj": "mlp.c_proj",
+}
+TIMM_PARTS = {
+    "ln_1": "norm1",
+    "in_proj": "attn.qkv",
+    "out_proj": "attn.proj",
+    "ln_2": "norm2",
+    "c_fc": "mlp.fc1",
+    "c_proj": "mlp.fc2",
+}
 
-    found = {
-        "ln_1_weight": standard.ln_1.weight,
-        "ln_1_bias": standard.ln_1.bias,
-        "in_proj_weight": standard.attn.in_proj_weight,
-        "in_proj_bias": standard.attn.in_proj_bias,
-        "out_proj_weight": standard.attn.out_proj.weight,
-        "out_proj_bias": standard.attn.out_proj.bias,
-        "ln_2_weight": standard.ln_2.weight,
-        "ln_2_bias": standard.ln_2.bias,
-        "c_fc_weight": standard.mlp.c_fc.weight,
-        "c_fc_bias": standard.mlp.c_fc.bias,
-        "c_proj_weight": standard.mlp.c_proj.weight,
-        "c_proj_bias": standard.mlp.c_proj.bias,
-    }
-    for name in ("ls_1", "ls_2"):
-        scale = getattr(standard, name)
-        if isinstance(scale, LayerScale):
-            found[name] = scale.gamma
-    return {f"{number}.{name}": weight.detach() for name, weight in found.items() if weight is not None}
+
+def open_clip_block(number: int, standard: Any) -> dict[str, Tensor]:
+    """The weights of one of open_clip's standard blocks, by name."""
+    attention = {"in_proj_weight": standard.attn.in_proj_weight, "in_proj_bias": standard.attn.in_proj_bias}
+    return _named(number, attention | weights_of(standard, OPEN_CLIP_PARTS), standard.ls_1, standard.ls_2)
+
+
+def timm_block(number: int, standard: Any) -> dict[str, Tensor]:
+    """The weights of one of timm's standard blocks, under open_clip's names."""
+    return _named(number, weights_of(standard, TIMM_PARTS), standard.ls1, standard.ls2)
+
+
+def _named(number: int, own: Mapping[str, Tensor | None], first: nn.Module, second: nn.Module) -> dict[str, Tensor]:
+    """With the scales of layers, where ``first`` and ``second`` are such; in the order of `BLOCK_KINDS`."""
+    ordered = {kind: own.get(kind) for kind in BLOCK_KINDS}
+    ordered |= {"ls_1": getattr(first, "gamma", None), "ls_2": getattr(second, "gamma", None)}
+    return {f"{number}.{kind}": weight.detach() for kind, weight in ordered.items() if weight is not None}
+
+
+def weights_of(module: nn.Module, parts: Mapping[str, str]) -> dict[str, Tensor]:
+    """Weight and bias of each part of a module, as ``NAME_weight`` and ``NAME_bias``; what is not there is left out.
+
+    ``parts``: the part's path in the module, by name.
+    """
+    weights: dict[str, Tensor] = {}
+    for name, path in parts.items():
+        part = module.get_submodule(path)
+        for kind in ("weight", "bias"):
+            weight = getattr(part, kind, None)
+            if isinstance(weight, Tensor):
+                weights[f"{name}_{kind}"] = weight.detach()
+    return weights
 
 
 def expect(tower: str, right: bool, why: str) -> None:

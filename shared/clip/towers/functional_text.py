@@ -1,42 +1,32 @@
 """A text tower as a function of weights, for whole texts. Notation: `C` texts, `S` rows of each, `d` = d_t."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from promptfed.shared.clip.towers.functional import (
-    Adapter,
-    BlockShape,
-    LowRank,
+    Tower,
     Weights,
-    block_weights,
     expect,
     layer_norm,
     linear,
-    run_blocks,
+    open_clip_block,
     shape_of_blocks,
+    weights_of,
 )
 from promptfed.shared.clip.towers.text import TextTower
 
 
 @dataclass(frozen=True)
-class FunctionalText:
-    """The computation, and the frozen ``weights`` that it has in the backbone (no copies: never change one in place).
+class FunctionalText(Tower):
+    """A tower that pools an end token under a causal mask: what follows the longest text's end is not computed."""
 
-    Only for towers that pool an end token under a causal mask: what follows the longest text's end is not computed.
-    """
-
-    blocks_shape: BlockShape
-    weights: Weights
     dtype: torch.dtype
     ends_of: Callable[[Tensor], Tensor]
 
-    @property
-    def layers(self) -> int:
-        """Blocks."""
-        return self.blocks_shape.layers
+    causal = True
 
     def ends(self, ids: Tensor) -> Tensor:
         """`(C,)` the position whose output is the feature of each text, for ids `(C, L)`."""
@@ -48,21 +38,6 @@ class FunctionalText:
         size = int(self.ends(ids).max()) + 1
         rows = embedding[ids[:, :size].to(embedding.device)].to(self.dtype)
         return rows + weights["positional_embedding"][:size].to(self.dtype)
-
-    def blocks(
-        self,
-        weights: Weights,
-        rows: Tensor,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        adapters: Mapping[int, Adapter] | None = None,
-        low_rank: Mapping[int, LowRank] | None = None,
-    ) -> Tensor:
-        """`(C, S, d)` rows through blocks ``start`` to ``stop``."""
-        return run_blocks(
-            weights, self.blocks_shape, rows, start, stop, causal=True, adapters=adapters, low_rank=low_rank
-        )
 
     def pool(self, weights: Weights, rows: Tensor, ends: Tensor) -> Tensor:
         """`(C, d_e)` features, not normalised, of the last block's rows and `ends (C,)`."""
@@ -83,18 +58,18 @@ def text_tower(tower: TextTower) -> FunctionalText:
     expect("text", tower.flags.prefix, "its blocks, its mask or its pooling are not CLIP's")
     holder = tower.holder
     shape = shape_of_blocks("text", tower.blocks, {holder.ln_final.eps})
-    weights = {
-        "token_embedding": holder.token_embedding.weight,
-        "positional_embedding": holder.positional_embedding,
-        "ln_final_weight": holder.ln_final.weight,
-        "ln_final_bias": holder.ln_final.bias,
+    weights: dict[str, Tensor] = {
+        "token_embedding": holder.token_embedding.weight.detach(),
+        "positional_embedding": holder.positional_embedding.detach(),
+        **weights_of(holder, {"ln_final": "ln_final"}),
     }
     projection = holder.text_projection
     if isinstance(projection, nn.Linear):
-        weights |= {"text_projection": projection.weight, "text_projection_bias": projection.bias}
+        weights["text_projection"] = projection.weight.detach()
+        if projection.bias is not None:
+            weights["text_projection_bias"] = projection.bias.detach()
     elif projection is not None:
-        weights["text_projection"] = projection.T
-    kept = {name: weight.detach() for name, weight in weights.items() if weight is not None}
+        weights["text_projection"] = projection.detach().T
     for number, standard in enumerate(tower.blocks):
-        kept |= block_weights(number, standard)
-    return FunctionalText(shape, kept, tower.dtype, tower.pooled_position)
+        weights |= open_clip_block(number, standard)
+    return FunctionalText(shape, weights, tower.dtype, tower.pooled_position)

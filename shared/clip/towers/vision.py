@@ -42,32 +42,45 @@ def patch_size(visual: Any) -> int | None:
 def encode_prompted(visual: Any, images: Tensor, prompts: Tensor, *, pooled: bool) -> Tensor:
     """`(B, d_e)` for images `(B, 3, H, W)` and prompts `(depth, n, d)`; `pooled`: the feature before the projection.
 
-    The first prompts join [cls] and the patches after the positional embedding and before `ln_pre`, without a
-    position; before each further block the same slots get the next ones. The slots stand last: attention does not see
-    an order, and what pools over tokens pools [cls] and patches only, as without prompts.
+    The first prompts join [cls] and the patches after the positional embedding and before `ln_pre`, without a position.
     """
     refusal = refusal_of(visual)
     if refusal is not None:
         raise BackboneError(f"This backbone's image tower takes no visual prompts: {refusal}.")
-    layers, width = len(visual.transformer.resblocks), visual.transformer.width
+    blocks = visual.transformer.resblocks
+    check_prompts(prompts, len(blocks), visual.transformer.width)
+    with torch.no_grad():
+        rows = visual._embeds(images)  # (B, S, d)
+    only_first = visual.attn_pool is None and visual.pool_type == "tok" and is_standard_block(blocks[-1])
+    rows = run_prompted(blocks, visual.ln_pre, rows, prompts, only_first=only_first)
+    feature: Tensor = visual._pool(rows)[0]
+    if pooled or visual.proj is None:
+        return feature
+    projected: Tensor = feature @ visual.proj
+    return projected
+
+
+def check_prompts(prompts: Tensor, layers: int, width: int) -> None:
+    """BackboneError for visual prompts that are not `(depth, n, width)` with a depth of 1 to ``layers``."""
     if prompts.ndim != 3 or prompts.shape[2] != width or not 1 <= prompts.shape[0] <= layers:
         raise BackboneError(
             f"Visual prompts of shape {tuple(prompts.shape)} do not fit: the backbone takes (depth, n, {width}) "
             f"with a depth of 1 to {layers}."
         )
-    with torch.no_grad():
-        rows = visual._embeds(images)  # (B, S, d), behind ln_pre, which looks at each token alone
+
+
+def run_prompted(blocks: Any, norm: Any, rows: Tensor, prompts: Tensor, *, only_first: bool = False) -> Tensor:
+    """`(B, S, d)` rows of [cls] and patches behind all blocks, with prompts `(depth, n, d)` beside them.
+
+    ``rows`` are behind ``norm``, which looks at each token alone and which the first prompts go through too; before
+    each further block the same slots get the next prompts. The slots stand last: attention does not see an order, and
+    what pools over tokens pools the image's own only. With ``only_first`` the last block gives `(B, 1, d)`, row 0.
+    """
     batch, tokens = rows.shape[:2]
     prompts = prompts.to(rows.dtype)
-    blocks = visual.transformer.resblocks
-    only_first = visual.attn_pool is None and visual.pool_type == "tok" and is_standard_block(blocks[-1])
     for number, block in enumerate(blocks):
         if number < prompts.shape[0]:
-            fresh = visual.ln_pre(prompts[0]) if number == 0 else prompts[number]
+            fresh = norm(prompts[0]) if number == 0 else prompts[number]
             rows = torch.cat([rows[:, :tokens], fresh.expand(batch, -1, -1)], dim=1)
         rows = first_row(block, rows) if only_first and number == len(blocks) - 1 else block(rows)
-    feature: Tensor = visual._pool(rows[:, :tokens])[0]
-    if pooled or visual.proj is None:
-        return feature
-    projected: Tensor = feature @ visual.proj
-    return projected
+    return rows[:, :tokens]

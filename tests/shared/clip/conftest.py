@@ -1,8 +1,8 @@
 """Small open_clip models, one for each kind of tower, with random weights."""
 
 import json
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -99,11 +99,22 @@ def _registered(tmp_path_factory: pytest.TempPathFactory) -> None:
     open_clip.add_model_config(folder)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_tokenizer() -> Iterator[None]:
+    """All small models have the same tokenizer, which takes 26 MB and a moment to make."""
+    import open_clip
+
+    shared, usual = open_clip.SimpleTokenizer(), open_clip.get_tokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_clip, "get_tokenizer", lambda name: shared if name in CONFIGS else usual(name))
+        yield
+
+
 @pytest.fixture(scope="session")
 def small(_registered: None) -> Callable[..., Backbone]:
-    """`small(name, dtype)`: the backbone of that configuration, made once."""
+    """`small(name, dtype)`: the backbone of that configuration. A few are held, since each takes 10 MB and more."""
 
-    @cache
+    @lru_cache(maxsize=4)
     def make(name: str, dtype: torch.dtype = torch.float32) -> Backbone:
         backbone = load_backbone(name, None)
         backbone.model.to(dtype)

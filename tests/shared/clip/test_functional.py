@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch.func import functional_call
 
 from promptfed.shared.clip import BackboneError, load_backbone, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
-from promptfed.shared.clip.towers.functional import LowRank, run_blocks
+from promptfed.shared.clip.towers.functional import LowRank
 from tests.shared.clip.conftest import CLASS_NAMES, noise
 from tests.shared.clip.test_timm import KINDS, entry
 from tests.support.equality import assert_gradients, assert_values
@@ -153,16 +155,16 @@ def test_blocks_may_be_run_in_two_parts(small):
 @pytest.mark.parametrize("matrices", [3, 4])
 @pytest.mark.parametrize("first_only", [True, False])
 def test_a_low_rank_branch_is_the_merged_weight(small, matrices, first_only):
-    tower = small("small-vit").vision_tower()
+    tower = replace(small("small-vit").vision_tower(), pooling="tok" if first_only else "avg")
     d, rows = tower.blocks_shape.width, noise(2, 5, tower.blocks_shape.width)
     low = {1: LowRank(noise(matrices, 2, d, seed=1), noise(matrices, d, 2, seed=2), 0.3)}
-    branch = run_blocks(tower.weights, tower.blocks_shape, rows, first_only=first_only, low_rank=low)
+    branch = tower.blocks(tower.weights, rows, low_rank=low)
     merged, change = dict(tower.weights), low[1].change()
     merged["1.in_proj_weight"] = merged["1.in_proj_weight"] + change[:3].reshape(3 * d, d)
     if matrices == 4:
         merged["1.out_proj_weight"] = merged["1.out_proj_weight"] + change[3]
-    assert_values(branch, run_blocks(merged, tower.blocks_shape, rows, first_only=first_only))
-    assert not torch.allclose(branch, run_blocks(tower.weights, tower.blocks_shape, rows, first_only=first_only))
+    assert_values(branch, tower.blocks(merged, rows))
+    assert not torch.allclose(branch, tower.blocks(tower.weights, rows))
 
 
 def test_dropout_of_a_low_rank_branch_keeps_the_mean_and_repeats_with_its_seed():
@@ -186,8 +188,8 @@ def test_an_adapter_sees_the_block_s_normed_input_and_is_added_to_its_output(sma
         seen.append(normed)
         return 2 * normed
 
-    plain = run_blocks(tower.weights, tower.blocks_shape, rows, 1, 2)
-    changed = run_blocks(tower.weights, tower.blocks_shape, rows, 1, 2, adapters={1: adapter})
+    plain = tower.blocks(tower.weights, rows, 1, 2)
+    changed = tower.blocks(tower.weights, rows, 1, 2, adapters={1: adapter})
     w = tower.weights
     normed = F.layer_norm(rows, (rows.shape[-1],), w["1.ln_1_weight"], w["1.ln_1_bias"], tower.blocks_shape.eps)
     assert_values(seen[0], normed)
