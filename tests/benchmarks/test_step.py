@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests import ROOT
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_a_step(tmp_path):
+def test_the_benchmark_of_a_step(tmp_path: Any) -> None:
     command = [sys.executable, "-m", "benchmarks.step", "--model", "promptfed-tiny", "--no-tiny", "--repeats", "1"]
     command += ["--classes", "10", "130", "--fast-repeats", "1", "--batch", "4", "--json", str(tmp_path / "step.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)

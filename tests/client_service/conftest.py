@@ -71,7 +71,7 @@ def make_worker(settings: Settings, backbone: Backbone, source: Source, features
     """A worker of ``coordinator``; a second one made with the same settings is the same client, started again."""
 
     def make(coordinator: FakeCoordinator, *, http: httpx.AsyncClient | None = None, **changes: Any) -> Worker:
-        given = {"backbone": backbone, "source": source, "features": features} | changes
+        given: dict[str, Any] = {"backbone": backbone, "source": source, "features": features} | changes
         own = given.pop("settings", settings)
         chosen = {name: given.pop(name) for name in OF_PRIVACY & given.keys()}
         privacy = PrivacyParts(**{name: value for name, value in chosen.items() if value is not None})

@@ -92,8 +92,14 @@ def test_who_has_joined_is_not_asked_again(make_coordinator: MakeCoordinator, ma
 
 def info_of(method: str) -> EnrolmentInfo:
     backbone = BackboneSpec()
-    known = {"federation_id": "f", "name": "pets", "template": None, "state": "running", "class_names": NAMES}
-    plan = {"rounds": 3, "training": TrainingSpec(), "seed": 0, "evaluate_every": 1}
+    known: dict[str, Any] = {
+        "federation_id": "f",
+        "name": "pets",
+        "template": None,
+        "state": "running",
+        "class_names": NAMES,
+    }
+    plan: dict[str, Any] = {"rounds": 3, "training": TrainingSpec(), "seed": 0, "evaluate_every": 1}
     return EnrolmentInfo(method={"name": method}, backbone=backbone, **known, **plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,12 +109,12 @@ def test_a_file_of_tensors_has_the_bytes_that_memory_would_have(
     assert list(blobs.incoming.iterdir()) == []
 
 
-def sized(shape: BackboneShape = VIT_B_32, rounds: int = 20, **options: object) -> tuple[object, ServerContext]:
+def sized(shape: BackboneShape = VIT_B_32, rounds: int = 20, **options: object) -> tuple[Method, ServerContext]:
     context = ServerContext(TrainingSpec(), shape, None, (), seed=0, rounds=rounds)
     return make_method({"name": "fedavg", **options}), context
 
 
-def spec_of(**given: object):
+def spec_of(**given: object) -> Any:
     return resolve_spec({"name": "large", "method": {"name": "fedavg"}, **given})
 
 

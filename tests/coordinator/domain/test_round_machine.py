@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 
 from promptfed.coordinator.domain.events import (
@@ -27,7 +29,10 @@ def training(rules: Rules, *names: str) -> Play:
     return Play(rules, *names).start().evaluated()
 
 
-def of(kind: type, facts: list[Fact]) -> list[Fact]:
+Kind = TypeVar("Kind")
+
+
+def of(kind: type[Kind], facts: list[Fact]) -> list[Kind]:
     return [fact for fact in facts if isinstance(fact, kind)]
 
 
@@ -44,7 +49,7 @@ def test_a_run_from_start_to_finish() -> None:
     assert play.run.state == "running", "finished comes only after the last evaluation"
     play.evaluated()
     assert (play.run.state, play.run.reason, play.run.round) == ("finished", None, 2)
-    counted = [fact.counted for fact in of(Closed, play.facts)]  # type: ignore[attr-defined]
+    counted = [fact.counted for fact in of(Closed, play.facts)]
     assert counted == [("a", "b", "z"), ("a", "b"), ("a", "b", "z"), ("a", "b"), ("a", "b", "z")]
 
 
@@ -76,7 +81,7 @@ def test_evaluation_every_and_after_the_last() -> None:
     play = Play(rules(rounds=5, evaluate_every=2), "a").start()
     while play.run.state == "running":
         play = play.done() if play.run.due_job else play.all_answer()
-    evaluated = [fact.round for fact in of(Opened, play.facts) if fact.kind == "evaluate"]  # type: ignore[attr-defined]
+    evaluated = [fact.round for fact in of(Opened, play.facts) if fact.kind == "evaluate"]
     assert evaluated == [0, 2, 4, 5]
 
 
@@ -84,13 +89,13 @@ def test_a_method_without_phases_only_evaluates() -> None:
     play = Play(rules(phases=(), rounds=3, evaluate_every=2), "a").start()
     while play.run.state == "running":
         play.all_answer()
-    assert [fact.round for fact in of(Opened, play.facts)] == [0, 2, 3]  # type: ignore[attr-defined]
+    assert [fact.round for fact in of(Opened, play.facts)] == [0, 2, 3]
 
 
 def test_an_evaluation_closes_at_its_deadline_without_a_quorum() -> None:
     play = Play(rules(), "a", "b").start()
     facts = play.later(10)
-    assert [(one.name, one.status) for one in of(Settled, facts)] == [("a", "expired"), ("b", "expired")]  # type: ignore[attr-defined]
+    assert [(one.name, one.status) for one in of(Settled, facts)] == [("a", "expired"), ("b", "expired")]
     assert (play.run.round, play.run.stage and play.run.stage.kind) == (1, "train")
 
 
@@ -206,7 +211,7 @@ def test_a_withdrawn_client_s_update_counts_unless_it_is_discarded() -> None:
         play.send(Answered("a", play.now))
         play.send(Withdraw("a", discard, play.now))
         facts = play.send(Answered("b", play.now))
-        assert of(Closed, facts)[0].counted == counted  # type: ignore[attr-defined]
+        assert of(Closed, facts)[0].counted == counted
 
 
 def test_a_discard_after_the_closing_changes_nothing() -> None:
@@ -279,7 +284,7 @@ def test_newcomers_can_save_a_missed_quorum() -> None:
 def test_a_cancelled_run_takes_nothing_any_more() -> None:
     play = training(rules(), "a", "b")
     facts = play.send(Cancel())
-    assert [one.status for one in of(Settled, facts)] == ["cancelled", "cancelled"]  # type: ignore[attr-defined]
+    assert [one.status for one in of(Settled, facts)] == ["cancelled", "cancelled"]
     for event in (Answered("a", 0), JobDone(0), Cancel(), Pause(), Resume(0), Withdraw("a", False, 0)):
         with pytest.raises(WrongMoment):
             play.send(event)

@@ -309,7 +309,7 @@ def test_what_a_coordinator_alone_has_created_is_taken_up(start: Start) -> None:
 
 
 def test_all_that_several_need_is_asked_for(tmp_path: Path) -> None:
-    some = {"advertise_url": "https://a.example", "data_dir": tmp_path}
+    some: dict[str, Any] = {"advertise_url": "https://a.example", "data_dir": tmp_path}
     with pytest.raises(ValidationError, match=r"share --database-url-file .* --store, --operator-token-file"):
         Settings(**some)
     given = some | {"database_url": "postgresql://db/x", "store": "s3://bucket", "operator_token_file": tmp_path / "t"}

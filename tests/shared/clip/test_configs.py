@@ -6,6 +6,7 @@ from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import open_clip
 import pytest
@@ -25,7 +26,7 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in folder.glob("*.json"))
 
 
-def tower_kind(config) -> str:
+def tower_kind(config: Any) -> str:
     """prefix, short, plain or refused, read off the real text tower."""
     if config["text_cfg"].get("hf_model_name"):  # cannot be built without transformers; see the refusal below
         return "refused"
@@ -46,7 +47,7 @@ def built_kind(wanted: str) -> str:
     return "refused" if flags.refusal else "prefix" if flags.prefix else "short" if flags.short else "plain"
 
 
-def test_every_shipped_configuration_is_fast_plain_or_refused():
+def test_every_shipped_configuration_is_fast_plain_or_refused() -> None:
     kinds = {name: tower_kind(open_clip.get_model_config(name)) for name in shipped()}
     count = Counter(kinds.values())
     assert len(kinds) == 144
@@ -72,7 +73,7 @@ def image_refusal(wanted: str) -> str | None:
         return refusal_of(_build_vision_tower(*json.loads(wanted)))
 
 
-def test_which_shipped_image_towers_take_visual_prompts():
+def test_which_shipped_image_towers_take_visual_prompts() -> None:
     refusals = Counter()
     for name in shipped():
         config = open_clip.get_model_config(name)
@@ -87,7 +88,7 @@ def test_which_shipped_image_towers_take_visual_prompts():
     }
 
 
-def test_another_kind_of_text_tower_is_refused_but_images_work(small):
+def test_another_kind_of_text_tower_is_refused_but_images_work(small: Any) -> None:
     model = deepcopy(small("small-custom").model)
     model.text = torch.nn.Linear(3, 3)  # stands for a tower of transformers: no TextTransformer
     backbone = Backbone(model, model_name="small-custom", pretrained=None, precision="fp32", config={"embed_dim": 40})

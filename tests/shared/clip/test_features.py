@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ TOWERS = ["small-vit", "small-bidirectional", "small-coca", "small-resnet", "sma
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_features_are_those_of_the_tower(small, tmp_path, name):
+def test_features_are_those_of_the_tower(small: Any, tmp_path: Any, name: Any) -> None:
     backbone, split = small(name), Noise(5)
     images = torch.stack([backbone.preprocess(split.image(index)) for index in range(5)])
     features = FeatureCache(tmp_path).features(backbone, split)
@@ -46,7 +47,7 @@ def test_features_are_those_of_the_tower(small, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_the_same_bits_whatever_is_kept_already(small, tmp_path, name):
+def test_the_same_bits_whatever_is_kept_already(small: Any, tmp_path: Any, name: Any) -> None:
     backbone, split = small(name), Noise(75)
     whole = FeatureCache(tmp_path / "whole").features(backbone, split)
     order = torch.randperm(75, generator=torch.Generator().manual_seed(3)).tolist()
@@ -59,7 +60,7 @@ def test_the_same_bits_whatever_is_kept_already(small, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_what_else_is_in_a_batch_changes_no_bit(small, name):
+def test_what_else_is_in_a_batch_changes_no_bit(small: Any, name: Any) -> None:
     backbone = small(name)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(BATCH, 3, *backbone.image_size, generator=generator)
@@ -71,7 +72,7 @@ def test_what_else_is_in_a_batch_changes_no_bit(small, name):
         assert torch.equal(backbone.encode_images(alone)[slot], together[slot])
 
 
-def test_each_image_goes_through_the_tower_once(small, tmp_path):
+def test_each_image_goes_through_the_tower_once(small: Any, tmp_path: Any) -> None:
     backbone, split = small("small-vit"), Noise(40)
     cache = FeatureCache(tmp_path)
     cache.features(backbone, split, indices=[3, 3, 5])
@@ -85,7 +86,7 @@ def test_each_image_goes_through_the_tower_once(small, tmp_path):
     assert cache.features(backbone, split, indices=[]).shape == (0, backbone.d_e)
 
 
-def test_other_weights_and_other_transforms_have_their_own_features(small, tmp_path):
+def test_other_weights_and_other_transforms_have_their_own_features(small: Any, tmp_path: Any) -> None:
     split, cache = Noise(3), FeatureCache(tmp_path)
     first = cache.features(small("small-vit"), split)
     second = cache.features(small("small-quick"), split)
@@ -94,11 +95,11 @@ def test_other_weights_and_other_transforms_have_their_own_features(small, tmp_p
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_places_that_disagree_are_not_used(small, tmp_path, monkeypatch):
+def test_places_that_disagree_are_not_used(small: Any, tmp_path: Any, monkeypatch: Any) -> Any:
     backbone, split = small("small-vit"), Noise(70)
     exact = backbone.encode_images
 
-    def uneven(images, **options):
+    def uneven(images: Any, **options: Any) -> Any:
         features = exact(images, **options).clone()
         features[-3:] = torch.nextafter(features[-3:], torch.full_like(features[-3:], torch.inf))
         return features
@@ -121,7 +122,7 @@ def damage(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "empty"])
-def test_a_damaged_file_is_computed_again(small, tmp_path, kind):
+def test_a_damaged_file_is_computed_again(small: Any, tmp_path: Any, kind: Any) -> None:
     backbone = small("small-vit")
     whole = len(agreeing_slots(backbone))  # how many images a file holds is the CPU's
     split = Noise(whole + 1)
@@ -135,13 +136,13 @@ def test_a_damaged_file_is_computed_again(small, tmp_path, kind):
     assert sorted(tmp_path.glob("*/*.safetensors")) == files
 
 
-def test_an_interrupted_write_leaves_nothing_behind(small, tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_nothing_behind(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
     backbone, split = small("small-vit"), Noise(3)
     cache = FeatureCache(tmp_path)
     cache.features(backbone, split, indices=[0])
     before = sorted(tmp_path.rglob("*"))
 
-    def fail(source, target):
+    def fail(source: Any, target: Any) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
@@ -150,7 +151,7 @@ def test_an_interrupted_write_leaves_nothing_behind(small, tmp_path, monkeypatch
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_size_bound_drops_what_was_unused_longest(small, tmp_path):
+def test_the_size_bound_drops_what_was_unused_longest(small: Any, tmp_path: Any) -> None:
     backbone = small("small-vit")
     whole = len(agreeing_slots(backbone))
     splits = [Noise(whole, seed) for seed in range(3)]
@@ -184,7 +185,7 @@ torch.save(features, sys.argv[4])
 """
 
 
-def test_several_processes_share_a_folder(small, tmp_path):
+def test_several_processes_share_a_folder(small: Any, tmp_path: Any) -> None:
     import json
 
     from tests.shared.clip.conftest import CONFIGS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,17 +50,17 @@ TEXT_NAMES = {
 }
 
 
-def backbone_of(name, small):
+def backbone_of(name: Any, small: Any) -> Any:
     return load_backbone("promptfed-tiny", "random") if name == "promptfed-tiny" else small(name)
 
 
-def shaken(weights, names, seed=3):
+def shaken(weights: Any, names: Any, seed: Any = 3) -> Any:
     """Other weights than the frozen ones, of which those called ``names`` take gradients."""
     changed = {name: weight + 0.02 * noise(*weight.shape, seed=seed + n) for n, (name, weight) in enumerate(weights)}
     return {name: weight.requires_grad_() if name in names else weight for name, weight in changed.items()}
 
 
-def compare(found, wanted, ours, theirs, names):
+def compare(found: Any, wanted: Any, ours: Any, theirs: Any, names: Any) -> None:
     assert_values(found, wanted)
     weight = noise(*found.shape, seed=9)
     gradients = torch.autograd.grad((found * weight).sum(), [ours[name] for name in names])
@@ -69,7 +70,7 @@ def compare(found, wanted, ours, theirs, names):
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_an_image_tower_of_other_weights_is_open_clip_s_with_them(small, name):
+def test_an_image_tower_of_other_weights_is_open_clip_s_with_them(small: Any, name: Any) -> None:
     backbone = backbone_of(name, small)
     tower, visual = backbone.vision_tower(), backbone.model.visual
     images = noise(3, 3, *backbone.image_size)
@@ -85,7 +86,7 @@ def test_an_image_tower_of_other_weights_is_open_clip_s_with_them(small, name):
     compare(tower.encode(ours, images), wanted, ours, theirs, names)
 
 
-def full_names(visual):
+def full_names(visual: Any) -> Any:
     """open_clip's name of every weight that ours have."""
     found = {}
     for key, _ in visual.named_parameters():
@@ -97,7 +98,7 @@ def full_names(visual):
 
 
 @pytest.fixture(scope="module")
-def _timm_models():
+def _timm_models() -> None:
     from timm.models.vision_transformer import VisionTransformer
 
     for kind in TIMM:
@@ -106,7 +107,7 @@ def _timm_models():
 
 @pytest.mark.usefixtures("_timm_models")
 @pytest.mark.parametrize("name", TIMM)
-def test_an_image_tower_of_timm_with_other_weights_is_timm_s_own_with_them(name):
+def test_an_image_tower_of_timm_with_other_weights_is_timm_s_own_with_them(name: Any) -> None:
     backbone = load_backbone(f"timm:{name}", None, allow_unregistered=True)
     tower, images = backbone.vision_tower(), noise(3, 3, 32, 32)
     assert_values(tower.encode(tower.weights, images), backbone.encode_images(images, normalize=False))
@@ -118,7 +119,7 @@ def test_an_image_tower_of_timm_with_other_weights_is_timm_s_own_with_them(name)
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_a_text_tower_of_other_weights_is_open_clip_s_with_them(small, name):
+def test_a_text_tower_of_other_weights_is_open_clip_s_with_them(small: Any, name: Any) -> Any:
     backbone = backbone_of(name, small)
     tower, model = backbone.text_tower(), backbone.model
     texts = [f"a photo of a {one}." for one in CLASS_NAMES]
@@ -131,18 +132,18 @@ def test_a_text_tower_of_other_weights_is_open_clip_s_with_them(small, name):
     theirs = {prefix + key: ours[own].detach().clone().requires_grad_() for own, key in TEXT_NAMES.items()}
 
     class Texts(torch.nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.model = model
 
-        def forward(self, given):
+        def forward(self, given: Any) -> Any:
             return self.model.encode_text(given)
 
     wanted = functional_call(Texts(), {f"model.{key}": weight for key, weight in theirs.items()}, (ids,))
     compare(tower.encode(ours, ids), wanted, ours, theirs, {own: prefix + key for own, key in TEXT_NAMES.items()})
 
 
-def test_blocks_may_be_run_in_two_parts(small):
+def test_blocks_may_be_run_in_two_parts(small: Any) -> None:
     backbone = small("small-vit")
     tower, images = backbone.vision_tower(), noise(2, 3, 32, 32)
     rows = tower.rows(tower.weights, images)
@@ -154,7 +155,7 @@ def test_blocks_may_be_run_in_two_parts(small):
 
 @pytest.mark.parametrize("matrices", [3, 4])
 @pytest.mark.parametrize("first_only", [True, False])
-def test_a_low_rank_branch_is_the_merged_weight(small, matrices, first_only):
+def test_a_low_rank_branch_is_the_merged_weight(small: Any, matrices: Any, first_only: Any) -> None:
     tower = replace(small("small-vit").vision_tower(), pooling="tok" if first_only else "avg")
     d, rows = tower.blocks_shape.width, noise(2, 5, tower.blocks_shape.width)
     low = {1: LowRank(noise(matrices, 2, d, seed=1), noise(matrices, d, 2, seed=2), 0.3)}
@@ -167,11 +168,11 @@ def test_a_low_rank_branch_is_the_merged_weight(small, matrices, first_only):
     assert not torch.allclose(branch, tower.blocks(tower.weights, rows))
 
 
-def test_dropout_of_a_low_rank_branch_keeps_the_mean_and_repeats_with_its_seed():
+def test_dropout_of_a_low_rank_branch_keeps_the_mean_and_repeats_with_its_seed() -> Any:
     rows = torch.ones(4000, 3)
     a, b = torch.ones(1, 1, 3), torch.ones(1, 3, 1)
 
-    def drawn(seed):
+    def drawn(seed: Any) -> Any:
         return LowRank(a, b, 1.0, 0.25, torch.Generator().manual_seed(seed)).branch(0, rows)
 
     assert torch.equal(drawn(1), drawn(1))
@@ -180,11 +181,11 @@ def test_dropout_of_a_low_rank_branch_keeps_the_mean_and_repeats_with_its_seed()
     assert drawn(1).unique().tolist() == pytest.approx([0.0, 4 / 3, 8 / 3, 4.0])
 
 
-def test_an_adapter_sees_the_block_s_normed_input_and_is_added_to_its_output(small):
+def test_an_adapter_sees_the_block_s_normed_input_and_is_added_to_its_output(small: Any) -> Any:
     tower = small("small-vit").vision_tower()
     rows, seen = noise(2, 5, tower.blocks_shape.width), []
 
-    def adapter(normed):
+    def adapter(normed: Any) -> Any:
         seen.append(normed)
         return 2 * normed
 
@@ -200,7 +201,7 @@ def test_an_adapter_sees_the_block_s_normed_input_and_is_added_to_its_output(sma
     ("name", "why"),
     [("small-coca", "pools by attention"), ("small-resnet", "ModifiedResNet"), ("small-timm", "TimmModel")],
 )
-def test_other_image_towers_are_refused_by_name(small, name, why):
+def test_other_image_towers_are_refused_by_name(small: Any, name: Any, why: Any) -> None:
     backbone = small(name)
     with pytest.raises(BackboneError, match=f"image tower cannot be computed with other weights.*{why}"):
         backbone.vision_tower()
@@ -208,12 +209,12 @@ def test_other_image_towers_are_refused_by_name(small, name, why):
 
 
 @pytest.mark.parametrize("name", ["small-qknorm", "small-bidirectional", "small-coca"])
-def test_other_text_towers_are_refused(small, name):
+def test_other_text_towers_are_refused(small: Any, name: Any) -> None:
     with pytest.raises(BackboneError, match="text tower cannot be computed with other weights"):
         small(name).text_tower()
 
 
-def test_the_frozen_weights_are_those_of_the_model_wherever_it_was_moved(small):
+def test_the_frozen_weights_are_those_of_the_model_wherever_it_was_moved(small: Any) -> None:
     backbone = load_backbone("small-vit", None)
     before = backbone.vision_tower()
     backbone.model.to(torch.float64)
@@ -224,7 +225,7 @@ def test_the_frozen_weights_are_those_of_the_model_wherever_it_was_moved(small):
     assert not any(weight.requires_grad for weight in after.weights.values())
 
 
-def test_sizes_inside_the_towers_are_told_with_the_model_and_without_it():
+def test_sizes_inside_the_towers_are_told_with_the_model_and_without_it() -> None:
     real = shape_of(load_backbone("promptfed-tiny", "random"))
     assert (real.mlp_width, real.positions, real.heads_v, real.heads_t) == (512, 37, 4, 4)
     large = shape_by_name("ViT-L-14")

@@ -3,6 +3,7 @@
 import json
 import logging
 import warnings
+from typing import Any
 
 import open_clip
 import pytest
@@ -28,7 +29,7 @@ from tests.shared.clip.conftest import CLASS_NAMES, CONFIGS, noise
         ("local-dir:/tmp", None, "--allow-backbone"),
     ],
 )
-def test_unknown_names_say_what_is_near(model, pretrained, message):
+def test_unknown_names_say_what_is_near(model: Any, pretrained: Any, message: Any) -> None:
     with pytest.raises(BackboneError, match=message):
         load_backbone(model, pretrained)
 
@@ -37,12 +38,12 @@ def test_unknown_names_say_what_is_near(model, pretrained, message):
     ("options", "message"),
     [({"precision": "fp8"}, "Unknown precision 'fp8'"), ({"device": "nonsense"}, "device 'nonsense' cannot be used")],
 )
-def test_bad_options(small, options, message):
+def test_bad_options(small: Any, options: Any, message: Any) -> None:
     with pytest.raises(BackboneError, match=message):
         load_backbone("small-vit", None, **options)
 
 
-def test_a_checkpoint_needs_consent_and_gives_its_weights(small, tmp_path):
+def test_a_checkpoint_needs_consent_and_gives_its_weights(small: Any, tmp_path: Any) -> None:
     source = small("small-vit")
     weights = {name: tensor.contiguous() for name, tensor in source.model.state_dict().items()}
     weights["logit_scale"] = torch.tensor(1.5)
@@ -58,18 +59,18 @@ def test_a_checkpoint_needs_consent_and_gives_its_weights(small, tmp_path):
 
 
 class _Payload:
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return print, ("code from a checkpoint ran",)
 
 
-def test_a_checkpoint_with_code_is_refused_and_does_not_run(small, tmp_path, capsys):
+def test_a_checkpoint_with_code_is_refused_and_does_not_run(small: Any, tmp_path: Any, capsys: Any) -> None:
     torch.save({"state_dict": _Payload()}, tmp_path / "bad.pt")
     with pytest.raises(BackboneError, match="cannot be loaded"):
         load_backbone("small-vit", str(tmp_path / "bad.pt"), allow_unregistered=True)
     assert "code from a checkpoint ran" not in capsys.readouterr().out
 
 
-def test_checkpoints_of_other_kinds_and_broken_ones(small, tmp_path):
+def test_checkpoints_of_other_kinds_and_broken_ones(small: Any, tmp_path: Any) -> None:
     (tmp_path / "weights.npz").write_bytes(b"PK")
     with pytest.raises(BackboneError, match="of no known kind"):
         load_backbone("small-vit", str(tmp_path / "weights.npz"), allow_unregistered=True)
@@ -78,7 +79,7 @@ def test_checkpoints_of_other_kinds_and_broken_ones(small, tmp_path):
         load_backbone("small-vit", str(tmp_path / "cut.safetensors"), allow_unregistered=True)
 
 
-def test_a_tokenizer_with_code_is_refused(small, tmp_path):
+def test_a_tokenizer_with_code_is_refused(small: Any, tmp_path: Any) -> None:
     text = CONFIGS["small-vit"]["text_cfg"] | {
         "hf_tokenizer_name": "owner/name",
         "tokenizer_kwargs": {"trust_remote_code": True},
@@ -89,7 +90,7 @@ def test_a_tokenizer_with_code_is_refused(small, tmp_path):
         load_backbone(f"local-dir:{tmp_path}", None, allow_unregistered=True)
 
 
-def test_a_local_folder_brings_its_own_weights(small, tmp_path):
+def test_a_local_folder_brings_its_own_weights(small: Any, tmp_path: Any) -> None:
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": CONFIGS["small-vit"]}))
     with pytest.raises(BackboneError, match="cannot be loaded"):  # no weights: never silently random ones
         load_backbone(f"local-dir:{tmp_path}", None, allow_unregistered=True)
@@ -101,7 +102,7 @@ def test_a_local_folder_brings_its_own_weights(small, tmp_path):
         load_backbone(f"local-dir:{tmp_path}", "openai", allow_unregistered=True)
 
 
-def test_weights_trained_with_quick_gelu_get_it(small, tmp_path, monkeypatch):
+def test_weights_trained_with_quick_gelu_get_it(small: Any, tmp_path: Any, monkeypatch: Any) -> None:
     weights = {name: tensor.contiguous() for name, tensor in small("small-vit").model.state_dict().items()}
     save_file(weights, tmp_path / "weights.safetensors")
     tags = {"tagged": {"file": str(tmp_path / "weights.safetensors"), "quick_gelu": True}}
@@ -117,7 +118,7 @@ def test_weights_trained_with_quick_gelu_get_it(small, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["small-vit", "small-custom", "small-resnet", "small-timm", "small-qknorm"])
-def test_half_precision(small, name, precision):
+def test_half_precision(small: Any, name: Any, precision: Any) -> None:
     backbone, wide = load_backbone(name, None, precision=precision), small(name)
     assert backbone.precision == precision
     images = noise(2, 3, *backbone.image_size)
@@ -132,12 +133,12 @@ def test_half_precision(small, name, precision):
 
 
 @pytest.mark.parametrize("name", ["small-coca", "small-bidirectional"])
-def test_models_that_open_clip_cannot_halve_are_refused(small, name):
+def test_models_that_open_clip_cannot_halve_are_refused(small: Any, name: Any) -> None:
     with pytest.raises(BackboneError, match="precision fp32"):
         load_backbone(name, None, precision="bf16")
 
 
-def test_loading_leaves_logging_alone(capfd):
+def test_loading_leaves_logging_alone(capfd: Any) -> None:
     root = logging.getLogger()
     before = (list(root.handlers), list(root.filters), root.level)
     load_backbone("small-vit", None)
@@ -146,7 +147,7 @@ def test_loading_leaves_logging_alone(capfd):
 
 
 @pytest.mark.parametrize("name", ["small-vit", "small-coca", "small-timm", "small-resnet"])
-def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_alone(name):
+def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_alone(name: Any) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     first = load_backbone(name, None)
@@ -156,7 +157,7 @@ def test_random_weights_are_the_same_each_time_and_leave_the_global_generator_al
     assert first.pretrained is None
 
 
-def test_the_fingerprint_is_of_weights_architecture_and_precision(small):
+def test_the_fingerprint_is_of_weights_architecture_and_precision(small: Any) -> None:
     backbone = small("small-vit")
     assert backbone.fingerprint.startswith("sha256:")
     assert len(backbone.fingerprint) == len("sha256:") + 64
@@ -169,7 +170,7 @@ def test_the_fingerprint_is_of_weights_architecture_and_precision(small):
     assert changed.fingerprint != backbone.fingerprint
 
 
-def test_the_fingerprint_reads_name_dtype_shape_and_bytes():
+def test_the_fingerprint_reads_name_dtype_shape_and_bytes() -> None:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1)}
     base = weights_fingerprint(tensors, {})
     assert weights_fingerprint(dict(reversed(tensors.items())), {}) == base
@@ -185,7 +186,7 @@ def test_the_fingerprint_reads_name_dtype_shape_and_bytes():
     assert config_digest({"b": 1, "a": (2, 3)}) == config_digest({"a": [2, 3], "b": 1})
 
 
-def test_properties(small):
+def test_properties(small: Any) -> None:
     backbone = small("small-vit")
     assert (backbone.d_t, backbone.d_v, backbone.d_e) == (48, 64, 40)
     assert (backbone.text_layers, backbone.vision_layers, backbone.context_length) == (3, 3, 24)
@@ -199,13 +200,13 @@ def test_properties(small):
     assert small("small-quick").transform_id == backbone.transform_id
 
 
-def test_widths_of_other_towers(small):
+def test_widths_of_other_towers(small: Any) -> None:
     assert (small("small-resnet").d_v, small("small-resnet").d_e) == (256, 40)
     assert (small("small-timm").d_v, small("small-timm").d_e) == (512, 40)
     assert small("small-eos").d_e == 48
     assert small("small-bidirectional").logit_scale == pytest.approx(1 / 0.07, rel=1e-5)
 
 
-def test_a_slash_in_a_name_is_a_dash(small):
+def test_a_slash_in_a_name_is_a_dash(small: Any) -> None:
     with pytest.raises(BackboneError, match="ViT-B-16 has no weights"):
         load_backbone("ViT-B/16", "no-such-tag")

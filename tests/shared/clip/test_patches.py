@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ class Noise:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_a_transformers_patches(small, name):
+def test_a_transformers_patches(small: Any, name: Any) -> None:
     """Behind the last block, the norm and the projection; without the class token."""
     backbone, images = small(name), noise(2, 3, 32, 32)
     visual = backbone.model.visual
@@ -53,12 +54,12 @@ def test_a_transformers_patches(small, name):
     assert_values(found, wanted)
 
 
-def test_where_a_tower_pools_by_the_mean_before_it_projects_that_is_the_image(small):
+def test_where_a_tower_pools_by_the_mean_before_it_projects_that_is_the_image(small: Any) -> None:
     backbone, images = small("small-vit"), noise(2, 3, 32, 32)
     assert not torch.allclose(backbone.encode_patches(images).mean(1), backbone.encode_images(images), atol=0.05)
 
 
-def test_a_resnets_patches(small):
+def test_a_resnets_patches(small: Any) -> None:
     """Position 0 is open_clip's own pooled feature; the others ask in the same way."""
     backbone, images = small("small-resnet"), noise(2, 3, 64, 64)
     pool, seen = backbone.model.visual.attnpool, []
@@ -74,7 +75,7 @@ def test_a_resnets_patches(small):
 
 
 @pytest.mark.parametrize(("name", "why"), [("small-coca", "by attention"), ("small-timm", "TimmModel")])
-def test_towers_without_patch_features(small, name, why):
+def test_towers_without_patch_features(small: Any, name: Any, why: Any) -> None:
     backbone = small(name)
     assert backbone.patch_tokens is None
     assert shape_of(backbone).patch_tokens is None
@@ -83,7 +84,7 @@ def test_towers_without_patch_features(small, name, why):
 
 
 @pytest.mark.parametrize("name", ["small-vit", "small-resnet"])
-def test_what_is_kept_and_what_is_not_are_the_same_bits(small, tmp_path, name):
+def test_what_is_kept_and_what_is_not_are_the_same_bits(small: Any, tmp_path: Any, name: Any) -> None:
     backbone, split = small(name), Noise(70)
     kept, computed = PatchCache(tmp_path / "kept"), PatchCache(tmp_path / "computed", keep=False)
     rows = [3, 69, 4, 3]
@@ -107,7 +108,7 @@ def test_what_is_kept_and_what_is_not_are_the_same_bits(small, tmp_path, name):
     assert kept.rows(backbone, split, []).shape == (0, backbone.patch_tokens, 40)
 
 
-def test_the_cost_is_known_before_it_is_paid(small, tmp_path):
+def test_the_cost_is_known_before_it_is_paid(small: Any, tmp_path: Any) -> None:
     backbone, split = small("small-vit"), Noise(40)
     cache = PatchCache(tmp_path)
     before = cache.cost(backbone, [split, Noise(5, seed=1), Noise(3)])
@@ -123,7 +124,7 @@ def test_the_cost_is_known_before_it_is_paid(small, tmp_path):
 
 
 @pytest.mark.parametrize("accident", ["deleted", "cut", "altered"])
-def test_files_that_are_lost_or_damaged_are_computed_again(small, tmp_path, accident):
+def test_files_that_are_lost_or_damaged_are_computed_again(small: Any, tmp_path: Any, accident: Any) -> None:
     backbone, split = small("small-vit"), Noise(6)
     cache = PatchCache(tmp_path)
     wanted = cache.rows(backbone, split, range(6))
@@ -139,7 +140,7 @@ def test_files_that_are_lost_or_damaged_are_computed_again(small, tmp_path, acci
     assert fresh.images_computed == (0 if accident == "deleted" else 6)
 
 
-def test_they_stand_beside_the_pooled_features(small, tmp_path):
+def test_they_stand_beside_the_pooled_features(small: Any, tmp_path: Any) -> None:
     backbone, split = small("small-vit"), Noise(4)
     cache = FeatureCache(tmp_path, max_bytes=1)
     cache.patches.fill(backbone, split, range(4))

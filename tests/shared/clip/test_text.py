@@ -1,6 +1,7 @@
 """Every way of encoding prompted texts against open_clip's own forward pass."""
 
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +22,17 @@ DTYPES = [torch.float32, torch.float64]
 
 
 @contextmanager
-def prompts_hooked_in(model, start, context, deep):
+def prompts_hooked_in(model: Any, start: Any, context: Any, deep: Any) -> Any:
     """open_clip's own model, with the rows of the context overwritten where they enter and before later blocks."""
     holder = getattr(model, "text", None) or model
     stop = start + context.shape[-2]
 
-    def enter(module, inputs, output):
+    def enter(module: Any, inputs: Any, output: Any) -> Any:
         rows = context.expand(output.shape[0], *context.shape[-2:])
         return torch.cat([output[:, :start], rows, output[:, stop:]], dim=1)
 
-    def replace(rows):
-        def hook(module, inputs):
+    def replace(rows: Any) -> Any:
+        def hook(module: Any, inputs: Any) -> Any:
             fresh = rows.expand(inputs[0].shape[0], *rows.shape)
             return torch.cat([inputs[0][:, :start], fresh, inputs[0][:, stop:]], dim=1), *inputs[1:]
 
@@ -45,13 +46,13 @@ def prompts_hooked_in(model, start, context, deep):
         yield
 
 
-def literal(backbone, context, prompts, deep=None):
+def literal(backbone: Any, context: Any, prompts: Any, deep: Any = None) -> Any:
     """`(C, d_e)` for one context `(m, d)` or one per class `(C, m, d)`."""
     with prompts_hooked_in(backbone.model, prompts.start, context, deep):
         return F.normalize(backbone.model.encode_text(prompts.ids, normalize=False), dim=-1)
 
 
-def value_and_gradients(encode, *leaves):
+def value_and_gradients(encode: Any, *leaves: Any) -> Any:
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     features = encode(*leaves)
     loss = (features * noise(*features.shape, seed=9, dtype=features.dtype)).sum()
@@ -60,7 +61,7 @@ def value_and_gradients(encode, *leaves):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "path"), PATHS)
-def test_shallow_context_equals_open_clip(small, name, path, dtype):
+def test_shallow_context_equals_open_clip(small: Any, name: Any, path: Any, dtype: Any) -> None:
     backbone = small(name, dtype)
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     context = noise(M, backbone.d_t, scale=0.5, dtype=dtype)
@@ -74,7 +75,7 @@ def test_shallow_context_equals_open_clip(small, name, path, dtype):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "path"), PATHS)
-def test_deep_context_equals_open_clip(small, name, path, dtype, depth):
+def test_deep_context_equals_open_clip(small: Any, name: Any, path: Any, dtype: Any, depth: Any) -> None:
     backbone = small(name, dtype)
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     context = noise(M, backbone.d_t, scale=0.5, dtype=dtype)
@@ -90,13 +91,13 @@ def test_deep_context_equals_open_clip(small, name, path, dtype, depth):
 
 @pytest.mark.parametrize("shared_deep", [True, False])
 @pytest.mark.parametrize(("name", "path"), PATHS)
-def test_a_batch_of_contexts_equals_one_by_one(small, name, path, shared_deep):
+def test_a_batch_of_contexts_equals_one_by_one(small: Any, name: Any, path: Any, shared_deep: Any) -> Any:
     backbone = small(name)
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     contexts = noise(2, 3, M, backbone.d_t, scale=0.5)
     deep = noise(*(() if shared_deep else (2, 3)), 1, M, backbone.d_t, seed=1, scale=0.5)
 
-    def one_by_one(c, d):
+    def one_by_one(c: Any, d: Any) -> Any:
         rows = [literal(backbone, c[i, j], prompts, d if shared_deep else d[i, j]) for i in range(2) for j in range(3)]
         return torch.stack(rows).reshape(2, 3, len(prompts), -1)
 
@@ -110,7 +111,7 @@ def test_a_batch_of_contexts_equals_one_by_one(small, name, path, shared_deep):
 
 
 @pytest.mark.parametrize(("name", "path"), [("small-vit", "short"), ("small-vit", "plain"), ("small-coca", "auto")])
-def test_a_context_per_class_equals_open_clip(small, name, path):
+def test_a_context_per_class_equals_open_clip(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     contexts = noise(2, len(prompts), M, backbone.d_t, scale=0.5)
@@ -125,7 +126,7 @@ def test_a_context_per_class_equals_open_clip(small, name, path):
 
 
 @pytest.mark.parametrize(("name", "path"), PATHS)
-def test_a_context_of_words_is_that_text(small, name, path):
+def test_a_context_of_words_is_that_text(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
     prompts = backbone.class_prompts(CLASS_NAMES, 4)
     found = backbone.encode_prompts(backbone.embed_words("a photo of a"), prompts, path=path)
@@ -134,7 +135,7 @@ def test_a_context_of_words_is_that_text(small, name, path):
 
 
 @pytest.mark.parametrize("path", ["prefix", "short", "plain"])
-def test_a_tower_of_one_block(small, path):
+def test_a_tower_of_one_block(small: Any, path: Any) -> None:
     backbone = small("small-one-block")
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     context = noise(M, backbone.d_t, scale=0.5)
@@ -147,14 +148,14 @@ def test_a_tower_of_one_block(small, path):
 
 
 @pytest.mark.parametrize("name", PREFIX_MODELS)
-def test_one_class_and_one_context_token(small, name):
+def test_one_class_and_one_context_token(small: Any, name: Any) -> None:
     backbone = small(name)
     prompts = backbone.class_prompts(["dog"], 1)
     context = noise(1, backbone.d_t)
     assert_values(backbone.encode_prompts(context, prompts, path="prefix"), literal(backbone, context, prompts))
 
 
-def test_auto_takes_the_fastest_possible_path(small):
+def test_auto_takes_the_fastest_possible_path(small: Any) -> None:
     for name in [*SHORT_MODELS, *PLAIN_ONLY_MODELS]:
         backbone = small(name)
         prompts = backbone.class_prompts(CLASS_NAMES, M)
@@ -172,14 +173,14 @@ def test_auto_takes_the_fastest_possible_path(small):
 @pytest.mark.parametrize(
     ("name", "path"), [("small-qknorm", "prefix"), ("small-coca", "short"), ("small-bidirectional", "prefix")]
 )
-def test_an_impossible_path_is_refused(small, name, path):
+def test_an_impossible_path_is_refused(small: Any, name: Any, path: Any) -> None:
     backbone = small(name)
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     with pytest.raises(BackboneError, match=f"'{path}' is not possible"):
         backbone.encode_prompts(noise(M, backbone.d_t), prompts, path=path)
 
 
-def test_no_weight_gets_a_gradient(small):
+def test_no_weight_gets_a_gradient(small: Any) -> None:
     backbone = small("small-vit")
     context = noise(M, backbone.d_t).requires_grad_()
     backbone.encode_prompts(context, backbone.class_prompts(CLASS_NAMES, M)).sum().backward()
@@ -188,7 +189,7 @@ def test_no_weight_gets_a_gradient(small):
     assert all(weight.grad is None for weight in backbone.model.parameters())
 
 
-def test_training_after_prediction_in_inference_mode(small):
+def test_training_after_prediction_in_inference_mode(small: Any) -> None:
     backbone = small("small-vit")
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     context = noise(M, backbone.d_t)
@@ -199,7 +200,7 @@ def test_training_after_prediction_in_inference_mode(small):
     assert torch.equal(predicted, trained.detach())
 
 
-def test_unnormalised_features(small):
+def test_unnormalised_features(small: Any) -> None:
     backbone = small("small-vit")
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     context = noise(M, backbone.d_t)
@@ -207,7 +208,7 @@ def test_unnormalised_features(small):
     assert_values(F.normalize(raw, dim=-1), backbone.encode_prompts(context, prompts))
 
 
-def test_buckets_hold_every_class_once_by_length(small):
+def test_buckets_hold_every_class_once_by_length(small: Any) -> None:
     prompts = small("small-vit").class_prompts(CLASS_NAMES, M)
     assert [end for end, _ in prompts.buckets] == sorted({int(end) for end in prompts.end})
     assert sorted(index for _, members in prompts.buckets for index in members) == list(range(len(CLASS_NAMES)))
@@ -224,12 +225,12 @@ def test_buckets_hold_every_class_once_by_length(small):
         (["dog", "word " * 30], "class name 'word .* needs 33 tokens and the context 4, but the backbone takes 24"),
     ],
 )
-def test_bad_class_names_are_named(small, names, message):
+def test_bad_class_names_are_named(small: Any, names: Any, message: Any) -> None:
     with pytest.raises(BackboneError, match=message):
         small("small-vit").class_prompts(names, M)
 
 
-def test_the_longest_name_that_fits(small):
+def test_the_longest_name_that_fits(small: Any) -> None:
     backbone = small("small-vit")
     name = " ".join(["dog"] * 17)  # 1 + 4 + 17 + "." + [EOT] = 24
     prompts = backbone.class_prompts([name], M)
@@ -249,14 +250,14 @@ def test_the_longest_name_that_fits(small):
         ((2, 4, 48), (3, 1, 4, 48), "Deep prompts of shape"),
     ],
 )
-def test_prompts_that_do_not_fit(small, context, deep, message):
+def test_prompts_that_do_not_fit(small: Any, context: Any, deep: Any, message: Any) -> None:
     backbone = small("small-vit")
     prompts = backbone.class_prompts(CLASS_NAMES, M)
     with pytest.raises(BackboneError, match=message):
         backbone.encode_prompts(noise(*context), prompts, deep=None if deep is None else noise(*deep))
 
 
-def test_long_and_empty_texts(small):
+def test_long_and_empty_texts(small: Any) -> None:
     backbone = small("small-vit")
     with pytest.raises(BackboneError, match="needs 32 tokens, the backbone takes 24"):
         backbone.encode_text(["dog " * 30])
@@ -268,7 +269,7 @@ def test_long_and_empty_texts(small):
 
 @pytest.mark.parametrize("context_asks", [True, False])
 @pytest.mark.parametrize("ends", [True, False])
-def test_the_written_out_gradient_of_attention(context_asks, ends):
+def test_the_written_out_gradient_of_attention(context_asks: Any, ends: Any) -> None:
     buckets = (Bucket(0, 2, 1, 0), Bucket(2, 1, 3, 2))  # two classes of one token, one of three
     layout = Layout(heads=2, m=2, buckets=buckets, context=context_asks, ends=ends)
     asking = 2 * context_asks + (3 if ends else 5)
@@ -278,7 +279,7 @@ def test_the_written_out_gradient_of_attention(context_asks, ends):
     assert torch.autograd.gradcheck(lambda q, kv: PrefixAttention.apply(q, kv, lead, layout), (query, key_value))
 
 
-def test_prompts_encoded_again_without_gradient_are_the_same_tensor_until_they_change(small):
+def test_prompts_encoded_again_without_gradient_are_the_same_tensor_until_they_change(small: Any) -> None:
     backbone = small("small-vit")
     prompts = backbone.class_prompts(["sun", "cloud"], 3)
     assert backbone.class_prompts(("sun", "cloud"), 3) is prompts

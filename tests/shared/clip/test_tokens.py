@@ -1,6 +1,7 @@
 """Room for a context in the token ids of tokenizers that are not open_clip's own."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ class WrappedTokenizer:
             all_special_ids=[PAD, BOS, EOS, CLS],
         )
 
-    def __call__(self, texts, context_length):
+    def __call__(self, texts: Any, context_length: Any) -> Any:
         rows = []
         for text in texts:
             ids = [BOS] * self._begin + [ord(letter) for letter in text] + [EOS]
@@ -34,7 +35,7 @@ class WrappedTokenizer:
 
 @pytest.mark.parametrize("begin", [False, True])
 @pytest.mark.parametrize("class_token", [False, True])
-def test_a_context_takes_the_place_of_padding(begin, class_token):
+def test_a_context_takes_the_place_of_padding(begin: Any, class_token: Any) -> None:
     tokenizer = PromptTokenizer(WrappedTokenizer(begin, class_token), 12)
     ids, start = tokenizer.class_ids(["ab", "abc"], 3, ".")
     head, tail = [BOS] * begin, [CLS] * class_token
@@ -44,12 +45,12 @@ def test_a_context_takes_the_place_of_padding(begin, class_token):
     assert start == len(head)
 
 
-def test_words_are_without_special_tokens():
+def test_words_are_without_special_tokens() -> None:
     tokenizer = PromptTokenizer(WrappedTokenizer(True, True), 12)
     assert tokenizer.words("abc").tolist() == [ord("a"), ord("b"), ord("c")]
 
 
-def test_a_name_that_leaves_no_room_is_named():
+def test_a_name_that_leaves_no_room_is_named() -> None:
     tokenizer = PromptTokenizer(WrappedTokenizer(True, False), 12)
     with pytest.raises(BackboneError, match="class name 'abcdefg' needs 10 tokens and the context 3"):
         tokenizer.class_ids(["ab", "abcdefg"], 3, ".")

@@ -1,5 +1,7 @@
 """Prompted image encoding against a token-by-token reading of its definition."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from tests.shared.clip.conftest import VISION_TRANSFORMERS, noise
 from tests.support.equality import assert_gradients, assert_values
 
 
-def literal(backbone, images, prompts, pooled=False):
+def literal(backbone: Any, images: Any, prompts: Any, pooled: Any = False) -> Any:
     """Prompts between [cls] and the patches, as the papers draw them, and open_clip's modules one by one."""
     visual, n = backbone.model.visual, prompts.shape[1]
     patches = visual.conv1(images).flatten(2).transpose(1, 2)  # (B, patches, d)
@@ -35,7 +37,7 @@ def literal(backbone, images, prompts, pooled=False):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("name", VISION_TRANSFORMERS)
-def test_prompted_images_equal_the_definition(small, name, pooled, depth, dtype):
+def test_prompted_images_equal_the_definition(small: Any, name: Any, pooled: Any, depth: Any, dtype: Any) -> None:
     backbone = small(name, dtype)
     images = noise(2, 3, 32, 32, dtype=dtype)
     leaves = [noise(depth, 5, backbone.d_v, seed=1, scale=0.5, dtype=dtype).requires_grad_() for _ in range(2)]
@@ -49,7 +51,7 @@ def test_prompted_images_equal_the_definition(small, name, pooled, depth, dtype)
 
 
 @pytest.mark.parametrize("name", VISION_TRANSFORMERS)
-def test_without_prompt_tokens_it_is_the_ordinary_encoding(small, name):
+def test_without_prompt_tokens_it_is_the_ordinary_encoding(small: Any, name: Any) -> None:
     backbone = small(name)
     images = noise(3, 3, 32, 32)
     found = backbone.encode_images_prompted(images, torch.zeros(2, 0, backbone.d_v))
@@ -59,7 +61,7 @@ def test_without_prompt_tokens_it_is_the_ordinary_encoding(small, name):
     )
 
 
-def test_pooled_features_lead_to_the_projected_ones(small):
+def test_pooled_features_lead_to_the_projected_ones(small: Any) -> None:
     backbone = small("small-vit")
     images, prompts = noise(2, 3, 32, 32), noise(1, 4, backbone.d_v)
     pooled = backbone.encode_images_prompted(images, prompts, pooled=True, normalize=False)
@@ -70,7 +72,7 @@ def test_pooled_features_lead_to_the_projected_ones(small):
 
 
 @pytest.mark.parametrize("name", ["small-resnet", "small-timm"])
-def test_other_image_towers_encode_but_take_no_prompts(small, name):
+def test_other_image_towers_encode_but_take_no_prompts(small: Any, name: Any) -> None:
     backbone = small(name)
     assert not backbone.supports.visual_prompts
     assert backbone.vision_layers == 0
@@ -81,12 +83,12 @@ def test_other_image_towers_encode_but_take_no_prompts(small, name):
 
 
 @pytest.mark.parametrize("shape", [(4, 64), (1, 4, 48), (4, 2, 64), (0, 2, 64)])
-def test_prompts_that_do_not_fit(small, shape):
+def test_prompts_that_do_not_fit(small: Any, shape: Any) -> None:
     with pytest.raises(BackboneError, match="depth of 1 to 3"):
         small("small-vit").encode_images_prompted(noise(2, 3, 32, 32), noise(*shape))
 
 
-def test_no_gradient_reaches_a_weight_or_the_ordinary_encoding(small):
+def test_no_gradient_reaches_a_weight_or_the_ordinary_encoding(small: Any) -> None:
     backbone = small("small-vit")
     images = noise(2, 3, 32, 32)
     assert not backbone.encode_images(images).requires_grad
