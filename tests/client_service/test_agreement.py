@@ -230,7 +230,7 @@ def test_the_sizes_of_a_backbone_are_known_without_it() -> None:
     real = shape_of(load_backbone("promptfed-tiny", None))
     # Whether patches have features only the tower itself tells.
     assert shape_by_name("promptfed-tiny") == real.model_copy(update={"patch_tokens": None})
-    assert shape_by_name("ViT-L-14").d_e == 768  # type: ignore[union-attr]
+    assert shape_by_name("ViT-L-14").d_e == 768
     assert shape_by_name("hf-hub:someone/model") is None
     assert shape_by_name("RN50") is None
     assert shape_by_name("no-such-model") is None

@@ -162,7 +162,7 @@ def test_the_stricter_of_federation_and_owner_says_what_leaves() -> None:
     def leaves(asked: str | None, owner: str | None, **given: Any) -> str:
         privacy = None if asked is None else NOISY.model_copy(update={"evaluation": asked})
         if given.pop("level", "sample") == "client":
-            privacy = PrivacySpec(level="client", clip=1.0, evaluation=asked)  # type: ignore[arg-type]
+            privacy = PrivacySpec(level="client", clip=1.0, evaluation=asked)
         policy = None if owner is None else Policy.model_validate({"version": 1, "metrics": {"accuracy": owner}})
         info = EnrolmentInfo.model_construct(privacy=privacy)
         return what_leaves(info, given.pop("method", method), given.pop("role", "trainer"), policy, **given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from fastapi import Request, Response
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.doctor import Examination
-from promptfed.client_service.privacy import policy as module
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.policy import EXAMPLE, RULES, Facts, Policy, read_policy, refusals
 from promptfed.client_service.settings import Settings
@@ -187,10 +186,10 @@ def test_a_policy_that_expires_stops_the_tasks_before_their_payload_is_fetched(
     coordinator = make_coordinator(rounds=1)
     own = settings.model_copy(update={"policy": written(tmp_path, {"limits": {"until": date(2999, 1, 1)}})})
 
-    class Later(module.datetime):
+    class Later(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
-            return module.datetime(2999, 1, 2, tzinfo=tz)
+            return datetime(2999, 1, 2, tzinfo=tz)
 
     monkeypatch.setattr(trainer, "datetime", Later)
     asyncio.run(make_worker(coordinator, settings=own).run())

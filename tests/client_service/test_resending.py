@@ -253,7 +253,7 @@ def test_no_private_tensor_is_in_any_byte_that_is_sent(
     assert asyncio.run(worker.run()) is Exit.OK
 
     sent = b"".join(coordinator.received)
-    rows = [stored[-4 * coordinator.shape.d_t :] for stored in private]  # type: ignore[operator]
+    rows = [stored[-4 * coordinator.shape.d_t :] for stored in private]
     assert len(set(rows)) == 3
     for row in rows:
         # Eight bytes are two numbers: no pair of neighbours of any trained vector was sent.

@@ -225,7 +225,7 @@ def test_a_method_of_ones_own_runs_again_when_its_cell_does_and_classifies(page:
 
 
 def test_a_method_that_is_none_or_named_as_another_is_refused(page: dict[str, Any]) -> None:
-    class Nameless(page["ClassBias"]):  # type: ignore[misc]
+    class Nameless(page["ClassBias"]):  # type: ignore[name-defined]
         name = "promptfl"
 
     class Incomplete(Method):
@@ -237,6 +237,6 @@ def test_a_method_that_is_none_or_named_as_another_is_refused(page: dict[str, An
         (int, "is no subclass"),
     ):
         with pytest.raises(promptfed.CommandError, match=says):
-            promptfed.run(kind, ["digits"])  # type: ignore[arg-type]
+            promptfed.run(kind, ["digits"])
     assert METHODS["promptfl"].__module__.endswith("promptfl")
     assert "incomplete" not in METHODS

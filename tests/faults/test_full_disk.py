@@ -176,11 +176,11 @@ def ending_with(database: Database, statement: str) -> Iterator[None]:
             session.flush()
             session.execute(text(statement))
 
-    database.write = longer  # type: ignore[method-assign]
+    database.write = longer
     try:
         yield
     finally:
-        database.write = write  # type: ignore[method-assign]
+        database.write = write
 
 
 Call = tuple[str, str, dict[str, Any]]

@@ -78,7 +78,7 @@ class ClientProcess:
     def api(self, verb: str, path: str, **request: object) -> httpx.Response:
         """Call its own API."""
         url = (self.state_dir / "api.url").read_text()
-        return httpx.request(verb, url + path, trust_env=False, timeout=PATIENCE, **request)  # type: ignore[arg-type]
+        return httpx.request(verb, url + path, trust_env=False, timeout=PATIENCE, **request)
 
     def stage(self) -> str | None:
         """Where it says it is; None while its API does not answer."""

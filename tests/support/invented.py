@@ -12,10 +12,11 @@ import torch
 
 from promptfed.client_service.privacy.peers import identity_of
 from promptfed.shared.secagg import keys, masks, member, opening, shamir
+from promptfed.shared.secagg.commitments import Pair
 from promptfed.shared.secagg.encoding import Whole, encode_change
 from promptfed.shared.secagg.masks import Words
 from promptfed.shared.secagg.member import Limits, Secrets
-from promptfed.shared.secagg.messages import ConfirmJob, UnmaskAnswer
+from promptfed.shared.secagg.messages import ConfirmAnswer, ConfirmJob, UnmaskAnswer
 from promptfed.shared.tensors import decode
 from tests.support.malicious import World
 
@@ -35,7 +36,7 @@ class Invented:
             work._limits = Limits(peers=listed, verified=verified, unverified=unverified)
         self.invented = range(honest, honest + count)
         self.secrets = {one: Secrets.fresh(keys.new_identity()) for one in self.invented}
-        self.held: dict[int, dict[int, member.Pair]] = {}
+        self.held: dict[int, dict[int, Pair]] = {}
 
     def mask(self) -> Words:
         """Steps 0 to 2 of everybody, the invented included; the masked vector of client 0."""
@@ -58,7 +59,7 @@ class Invented:
         vector: Words = decode(masked[0])[0]["masked"].numpy().view(np.uint64)
         return vector
 
-    def confirm(self, client: int, job: ConfirmJob) -> member.ConfirmAnswer:
+    def confirm(self, client: int, job: ConfirmJob) -> ConfirmAnswer:
         """Step 3 of anybody; the invented sign whatever helps."""
         world = self.world
         if client not in self.secrets:
@@ -68,7 +69,7 @@ class Invented:
         signature = keys.sign(
             self.secrets[client].identity, "confirm", member.confirmed(world.roster, place, digest)
         ).hex()
-        return member.ConfirmAnswer(alive_sha256=digest, signature=signature)
+        return ConfirmAnswer(alive_sha256=digest, signature=signature)
 
     def revealed(self, clients: Sequence[int], job: ConfirmJob) -> list[UnmaskAnswer]:
         """Steps 3 and 4 of the honest ``clients``, all told ``job``; the invented sign with them."""

@@ -159,7 +159,7 @@ def sgd_on(
     weight_decay: float,
 ) -> Tensor:
     """SGD on ``loss(weight, indices)`` over the batches that are drawn for ``purpose`` (seed, round, phase, client)."""
-    orders = list(batches(count, batch_size, epochs, generator(purpose[0], *purpose[1:], "batches")))  # type: ignore[arg-type]
+    orders = list(batches(count, batch_size, epochs, generator(purpose[0], *purpose[1:], "batches")))
 
     def gradient(weight: Tensor, step: int) -> Tensor:
         weight = weight.clone().requires_grad_()

@@ -70,7 +70,7 @@ class World:
         digest = "sha256:" + hashlib.sha256(payload).hexdigest()
         return Task(
             task_id=f"{kind}-{client}-{where['round']}-{where['attempt']}",
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             round=where["round"],
             phase="train",
             deadline=datetime.now(UTC),

@@ -27,7 +27,7 @@ def rules(phases: tuple[PhasePlan, ...] = ONE, **changes: object) -> Rules:
         evaluate_every=1,
         phases=lambda round: phases,
     )
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 class Play:

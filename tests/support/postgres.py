@@ -106,7 +106,7 @@ class PostgresServer:
     def execute(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
         """Run a statement as the superuser; its rows."""
         where = {"host": "127.0.0.1", "port": self.port, "user": USER, "password": PASSWORD, "dbname": database}
-        with psycopg.connect(**where, autocommit=True) as connection:  # type: ignore[arg-type]
+        with psycopg.connect(**where, autocommit=True) as connection:
             cursor = connection.execute(statement.encode())
             return cursor.fetchall() if cursor.description else []
 

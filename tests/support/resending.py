@@ -73,10 +73,10 @@ class ResendingApi(OperatorCalls):
     """The operator of a coordinator that is reached through ``resending``."""
 
     def __init__(self, resending: Resending, operator: dict[str, str]):
-        self.http = resending  # type: ignore[assignment]
+        self.http = resending
         self.operator = operator
 
     @property
     def resent(self) -> int:
         """How many requests were sent again."""
-        return self.http.resent  # type: ignore[attr-defined,no-any-return]
+        return self.http.resent

@@ -161,7 +161,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, disclosure: Disclosure, answer: str | N
     """What the terminal makes of an answer; None where no terminal is there."""
     leader, follower = pty.openpty()
     try:
-        with os.fdopen(follower, "r+b", buffering=0) as raw, io.TextIOWrapper(raw) as stdin:  # type: ignore[type-var]
+        with os.fdopen(follower, "r+b", buffering=0) as raw, io.TextIOWrapper(raw) as stdin:
             if answer is not None:
                 monkeypatch.setattr(sys, "stdin", stdin)
                 monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -198,7 +198,7 @@ def test_a_log_of_json_has_the_disclosure_as_one_event(
     with caplog.at_level(logging.INFO, "promptfed.client"):
         terminal = Terminal("json", ask=False)
         assert asyncio.run(terminal.consent([Check("clock", "pass", "agrees")], disclosure))
-    events = {record.event: record.facts for record in caplog.records}  # type: ignore[attr-defined]
+    events = {record.event: record.facts for record in caplog.records}
     assert events["check"]["verdict"] == "pass"
     assert events["disclosure"]["declared"]["class_names"] == NAMES
     assert capsys.readouterr().err == ""

@@ -71,7 +71,7 @@ def test_a_client_s_images_are_drawn_once(tmp_path: Path, backbone: Backbone) ->
     split = ClientData(source, backbone, features, images=images).split("train", source.class_names)
     rows = torch.tensor([4, 1, 7])
     wanted = torch.stack([backbone.preprocess(draw(int(row))) for row in rows])
-    source.train.image = counting  # type: ignore[method-assign]
+    source.train.image = counting
     assert split.images(rows).equal(wanted)
     at_first = len(drawn)
     assert split.images(rows.flip(0)).equal(wanted.flip(0))

@@ -14,7 +14,7 @@ from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tensor_blobs import put_tensors, room
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.interface.base import ClientUpdate, MethodError, ServerContext
+from promptfed.shared.methods.core.interface.base import ClientUpdate, Method, MethodError, ServerContext
 from promptfed.shared.methods.core.sizes import check_sizes, exchanged, needed_bytes, update_limit
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec

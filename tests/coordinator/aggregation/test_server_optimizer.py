@@ -155,7 +155,7 @@ def test_a_federation_keeps_its_moments_and_shows_them_to_nobody(coordinator: In
 
     def watched(client: ScriptedClient) -> ScriptedClient:
         read = client.payload
-        client.payload = lambda task: [tensors := read(task), seen.append(set(tensors))][0]  # type: ignore[method-assign]
+        client.payload = lambda task: [tensors := read(task), seen.append(set(tensors))][0]
         return client
 
     coordinator.post(f"{federation}/start")

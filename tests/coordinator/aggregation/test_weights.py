@@ -23,7 +23,7 @@ from promptfed.shared.tensors import CHUNK
     st.sampled_from(["samples", "uniform"]),
 )
 def test_shares_sum_to_one_and_none_is_over_the_cap(samples: dict[str, int], cap: float, weighting: str) -> None:
-    found = shares(samples, AggregationSpec(weighting=weighting, max_weight_share=cap))  # type: ignore[arg-type]
+    found = shares(samples, AggregationSpec(weighting=weighting, max_weight_share=cap))
     assert list(found) == sorted(samples)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-12)
     assert max(found.values()) <= max(cap, 1 / len(samples)) * (1 + 1e-9)
@@ -66,7 +66,7 @@ def test_the_mean_takes_updates_one_by_one() -> None:
             yield ClientUpdate(str(number), 0.01, {"x": torch.ones(2)})
             alive -= 1
 
-    assert torch.allclose(weighted_mean(stream())["x"], torch.ones(2))  # type: ignore[arg-type]
+    assert torch.allclose(weighted_mean(stream())["x"], torch.ones(2))
 
 
 def test_no_update_has_no_mean() -> None:

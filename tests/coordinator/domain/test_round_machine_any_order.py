@@ -121,7 +121,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(role=st.sampled_from(["trainer", "evaluator"]))
     def enrol(self, role: str) -> None:
         self.extra += 1
-        self.send(Enrolled(f"late{self.extra}", role))  # type: ignore[arg-type]
+        self.send(Enrolled(f"late{self.extra}", role))
 
     @rule(seconds=st.sampled_from([0.0, 3.0, 10.0, 25.0]))
     def wait(self, seconds: float) -> None:

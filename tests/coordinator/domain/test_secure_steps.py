@@ -30,8 +30,8 @@ from tests.support.played_run import ONE, TWO, Play, rules
 FIVE = ("a", "b", "c", "d", "e")
 
 
-def secure(phases: tuple = ONE, **changes: object) -> Rules:  # type: ignore[type-arg]
-    spec = SecureAggregationSpec(step_seconds=5, **changes)  # type: ignore[arg-type]
+def secure(phases: tuple = ONE, **changes: object) -> Rules:
+    spec = SecureAggregationSpec(step_seconds=5, **changes)
     plans = steps_of(phases, spec)
     return replace(rules(plans, quorum=0.6), secure=spec)
 
@@ -58,21 +58,21 @@ def test_each_step_asks_those_who_answered_the_one_before() -> None:
     assert stage is not None
     assert (stage.kind, stage.name, run.open) == ("train", "train", list(FIVE))
     run.all_answer()
-    assert (run.run.stage.kind, run.run.stage.name) == ("share", "train/share")  # type: ignore[union-attr]
-    assert run.run.stage.deadline == run.now + 5  # type: ignore[union-attr]
+    assert (run.run.stage.kind, run.run.stage.name) == ("share", "train/share")
+    assert run.run.stage.deadline == run.now + 5
     answer(run, "a", "b", "c", "d")
     run.later(6)
-    assert (run.run.stage.kind, run.open) == ("mask", ["a", "b", "c", "d"])  # type: ignore[union-attr]
+    assert (run.run.stage.kind, run.open) == ("mask", ["a", "b", "c", "d"])
     answer(run, "a", "b", "c")
     run.later(6)
-    assert (run.run.stage.kind, run.open) == ("confirm", ["a", "b", "c"])  # type: ignore[union-attr]
+    assert (run.run.stage.kind, run.open) == ("confirm", ["a", "b", "c"])
     assert run.run.answered_first == ("a", "b", "c")
     run.all_answer()
     answer(run, "b")
     run.send(AnsweredLast("c", run.now))
     assert run.run.due_job == "aggregate"
     run.done()
-    assert (run.run.round, run.run.stage.kind) == (1, "evaluate")  # type: ignore[union-attr]
+    assert (run.run.round, run.run.stage.kind) == (1, "evaluate")
 
 
 def test_too_few_in_a_step_begin_another_attempt_with_those_of_the_first() -> None:
@@ -81,12 +81,12 @@ def test_too_few_in_a_step_begin_another_attempt_with_those_of_the_first() -> No
     answer(run, "a", "b")
     late(run)
     assert [fact for fact in run.facts if isinstance(fact, AttemptFailed)] == [AttemptFailed(1)]
-    assert (run.run.step, run.run.stage.name, run.open) == (5, "train/2", list(FIVE))  # type: ignore[union-attr]
+    assert (run.run.step, run.run.stage.name, run.open) == (5, "train/2", list(FIVE))
     run.send(Withdraw("e", False, run.now))
     run.all_answer().all_answer().all_answer().all_answer()
     run.send(AnsweredLast("a", run.now))
     run.done()
-    assert run.run.stage.kind == "evaluate"  # type: ignore[union-attr]
+    assert run.run.stage.kind == "evaluate"
     assert run.run.step == 10
 
 
@@ -103,10 +103,10 @@ def test_the_last_attempt_pauses_and_can_be_resumed() -> None:
 def test_after_a_reveal_there_is_no_other_attempt() -> None:
     run = play()
     run.all_answer().all_answer().all_answer().all_answer()
-    assert run.run.stage.kind == "unmask"  # type: ignore[union-attr]
+    assert run.run.stage.kind == "unmask"
     answer(run, "a", "b")
     late(run)
-    assert (run.run.state, run.run.reason, run.run.stage.kind) == (  # type: ignore[union-attr]
+    assert (run.run.state, run.run.reason, run.run.stage.kind) == (
         "paused",
         QUORUM_MISSED,
         "unmask",
@@ -129,11 +129,11 @@ def test_a_sum_that_cannot_be_pauses_with_its_reason() -> None:
 def test_two_phases_each_have_their_own_steps() -> None:
     run = Play(secure(TWO), *FIVE).start().evaluated()
     for name in ("prompts", "aggregators"):
-        assert run.run.stage.name == name  # type: ignore[union-attr]
+        assert run.run.stage.name == name
         run.all_answer().all_answer().all_answer().all_answer()
         run.send(AnsweredLast("a", run.now))
         run.done()
-    assert run.run.stage.kind == "evaluate"  # type: ignore[union-attr]
+    assert run.run.stage.kind == "evaluate"
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -148,7 +148,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.revealed: set[tuple[int, int]] = set()
         self.finish(self.play.facts)
 
-    def finish(self, facts: list) -> None:  # type: ignore[type-arg]
+    def finish(self, facts: list) -> None:
         for fact in facts:
             if isinstance(fact, Opened):
                 self.here = (fact.round, fact.step)

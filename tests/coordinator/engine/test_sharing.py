@@ -71,7 +71,7 @@ def sharing_is_over(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> N
     """It is as if it were paused: what it has in memory stays as it is, and it says no more that it is there."""
     monkeypatch.setattr(coordinator.registry.leases, "renew", lambda: leases.Look([], []))
     with coordinator.registry.database.write() as session:
-        long_ago = update(CoordinatorRow).where(CoordinatorRow.id == coordinator.registry.leases.id)  # type: ignore[union-attr]
+        long_ago = update(CoordinatorRow).where(CoordinatorRow.id == coordinator.registry.leases.id)
         session.execute(long_ago.values(seen=0.0))
 
 
@@ -128,7 +128,7 @@ def test_what_one_lets_go_of_the_other_takes_up_where_it_stood(start: Start) -> 
     before = holder(other, id)
     held_by.stop()
     wait_for("the takeover", lambda: id in other.registry.federations)
-    assert holder(other, id) == (other.registry.leases.id, before[1] + 1)  # type: ignore[union-attr]
+    assert holder(other, id) == (other.registry.leases.id, before[1] + 1)
     assert clients[0].answer(tasks[0]).status_code == 200, "it has it already"
     assert clients[1].answer(tasks[1]).status_code == 201
     drive(clients)
@@ -141,7 +141,7 @@ def test_the_run_is_the_one_of_a_coordinator_alone(start: Start, coordinator: In
     api = ResendingApi(AnyOf([server.url for server in servers]), OPERATOR)
     case = replace(CASES["pfedmoap"], rounds=4)
     assert play_case(api, case) == play_case(coordinator, case)
-    assert api.http.moved > 0  # type: ignore[attr-defined]
+    assert api.http.moved > 0
 
 
 def test_who_was_paused_commits_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_what_is_being_sent_outlives_its_file_and_is_let_go_of_afterwards(tmp_pa
                 path.unlink(missing_ok=True)
                 kept.append(message["body"])  # as a connection does whose reader is slow
 
-        await BlobFile(path, media_type="application/octet-stream")(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await BlobFile(path, media_type="application/octet-stream")(scope, asyncio.Event().wait, send)
 
     asyncio.run(play())
     assert b"".join(kept) == content

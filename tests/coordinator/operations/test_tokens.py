@@ -153,7 +153,7 @@ def test_nobody_who_enrols_keeps_a_federation_from_starting(
         made[0] += 1
         assert made[0] < 20, "the federation does not start"
         refused.append(coordinator.client(federation, f"late-{made[0]}").enrol(token))
-        return real(*arguments)  # type: ignore[arg-type]
+        return real(*arguments)
 
     monkeypatch.setattr(global_state, "initial_state", made_while_somebody_comes)
     assert coordinator.post(f"{federation}/start")["state"] == "running"

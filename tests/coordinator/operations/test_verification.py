@@ -35,7 +35,7 @@ def looked(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> t
 def changed(folder: Path, *statements: str) -> None:
     with in_thread(folder) as coordinator, coordinator.registry.database.write() as session:
         for statement in statements:
-            assert session.execute(text(statement)).rowcount > 0  # type: ignore[attr-defined]
+            assert session.execute(text(statement)).rowcount > 0
 
 
 UPDATE = "(SELECT sha256 FROM updates ORDER BY sha256 LIMIT 1)"

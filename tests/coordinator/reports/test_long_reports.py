@@ -114,13 +114,13 @@ def test_a_round_is_read_when_its_turn_comes_and_no_transaction_waits_for_the_re
 ) -> None:
     known = coordinator.registry.get(federation)
     database = Counting(coordinator)
-    for _ in rounds.page(database, known, [1, 2, 3], None):  # type: ignore[arg-type]
+    for _ in rounds.page(database, known, [1, 2, 3], None):
         assert database.begun <= 1 or database.open == 0
         if database.begun == 1:
             assert database.open == 0, "while a piece is on its way nothing is held"
     assert database.begun == 3
     database = Counting(coordinator)
-    pieces = metrics.as_json(database, known)  # type: ignore[arg-type]
+    pieces = metrics.as_json(database, known)
     for _ in range(3):
         next(pieces)
     assert (database.begun, database.open) == (2, 0), "the rounds' numbers, and the first round"
@@ -136,7 +136,7 @@ def test_an_answer_that_cannot_be_finished_is_cut_off_and_one_that_cannot_begin_
     def fails(session: Session, known: object, number: int) -> RoundReport:
         if number == last:
             raise DatabaseAway("a test")
-        return read(session, known, number)  # type: ignore[arg-type]
+        return read(session, known, number)
 
     monkeypatch.setattr(rounds, "round_report", fails)
     monkeypatch.setattr(metrics, "round_report", fails)

@@ -49,7 +49,7 @@ def names(url: str) -> set[str]:
 
 
 def key_of(coordinator: InThread, digest: str) -> str:
-    return coordinator.registry.blobs._rows.keys([digest])[digest]  # type: ignore[union-attr]
+    return coordinator.registry.blobs._rows.keys([digest])[digest]
 
 
 def played(coordinator: InThread, **changes: Any) -> tuple[str, list[ScriptedClient]]:
@@ -100,7 +100,7 @@ def test_a_run_with_objects_is_the_run_with_files(
         "what was put again, as a payload that is evaluated, lies there once"
     )
     assert served.registry.blobs.files() == [], "nothing of it lies in the folder"
-    assert served.registry.blobs._rows.read(sorted(digests)) == {}  # type: ignore[union-attr]
+    assert served.registry.blobs._rows.read(sorted(digests)) == {}
     replayed = served.post(f"{federation}/rounds/1/replay", {})
     assert [one["same"] for one in replayed["states"]] == [True], "what is stored is read back"
     served.delete(federation)

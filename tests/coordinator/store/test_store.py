@@ -58,9 +58,7 @@ def test_readers_do_not_wait_for_a_writer(database: Database) -> None:
 
 def test_the_database_itself_refuses_a_second_aggregate_of_a_phase() -> None:
     [unique] = [
-        constraint
-        for constraint in StateRow.__table__.constraints  # type: ignore[attr-defined]
-        if type(constraint).__name__ == "UniqueConstraint"
+        constraint for constraint in StateRow.__table__.constraints if type(constraint).__name__ == "UniqueConstraint"
     ]
     assert [column.name for column in unique.columns] == ["phase_id"]
 

@@ -29,7 +29,7 @@ SPEC = {
 def test_no_loss_and_no_accuracy_of_a_protected_client_leaves_it_unless_somebody_asks(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     spec = SPEC | {"rounds": 1, "participation": {"min_clients": 3}}
-    spec["privacy"] = {key: value for key, value in SPEC["privacy"].items() if key != "evaluation"}  # type: ignore[attr-defined]
+    spec["privacy"] = {key: value for key, value in SPEC["privacy"].items() if key != "evaluation"}
     done = simulate(spec, SITES, backbone=load_backbone(tiny.MODEL, tiny.PRETRAINED), features=FeatureCache(tmp_path))
     updates = [update for report in done.round_reports for phase in report.phases for update in phase.updates]
     assert [set(update.metrics) for update in updates] == [{"trained_parameters"}] * 3
@@ -50,7 +50,7 @@ def test_a_simulation_repeats_and_says_that_its_noise_guarantees_nothing(tmp_pat
     found = one.privacy()
     assert found is not None
     assert (found.level, found.unit, found.noise, found.clients) == ("client", "client", "seeded", 3)
-    assert found.epsilon_max == one.federation.privacy.epsilon_planned  # type: ignore[union-attr]
+    assert found.epsilon_max == one.federation.privacy.epsilon_planned
     assert found.rounds_counted == 2
     assert one.final(), "spec and owner both say plain"
     told = _privacy(found)

@@ -169,7 +169,7 @@ def test_personalisation_by_partition_and_by_domain() -> None:
     assert sum(len(open_source(site.data).train) for site in trial.sites) == len(whole.train)
     assert trial.spec["class_names"] == list(whole.class_names)
     [by_domain] = protocol.trials(THREE, seed=0, personal=True)
-    assert [open_source(site.data).domain.name for site in by_domain.sites] == list(THREE.domains)  # type: ignore[union-attr]
+    assert [open_source(site.data).domain.name for site in by_domain.sites] == list(THREE.domains)
 
 
 def test_sources_may_be_tested_on_the_domain_that_is_left_out() -> None:

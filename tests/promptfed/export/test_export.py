@@ -122,7 +122,7 @@ def test_fedtpg_makes_the_context_for_the_given_names(
     found, names = exports.finished_result(coordinator, "fedtpg"), ("violin", "cactus", "moon")
     card = export(found, tmp_path / "out", ExportOptions(("violin", "cactus", "moon")), backbone)
     method = make_method({"name": "fedtpg", "m": 4})
-    context = method.context_of(decode(found.body)[0], name_features(backbone, names))  # type: ignore[attr-defined]
+    context = method.context_of(decode(found.body)[0], name_features(backbone, names))
     expected = backbone.encode_prompts(context, backbone.class_prompts(names, 4), path="plain")
     weights = load_file(tmp_path / "out" / "class_weights.safetensors")["class_weights"]
     assert torch.allclose(weights, expected, atol=1e-5)

@@ -62,7 +62,7 @@ def test_accuracies_by_client_round_and_role(result: promptfed.Result) -> None:
         lambda: result.curve("client"),
     ):
         with pytest.raises(promptfed.CommandError, match=r"give '.*' or '"):
-            wrong()  # type: ignore[no-untyped-call]
+            wrong()
 
 
 def test_it_is_what_the_coordinator_told(result: promptfed.Result) -> None:
@@ -141,7 +141,7 @@ def test_what_is_wrong_is_said_in_one_line(backbone: Backbone) -> None:
     ):
         given = {"method": "promptfl", "data": [f"symbols:neon{SMALL}"]} | settings
         with pytest.raises(promptfed.CommandError, match=why) as refusal:
-            promptfed.run(backbone=backbone, **given)  # type: ignore[arg-type]
+            promptfed.run(backbone=backbone, **given)
         assert "\n" not in str(refusal.value)
 
 

@@ -94,8 +94,8 @@ def test_the_token_goes_into_a_volume_for_the_images_user_alone(engine: FakeEngi
     with tarfile.open(fileobj=io.BytesIO(coordinator.files["/join"])) as archive:
         (entry,) = archive.getmembers()
         assert (entry.name, oct(entry.mode), entry.uid) == ("enrolment.token", "0o600", 10001)
-        assert archive.extractfile(entry).read() == b"enrol-me\n"  # type: ignore[union-attr]
-    assert federation.api.token == "operator-secret"  # type: ignore[attr-defined]
+        assert archive.extractfile(entry).read() == b"enrol-me\n"
+    assert federation.api.token == "operator-secret"
 
 
 def test_only_what_carries_the_label_is_removed(engine: FakeEngine) -> None:

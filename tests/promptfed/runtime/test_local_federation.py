@@ -32,7 +32,7 @@ class Recording:
 
 def test_clients_of_a_launch_pay_from_a_ledger_of_the_run(tmp_path: Path) -> None:
     processes = Recording(tmp_path)
-    federation = LocalFederation(processes, tmp_path)  # type: ignore[arg-type]
+    federation = LocalFederation(processes, tmp_path)
     for name in ("a", "b"):
         federation.start_client("f-1", Site(name, "symbols:painting"), None)
     ledgers = [

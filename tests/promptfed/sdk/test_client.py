@@ -90,7 +90,7 @@ def test_what_is_created_is_what_was_written(api: Coordinator, tmp_path: Path, m
     done = CliRunner().invoke(app, ["federation", "create", str(tmp_path / "spec.json"), *options])
     assert done.exit_code == Exit.OK, done.output
     with promptfed.connect(api.url, token_file=tmp_path / "token") as coordinator:
-        coordinator.create(name="by-library", **written)  # type: ignore[arg-type]
+        coordinator.create(name="by-library", **written)
     for body, name in zip(bodies, ("by-command", "by-library"), strict=True):
         backbone = body.pop("backbone")
         assert backbone["fingerprint"].startswith("sha256:")

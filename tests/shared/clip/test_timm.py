@@ -146,7 +146,7 @@ def test_all_that_needs_text_is_refused() -> None:
         lambda: backbone.encode_text(["a photo of a sun."]),
         lambda: backbone.class_prompts(["sun"], 4),
         lambda: backbone.embed_words("a photo"),
-        lambda: backbone.encode_prompts(torch.zeros(1, 1), None),  # type: ignore[arg-type]
+        lambda: backbone.encode_prompts(torch.zeros(1, 1), None),
         lambda: backbone.logit_scale,
         lambda: backbone.d_t,
         lambda: backbone.context_length,
@@ -171,7 +171,7 @@ def test_the_fingerprint_knows_weights_and_preprocessing() -> None:
     made = [load_backbone("timm:small_plain", None, allow_unregistered=True) for _ in range(3)]
     assert all(isinstance(one, VisualBackbone) for one in made)
     made[1].model.cls_token += 1e-6
-    made[2]._preprocess["crop_pct"] = 0.9  # type: ignore[attr-defined]
+    made[2]._preprocess["crop_pct"] = 0.9
     assert len({one.fingerprint for one in made}) == 3
     assert made[2].transform_id != made[0].transform_id == made[1].transform_id
 

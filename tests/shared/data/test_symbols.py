@@ -14,7 +14,7 @@ from promptfed.shared.data.styles import COMMON, RARE, STYLES
 
 
 def pixels(split: object, index: int) -> np.ndarray:
-    return np.asarray(split.image(index))  # type: ignore[attr-defined]
+    return np.asarray(split.image(index))
 
 
 def test_names_and_glyphs_are_distinct_and_plain() -> None:

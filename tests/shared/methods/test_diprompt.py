@@ -107,7 +107,7 @@ def test_domain_prompts_move_slowly_at_the_coordinator(backbone: Backbone, beta:
     state, sent = state_of(tried, backbone), [state_of(tried, backbone, seed) for seed in (2, 3)]
     [phase] = tried.phases(1, 1)
     updates = [ClientUpdate(name, weight, one) for name, weight, one in zip("ab", (0.25, 0.75), sent, strict=True)]
-    after = tried.aggregate(state, phase, updates, weighted_mean, None)  # type: ignore[arg-type]
+    after = tried.aggregate(state, phase, updates, weighted_mean, None)
     for name, one in after.items():
         mean = 0.25 * sent[0][name] + 0.75 * sent[1][name]
         wanted = beta * state[name] + (1 - beta) * mean if name == "domain_prompts" else mean

@@ -37,7 +37,7 @@ def method(**hyper: object) -> DPFPL:
 def start(backbone: Backbone) -> tuple[Tensor, Tensor]:
     """A shared context and a private one."""
     draws = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(M, backbone.d_t, generator=draws) * 0.1 for _ in range(2))  # type: ignore[return-value]
+    return tuple(torch.randn(M, backbone.d_t, generator=draws) * 0.1 for _ in range(2))
 
 
 def literal_loss(context: ClientContext, shared: Tensor, local: Tensor, rows: list[int]) -> Tensor:
@@ -226,7 +226,7 @@ def test_the_paper_s_noise_has_the_scale_of_its_formula() -> None:
     )
     measured = {}
     for epsilon in (0.2, 0.4):
-        noise = method(paper_epsilon=epsilon, paper_clip=10.0)._noise(context)  # type: ignore[arg-type]
+        noise = method(paper_epsilon=epsilon, paper_clip=10.0)._noise(context)
         assert noise is not None
         zeros = [torch.zeros(3), torch.zeros(400, 100), torch.zeros(100, 400)]
         shared, *factors = noise(zeros)
@@ -243,7 +243,7 @@ def test_a_clipped_batch_s_gradient_can_move_by_twice_the_clip_with_one_image() 
         seed=3, client="north", round=1, rounds=1, protection=None, training=TrainingSpec(batch_size=32)
     )
     clip, images = 0.5, 32
-    noise = method(paper_epsilon=1e6, paper_clip=clip)._noise(context)  # type: ignore[arg-type]
+    noise = method(paper_epsilon=1e6, paper_clip=clip)._noise(context)
     assert noise is not None
     draws, reached = torch.Generator().manual_seed(1), 0.0
     for length in (0.01, 1.0, 1e4):
@@ -309,7 +309,7 @@ def test_the_sound_mode_trains_all_four_tensors_where_factors_are_made_once(
     factors = generator(context.seed, "dpfpl", context.client, context.round, "factors")
     wanted = literal_private.private_sgd(
         [shared, *exact_factors(local, B, factors)],
-        unit_loss,  # type: ignore[arg-type]
+        unit_loss,
         None,
         lambda theta: make_optimizer(theta, context.training, 0.05),
         SeededNoise(7).stream(),

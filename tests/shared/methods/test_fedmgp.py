@@ -251,7 +251,7 @@ def test_text_alone_runs_on_kept_features(backbone: Backbone) -> None:
     assert [one.name for one in tried.state_tensors()] == ["global_text"]
     context = step(backbone, count=3)
     found = tried.train(context, none(tried, backbone), {})
-    assert context.train.asked == []  # type: ignore[attr-defined]
+    assert context.train.asked == []
     assert set(found.private) == {"text_groups", "text_slots"}
     images = method(modalities="visual").train(context, none(method(modalities="visual"), backbone), {})
     assert set(images.update) == {"global_visual"}

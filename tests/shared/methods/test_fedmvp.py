@@ -193,7 +193,7 @@ def closed(tried: FedMVP, state: Tensors, losses: tuple[float, ...]) -> Tensors:
         )
         for number, loss in enumerate(losses)
     ]
-    return tried.aggregate(state, phase, updates, weighted_mean, None)  # type: ignore[arg-type]
+    return tried.aggregate(state, phase, updates, weighted_mean, None)
 
 
 def test_the_federation_switches_once_and_for_good(backbone: Backbone) -> None:

@@ -153,7 +153,7 @@ def test_fedsr_starts_as_its_paper_says_and_needs_a_linear_head(backbone: Backbo
 
 def roster(*names: str, rounds: int = 10) -> ServerContext:
     clients = tuple(ClientInfo(name, "trainer", 5, ()) for name in names)
-    return ServerContext(training=None, shape=None, class_names=None, clients=clients, seed=0, rounds=rounds)  # type: ignore[arg-type]
+    return ServerContext(training=None, shape=None, class_names=None, clients=clients, seed=0, rounds=rounds)
 
 
 def weights_state(*weights: float, round: int = 0) -> Tensors:

@@ -170,10 +170,10 @@ def test_fedrod_trains_both_heads_in_one_step_and_keeps_one(backbone: Backbone) 
         assert_gradients(result.private[name], -HEAD * slope)
     assert not any("own" in name for name in result.update)
     logits = method.classifier(context, state, result.private).logits(context.train, ROWS)
-    by_generic = method.variants(context, state, result.private)["generic"].logits(context.train, ROWS)  # type: ignore[attr-defined]
+    by_generic = method.variants(context, state, result.private)["generic"].logits(context.train, ROWS)
     assert_values(by_generic, method.classifier(context, state, {}).logits(context.train, ROWS))
     assert_values(logits - by_generic, features.detach() @ result.private["own_head"].T + result.private["own_bias"])
-    assert method.variants(context, state, {}) == {}  # type: ignore[attr-defined]
+    assert method.variants(context, state, {}) == {}
 
 
 def test_perfedavg_s_step_on_a_parabola() -> None:

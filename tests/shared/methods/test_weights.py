@@ -172,7 +172,7 @@ def test_the_last_block_touches_nothing_else(backbone: Backbone) -> None:
     state = state_of(method, backbone)
     assert all(len(state[kind]) == 1 for kind in ("in_proj_weight", "c_fc_bias"))
     assert not {"conv1_weight", "ln_pre_weight", "positional_embedding"} & set(state)
-    tower = TrainedTower.of(backbone, method.hyper, state)  # type: ignore[arg-type]
+    tower = TrainedTower.of(backbone, method.hyper, state)
     frozen, changed = backbone.vision_tower().weights, tower.weights()
     assert {name for name in frozen if not changed[name].equal(frozen[name])} == {
         *(name for name in frozen if name.startswith("2.")),
@@ -299,7 +299,7 @@ def test_a_tower_without_plain_weights_is_refused(backbone: Backbone) -> None:
 def test_reports_follow_lengths_and_not_millions_of_numbers(backbone: Backbone) -> None:
     method = method_of()
     state = state_of(method, backbone)
-    shown = method.prompts(state)  # type: ignore[attr-defined]
+    shown = method.prompts(state)
     assert shown["c_fc_weight"].shape == (3,)
     assert_values(shown["c_fc_weight"][1], state["c_fc_weight"][1].norm())
     assert shown["proj"].shape == (1,)

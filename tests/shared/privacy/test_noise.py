@@ -66,7 +66,7 @@ def test_secret_streams_never_share_a_key(monkeypatch: pytest.MonkeyPatch) -> No
 def fits(drawn: list[int], weight: object, reach: int) -> float:
     """p of χ² against P(k) ∝ weight(k), the tails beyond ± reach as one cell each."""
     support = range(-60 * reach, 60 * reach + 1)
-    weights = {k: weight(k) for k in support}  # type: ignore[operator]
+    weights = {k: weight(k) for k in support}
     total = sum(weights.values())
     cells = {k: weights[k] for k in range(-reach, reach + 1)}
     tail = sum(weights[k] for k in support if k > reach)

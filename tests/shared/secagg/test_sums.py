@@ -96,7 +96,7 @@ def sharing(count: int = 5) -> tuple[list[Member], roster.Roster, dict[int, Shar
 
 def refusal(kind: str, act: object, *arguments: object) -> str:
     with pytest.raises(SecureError) as refused:
-        act(*arguments)  # type: ignore[operator]
+        act(*arguments)
     assert refused.value.kind == kind
     return str(refused.value)
 

@@ -67,7 +67,7 @@ class _Result:
 
 def runner(out: Path, ray: AtOnce, cpus: float = 2.0) -> RayRunner:
     later = RayLater(None)
-    later._cluster = SimpleNamespace(ray=ray, nodes=lambda: [Node("192.0.2.1", cpus, 0.0)])  # type: ignore[assignment]
+    later._cluster = SimpleNamespace(ray=ray, nodes=lambda: [Node("192.0.2.1", cpus, 0.0)])
     return RayRunner(out, ray=later)
 
 
