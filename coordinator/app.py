@@ -230,7 +230,9 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 async def _store_failed(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, ObjectStoreAway):
         log.error("%s", error)
-        return await _answer(request, problems.ObjectsAway())
+        return await _answer(
+            request, problems.ObjectsAway("the coordinator's object store is away: send it again later")
+        )
     log.error("the store failed", exc_info=error)
     registry: Registry = request.app.state.registry
     if registry.database.is_full(error):

@@ -1,54 +1,45 @@
-"""How a route describes in OpenAPI with what it refuses."""
+"""Descriptions of refusals in OpenAPI."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
-from promptfed.coordinator.problems import (
-    MEDIA_TYPE,
-    BodyTooLarge,
-    FederationMoving,
-    HeldElsewhere,
-    InternalError,
-    InvalidRequest,
-    IssuerAway,
-    MethodAbsent,
-    NotFound,
-    OtherCertificate,
-    Refusal,
-    StorageDamaged,
-    StoreAway,
-    TokenExpired,
-    TooManyFailures,
-    Unauthorized,
-    Unreadable,
-    UnreadableBody,
-    UploadTimeout,
-    WrongRole,
-)
+from promptfed.coordinator import problems
+from promptfed.coordinator.problems import MEDIA_TYPE, Refusal
 
-ANY_REQUEST: tuple[type[Refusal], ...] = (InvalidRequest, UnreadableBody, UploadTimeout, BodyTooLarge, InternalError)
+ANY_REQUEST: tuple[type[Refusal], ...] = (
+    problems.InvalidRequest,
+    problems.UnreadableBody,
+    problems.UploadTimeout,
+    problems.BodyTooLarge,
+    problems.InternalError,
+)
 ANY_CALLER: tuple[type[Refusal], ...] = (
-    Unauthorized,
-    TokenExpired,
-    TooManyFailures,
-    WrongRole,
-    OtherCertificate,
-    NotFound,
-    StoreAway,
-    FederationMoving,
-    HeldElsewhere,
-    StorageDamaged,
-    IssuerAway,
-    MethodAbsent,
-    Unreadable,
+    problems.Unauthorized,
+    problems.TokenExpired,
+    problems.TooManyFailures,
+    problems.WrongRole,
+    problems.OtherCertificate,
+    problems.NotFound,
+    problems.StoreAway,
+    problems.FederationMoving,
+    problems.HeldElsewhere,
+    problems.StorageDamaged,
+    problems.IssuerAway,
+    problems.MethodAbsent,
+    problems.Unreadable,
 )
 
 
 def for_callers(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
     """OpenAPI responses for a route that asks for a token, and refuses with ``kinds``."""
     return documented(*ANY_CALLER, *kinds)
+
+
+def for_clients(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:
+    """The same for a route that only clients may call."""
+    return for_callers(problems.Withdrawn, *kinds)
 
 
 def documented(*kinds: type[Refusal]) -> dict[int | str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Calling, CallingClient, RegistryOf, TaskId
 from promptfed.coordinator.api.federations import TENSOR_BODY
-from promptfed.coordinator.api.tasks import CLIENT, UPDATE
+from promptfed.coordinator.api.tasks import ACCEPTED_BEFORE, ANSWERED, UPDATE
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.resumable import (
     COMPLETE,
@@ -37,15 +37,7 @@ from promptfed.shared.api.api_schemas import UpdateReceipt
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
-ABOUT = (
-    *CLIENT,
-    problems.DigestMissing,
-    problems.BadUploadHeaders,
-    problems.BodyTooLarge,
-    problems.WrongTaskKind,
-    problems.AlreadyAnswered,
-    problems.PhaseClosed,
-)
+ABOUT = (problems.DigestMissing, problems.BadUploadHeaders, problems.BodyTooLarge, *ANSWERED)
 Whole = Annotated[str | None, Header(description="SHA-256 of the whole body, `sha-256=:<base64>:` (RFC 9530)")]
 Length = Annotated[str | None, Header(description="bytes of the whole body")]
 Offset = Annotated[str | None, Header(description="how many bytes come before this part")]
@@ -57,7 +49,7 @@ Complete = Annotated[str | None, Header(description="`?1` with the last part, `?
     status_code=status.HTTP_204_NO_CONTENT,
     responses={
         204: {"description": "`Upload-Offset`: bytes that have arrived; `Upload-Complete: ?1`: it was accepted"},
-        **described.documented(*ABOUT),
+        **described.for_clients(*ABOUT),
     },
 )
 async def head_update(
@@ -81,9 +73,9 @@ async def head_update(
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
     responses={
-        200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"},
+        **ACCEPTED_BEFORE,
         204: {"description": "the part is kept, and more is waited for from `Upload-Offset` on"},
-        **described.documented(
+        **described.for_clients(
             *ABOUT,
             problems.MismatchingOffset,
             problems.InconsistentLength,

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import NO_NUL, Calling, Informed, RegistryOf
 from promptfed.coordinator.reports import privacy
@@ -14,8 +13,6 @@ from promptfed.shared.api.privacy_schemas import PrivacyView, SpendList
 from promptfed.shared.messages import Witnesses
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["privacy"])
-
-CLIENT = (*described.ANY_CALLER, problems.Withdrawn)
 
 
 @router.get("/privacy", responses=described.for_callers())
@@ -25,14 +22,14 @@ def get_privacy(registry: RegistryOf, federation: Informed) -> PrivacyView:
         return privacy.privacy_view(session, federation)
 
 
-@router.get("/spends", responses=described.documented(*CLIENT))
+@router.get("/spends", responses=described.for_clients())
 def get_spends(registry: RegistryOf, caller: Calling) -> SpendList:
     """What this client has spent as far as the coordinator knows: a ledger that lacks any of it is an old copy."""
     with registry.database.read() as session:
         return privacy.spends_of(session, caller.federation, caller.client)
 
 
-@router.get("/receipts", responses=described.documented(*CLIENT))
+@router.get("/receipts", responses=described.for_clients())
 def get_receipts(
     registry: RegistryOf,
     caller: Calling,

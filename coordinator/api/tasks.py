@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response, status
 from fastapi.responses import FileResponse
@@ -27,7 +27,7 @@ from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 
-CLIENT = (*described.ANY_CALLER, problems.Withdrawn)
+ANSWERED = (problems.WrongTaskKind, problems.AlreadyAnswered, problems.PhaseClosed)
 UPDATE = (  # what an update may be refused for that has arrived whole
     *TENSORS,
     problems.NormTooLarge,
@@ -36,12 +36,15 @@ UPDATE = (  # what an update may be refused for that has arrived whole
     problems.PrivacyMissing,
     problems.PrivacyMismatch,
 )
+ACCEPTED_BEFORE: dict[int | str, dict[str, Any]] = {
+    200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"}
+}
 
 
 @router.get(
     "/task",
     response_model=Task,
-    responses={204: {"description": "no task within the time"}, **described.documented(*CLIENT, problems.Ended)},
+    responses={204: {"description": "no task within the time"}, **described.for_clients(problems.Ended)},
 )
 async def get_task(
     registry: RegistryOf,
@@ -131,7 +134,7 @@ def _config(registry: Registry, federation: Federation) -> str:
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "safetensors"},
         206: {"content": {"application/octet-stream": {}}, "description": "the range that was asked for"},
-        **described.documented(*CLIENT, problems.PayloadGone),
+        **described.for_clients(problems.PayloadGone),
     },
 )
 def get_payload(
@@ -158,16 +161,8 @@ def is_at_hand(registry: Registry, caller: CallingClient, task_id: str) -> bool:
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
     responses={
-        200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"},
-        **described.documented(
-            *CLIENT,
-            problems.DigestMissing,
-            problems.DigestMismatch,
-            problems.WrongTaskKind,
-            problems.AlreadyAnswered,
-            problems.PhaseClosed,
-            *UPDATE,
-        ),
+        **ACCEPTED_BEFORE,
+        **described.for_clients(problems.DigestMissing, problems.DigestMismatch, *ANSWERED, *UPDATE),
     },
     openapi_extra=TENSOR_BODY,
 )
@@ -209,9 +204,7 @@ async def take_update(
     response_model=Receipt,
     responses={
         200: {"model": Receipt, "description": "the same accuracies were accepted before"},
-        **described.documented(
-            *CLIENT, problems.WrongTaskKind, problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull
-        ),
+        **described.for_clients(*ANSWERED, problems.StorageFull),
     },
 )
 async def put_evaluation(
@@ -237,14 +230,11 @@ async def take_evaluation(
     status_code=status.HTTP_201_CREATED,
     response_model=UpdateReceipt,
     responses={
-        200: {"model": UpdateReceipt, "description": "these very bytes were accepted before"},
-        **described.documented(
-            *CLIENT,
+        **ACCEPTED_BEFORE,
+        **described.for_clients(
             problems.DigestMissing,
             problems.DigestMismatch,
-            problems.WrongTaskKind,
-            problems.AlreadyAnswered,
-            problems.PhaseClosed,
+            *ANSWERED,
             problems.BodyTooLarge,
             problems.StorageFull,
             exchanges.NotSecure,
@@ -280,7 +270,7 @@ async def put_exchange(
 
 @router.post(
     "/tasks/{task_id}/failure",
-    responses=described.documented(*CLIENT, problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
+    responses=described.for_clients(problems.AlreadyAnswered, problems.PhaseClosed, problems.StorageFull),
 )
 def post_failure(registry: RegistryOf, caller: Calling, task_id: TaskId, failure: FailureRequest) -> Receipt:
     """Say that the task cannot be carried out: nobody waits for it any longer."""

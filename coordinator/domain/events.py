@@ -1,4 +1,7 @@
-"""What may happen to a federation's run: the round machine's inputs."""
+"""What may happen to a federation's run: the round machine's inputs.
+
+``now`` is in seconds of a monotonic clock, ``name`` is a client's.
+"""
 
 from __future__ import annotations
 
@@ -8,67 +11,68 @@ from promptfed.shared.messages import Role
 
 
 @dataclass(frozen=True)
-class Enrolled:
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True)
+class _Timed(Event):
+    now: float
+
+
+@dataclass(frozen=True)
+class _Explained(Event):
+    reason: str
+
+
+@dataclass(frozen=True)
+class _OfClient(Event):
+    name: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Enrolled(Event):
     """A client enrolled, or came back under its name after the operator had reset it."""
 
     name: str
     role: Role
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(_Timed):
     """The operator starts; the initial state is at hand."""
 
-    now: float
 
-
-@dataclass(frozen=True)
-class StartRefused:
+class StartRefused(_Explained):
     """An automatic start was tried and refused; it is tried again when something changes."""
 
-    reason: str
 
-
-@dataclass(frozen=True)
-class Pause:
+class Pause(Event):
     """The operator pauses."""
 
 
-@dataclass(frozen=True)
-class Resume:
+class Resume(_Timed):
     """The operator resumes."""
 
-    now: float
 
-
-@dataclass(frozen=True)
-class Cancel:
+class Cancel(Event):
     """The operator ends it for good."""
 
 
-@dataclass(frozen=True)
-class Fail:
+class Fail(_Explained):
     """The method cannot go on."""
 
-    reason: str
+
+class Damaged(_Explained):
+    """Stored bytes that are needed to go on are not what they were; ``reason`` says which."""
 
 
-@dataclass(frozen=True)
-class Damaged:
-    """Stored bytes that are needed to go on are not what they were; ``what`` says which."""
-
-    what: str
-
-
-@dataclass(frozen=True)
-class Mended:
+class Mended(_Timed):
     """They are what they were again."""
 
-    now: float
-
 
 @dataclass(frozen=True)
-class Withdraw:
+class Withdraw(Event):
     """The operator takes a client out; ``discard`` drops its accepted update of the open stage too."""
 
     name: str
@@ -76,82 +80,33 @@ class Withdraw:
     now: float
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(_OfClient):
     """A client's answer to the open stage was accepted."""
 
-    name: str
-    now: float
 
-
-@dataclass(frozen=True)
-class AnsweredLast:
+class AnsweredLast(_OfClient):
     """The same, and with it the secure sum can be opened: nobody else needs to answer."""
 
-    name: str
-    now: float
 
-
-@dataclass(frozen=True)
-class SumInvalid:
+class SumInvalid(_Explained):
     """The secure sum that was opened cannot be one of honest clients; nobody can tell who spoilt it."""
 
-    reason: str
 
-
-@dataclass(frozen=True)
-class Grown:
+class Grown(_Explained):
     """The state after the closed phase grows without bound and is not committed; ``reason`` begins with ``GROWN``."""
 
-    reason: str
 
-
-@dataclass(frozen=True)
-class Failed:
+class Failed(_OfClient):
     """A client said that it cannot answer."""
 
-    name: str
-    now: float
 
-
-@dataclass(frozen=True)
-class Tick:
+class Tick(_Timed):
     """Time has passed."""
 
-    now: float
 
-
-@dataclass(frozen=True)
-class JobDone:
+class JobDone(_Timed):
     """The due work is done and its state is committed with this event."""
 
-    now: float
 
-
-@dataclass(frozen=True)
-class Restarted:
+class Restarted(_Timed):
     """The coordinator was away: that time does not count."""
-
-    now: float
-
-
-Event = (
-    Enrolled
-    | Start
-    | StartRefused
-    | Pause
-    | Resume
-    | Cancel
-    | Fail
-    | Damaged
-    | Mended
-    | Withdraw
-    | Answered
-    | AnsweredLast
-    | SumInvalid
-    | Grown
-    | Failed
-    | Tick
-    | JobDone
-    | Restarted
-)

@@ -9,7 +9,17 @@ from promptfed.shared.messages import FederationState, TaskKind
 
 
 @dataclass(frozen=True)
-class Moved:
+class Fact:
+    """Base of all facts."""
+
+
+@dataclass(frozen=True)
+class _OfClients(Fact):
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Moved(Fact):
     """The federation's state changed."""
 
     state: FederationState
@@ -17,7 +27,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Opened:
+class Opened(Fact):
     """A stage opened and asks ``names``. ``expected``: K̄, how many are expected to count."""
 
     round: int
@@ -29,29 +39,26 @@ class Opened:
     expected: float
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(_OfClients):
     """The open stage asks ``names`` too."""
 
-    names: tuple[str, ...]
-
 
 @dataclass(frozen=True)
-class Extended:
+class Extended(Fact):
     """The open stage missed its quorum and got its one extension (or lost it again, at a resume)."""
 
     extended: bool
 
 
 @dataclass(frozen=True)
-class DeadlineSet:
+class DeadlineSet(Fact):
     """The open stage has ``seconds`` from now."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class Settled:
+class Settled(Fact):
     """A client's part of the open stage is over."""
 
     name: str
@@ -59,37 +66,27 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Closed:
+class Closed(Fact):
     """The open stage closed; ``counted`` are the clients whose answers count, in order of name."""
 
     counted: tuple[str, ...]
     sample_size: int
 
 
-@dataclass(frozen=True)
-class Reopened:
+class Reopened(Fact):
     """The closed stage is open again: an answer that counted was discarded before its state was committed."""
 
 
 @dataclass(frozen=True)
-class AttemptFailed:
+class AttemptFailed(Fact):
     """Too few answered a step of a secure sum: what was sent for this attempt is of no use, another one begins."""
 
     attempt: int
 
 
-@dataclass(frozen=True)
-class Completed:
+class Completed(Fact):
     """The closed stage is done with: its state is committed, or it was an evaluation."""
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(_OfClients):
     """The state knows these clients now."""
-
-    names: tuple[str, ...]
-
-
-Fact = (
-    Moved | Opened | Asked | Extended | DeadlineSet | Settled | Closed | Reopened | AttemptFailed | Completed | Joined
-)

@@ -92,8 +92,8 @@ class Machine:
                 self._end("cancelled", None)
             case events.Fail(reason):
                 self._end("failed", reason)
-            case events.Damaged(what):
-                self._damaged(what)
+            case events.Damaged(reason):
+                self._damaged(reason)
             case events.Mended(now):
                 self._mended(now)
             case events.Withdraw(name, discard, now):
@@ -147,11 +147,11 @@ class Machine:
         self._set_deadline(now)
         self._go_on(now)
 
-    def _damaged(self, what: str) -> None:
+    def _damaged(self, reason: str) -> None:
         """Wait, without an end: whoever has the bytes may bring them again. Nothing that clients did is lost."""
         if self.run.state not in ("enrolling", "running"):
             raise WrongMoment(self.run.state)
-        self._move("paused" if self.run.state == "running" else "enrolling", DAMAGED + what)
+        self._move("paused" if self.run.state == "running" else "enrolling", DAMAGED + reason)
 
     def _mended(self, now: float) -> None:
         if self.run.state not in ("enrolling", "paused") or not self.run.is_damaged:

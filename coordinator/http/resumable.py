@@ -15,17 +15,8 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect
 
+from promptfed.coordinator import problems
 from promptfed.coordinator.http.uploads import CHUNK, Incoming, Uploads, announced_digest
-from promptfed.coordinator.problems import (
-    BadUploadHeaders,
-    BodyTooLarge,
-    DigestMissing,
-    IncompleteBody,
-    InconsistentLength,
-    MismatchingOffset,
-    StorageFull,
-    UploadTimeout,
-)
 from promptfed.coordinator.store.blobs import PREFIX
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.partial_uploads import PartialUpload, PartialUploads, TakenOver
@@ -48,14 +39,14 @@ class Announced:
         """Of its headers. Raises DigestMissing, BadUploadHeaders, BodyTooLarge."""
         try:
             digest = announced_digest(headers.get("repr-digest"))
-        except DigestMissing:
-            raise DigestMissing("send the whole body's SHA-256 as `Repr-Digest: sha-256=:<base64>:`") from None
+        except problems.DigestMissing:
+            raise problems.DigestMissing("send the whole body's SHA-256 as `Repr-Digest: sha-256=:<base64>:`") from None
         length = _number(headers, LENGTH)
         if length == 0:
-            raise BadUploadHeaders(f"{LENGTH} is 0: no update is empty")
+            raise problems.BadUploadHeaders(f"{LENGTH} is 0: no update is empty")
         if length > limit:
             text = f"an update may have {limit} bytes (admission.max_bytes); this one is announced with {length}"
-            raise BodyTooLarge(text)
+            raise problems.BodyTooLarge(text)
         return cls(digest, length)
 
 
@@ -71,18 +62,18 @@ class Part:
         """Of its headers; ``size``: its Content-Length. Raises BadUploadHeaders, InconsistentLength."""
         offset, complete = _number(headers, OFFSET), headers.get(COMPLETE.lower())
         if complete not in (YES, NO):
-            raise BadUploadHeaders(f"{COMPLETE} says {YES} with the last part, {NO} before")
+            raise problems.BadUploadHeaders(f"{COMPLETE} says {YES} with the last part, {NO} before")
         end = offset + (size or 0)
         if end > whole.length or (complete == YES and size is not None and end != whole.length):
             text = f"bytes up to {end} are announced, and {LENGTH} is {whole.length}"
-            raise InconsistentLength(f"{text}: send {COMPLETE}: {YES} with what ends there")
+            raise problems.InconsistentLength(f"{text}: send {COMPLETE}: {YES} with what ends there")
         return cls(offset, complete == YES)
 
 
 def _number(headers: Mapping[str, str], name: str) -> int:
     text = headers.get(name.lower(), "")
     if not _INTEGER.fullmatch(text):
-        raise BadUploadHeaders(f"{name} is a number of bytes, in up to 15 digits")
+        raise problems.BadUploadHeaders(f"{name} is a number of bytes, in up to 15 digits")
     return int(text)
 
 
@@ -104,17 +95,17 @@ async def receive(
         try:
             reached = await _take(body, part.offset, partial, uploads.timeout)
         except TakenOver:
-            raise IncompleteBody("a newer request goes on with this upload") from None
+            raise problems.IncompleteBody("a newer request goes on with this upload") from None
         finally:
             await asyncio.to_thread(partial.sync)
             point("part-kept")
     return reached
 
 
-def _mismatch(provided: int, expected: int) -> MismatchingOffset:
+def _mismatch(provided: int, expected: int) -> problems.MismatchingOffset:
     text = f"the part begins at byte {provided}, and {expected} bytes have arrived: go on from there"
     members = {"expected-offset": expected, "provided-offset": provided}
-    return MismatchingOffset(text, headers={OFFSET: str(expected), COMPLETE: NO}, **members)
+    return problems.MismatchingOffset(text, headers={OFFSET: str(expected), COMPLETE: NO}, **members)
 
 
 def _make_room(partial: PartialUpload, partials: PartialUploads) -> None:
@@ -122,7 +113,7 @@ def _make_room(partial: PartialUpload, partials: PartialUploads) -> None:
     for other in partials.others(partial):
         other.unlink(missing_ok=True)
     if shutil.disk_usage(partials.folder).free < partial.length:
-        raise StorageFull(f"the disk has no room for {partial.length} bytes: make room and send it again")
+        raise problems.StorageFull(f"the disk has no room for {partial.length} bytes: make room and send it again")
 
 
 async def _take(body: Incoming, offset: int, partial: PartialUpload, least_seconds: float) -> int:
@@ -135,7 +126,7 @@ async def _take(body: Incoming, offset: int, partial: PartialUpload, least_secon
                 raise TakenOver
             async for some in body.parts():
                 if written + held + len(some) > partial.length:
-                    raise InconsistentLength(f"the part goes on behind {LENGTH}, {partial.length} bytes")
+                    raise problems.InconsistentLength(f"the part goes on behind {LENGTH}, {partial.length} bytes")
                 waiting.append(some)
                 held += len(some)
                 if held >= CHUNK:
@@ -146,9 +137,11 @@ async def _take(body: Incoming, offset: int, partial: PartialUpload, least_secon
     except TimeoutError:
         if not partial.is_newest:
             raise TakenOver from None
-        raise UploadTimeout(f"the body did not arrive within {seconds:g} s: what has arrived is kept") from None
+        raise problems.UploadTimeout(
+            f"the body did not arrive within {seconds:g} s: what has arrived is kept"
+        ) from None
     except ClientDisconnect:
-        raise IncompleteBody("the connection ended before the body did: what has arrived is kept") from None
+        raise problems.IncompleteBody("the connection ended before the body did: what has arrived is kept") from None
     finally:
         partial.limit = None
         if writing is not None:

@@ -28,7 +28,6 @@ from promptfed.shared.methods.core.sizes import BYTES_PER_SECOND
 
 CHUNK = 1 << 20
 DRAINED = 8 << 20  # how much more than its limit a body may have before we stop listening to it
-RETRY_AFTER = "2"
 WAITING_BYTES = 64 << 20
 SHARE = 4  # a client has at most one place in so many, but always one
 OF_ONE_CLIENT = 8  # bodies that may be under way or wait
@@ -180,8 +179,7 @@ class Uploads:
         self._registry.metrics.uploads.set(self._running)
 
     def _too_many(self) -> TooManyUploads:
-        text = f"too many uploads are under way: try again in {RETRY_AFTER} s"
-        return TooManyUploads(text, headers={"Retry-After": RETRY_AFTER})
+        return TooManyUploads(f"too many uploads are under way: try again in {TooManyUploads.retry_after} s")
 
     async def _receive(self, body: Incoming, path: Path, limit: int) -> Upload:
         # Of one that is small, or not announced, nobody waits longer.

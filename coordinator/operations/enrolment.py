@@ -54,7 +54,7 @@ async def enrol(registry: Registry, id: str, request: EnrolRequest, token_digest
     return registry.get(id).clients[request.name], new
 
 
-class IdentityMissing(problems.Refusal, status=422, kind="identity-missing", title="The identity key is missing"):
+class IdentityMissing(problems.Refusal, status=422, title="The identity key is missing"):
     """A client without an identity key, in a federation with secure sums."""
 
 
@@ -62,11 +62,11 @@ class BadProof(problems.Refusal, status=422, kind="bad-signature", title="The si
     """An identity key without the signature that proves it."""
 
 
-class IdentityChanged(problems.Refusal, status=409, kind="identity-changed", title="The identity key has changed"):
+class IdentityChanged(problems.Refusal, status=409, title="The identity key has changed"):
     """A known client with another identity key than it enrolled with."""
 
 
-class KeyTaken(problems.Refusal, status=409, kind="key-taken", title="Another client has this identity key"):
+class KeyTaken(problems.Refusal, status=409, title="Another client has this identity key"):
     """An identity key that another client has."""
 
 

@@ -35,27 +35,27 @@ from promptfed.shared.tensors import TensorError, decode
 MOST_BYTES = 4 << 20  # of an answer that is no vector
 
 
-class NotSecure(problems.Refusal, status=409, kind="not-secure", title="This federation has no secure sums"):
+class NotSecure(problems.Refusal, status=409, title="This federation has no secure sums"):
     """An exchange in a federation without secure aggregation, or an update in the clear in one with it."""
 
 
-class BadExchange(problems.Refusal, status=422, kind="bad-exchange", title="The answer is not what the step asks for"):
+class BadExchange(problems.Refusal, status=422, title="The answer is not what the step asks for"):
     """An answer that is not what its step of a secure sum asks for."""
 
 
-class BadSignature(problems.Refusal, status=422, kind="bad-signature", title="The signature is not the client's"):
+class BadSignature(problems.Refusal, status=422, title="The signature is not the client's"):
     """A signature that is not that of the client's identity key."""
 
 
-class WrongRoster(problems.Refusal, status=422, kind="wrong-roster", title="The answer is for another roster"):
+class WrongRoster(problems.Refusal, status=422, title="The answer is for another roster"):
     """An answer for another roster than this attempt's."""
 
 
-class LooksUnmasked(problems.Refusal, status=422, kind="looks-unmasked", title="The vector is not masked"):
+class LooksUnmasked(problems.Refusal, status=422, title="The vector is not masked"):
     """A vector in the clear: nothing of it was stored."""
 
 
-class BadShares(problems.Refusal, status=422, kind="bad-shares", title="A share is not the one that was dealt"):
+class BadShares(problems.Refusal, status=422, title="A share is not the one that was dealt"):
     """A false share in step unmask: the client that sent it counts as failed, and others open the sum."""
 
 

@@ -6,7 +6,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.domain.federation import Federation
 
 
-class UpdatesMasked(problems.Refusal, status=409, kind="updates-masked", title="Only the sum of the updates is known"):
+class UpdatesMasked(problems.Refusal, status=409, title="Only the sum of the updates is known"):
     """Something that needs a single update, of a federation with secure sums."""
 
 

@@ -33,7 +33,7 @@ from promptfed.shared.spec.weighting import shares
 from promptfed.shared.tensors import Tensors, state_hash
 
 
-class PrivacyProtected(Refusal, status=409, kind="privacy-protected", title="A second release of the same updates"):
+class PrivacyProtected(Refusal, status=409, title="A second release of the same updates"):
     """Another aggregate of updates whose one release is all that the privacy budget has paid for."""
 
 

@@ -8,19 +8,19 @@ from promptfed.coordinator.problems.base import Refusal as Refusal
 # Any request
 
 
-class InvalidRequest(Refusal, status=422, kind="invalid-request", title="The request is not what the schema says"):
+class InvalidRequest(Refusal, status=422, title="The request is not what the schema says"):
     """A path, query, header or body that is not what the schema says."""
 
 
-class UnreadableBody(Refusal, status=400, kind="unreadable-body", title="The body cannot be read"):
+class UnreadableBody(Refusal, status=400, title="The body cannot be read"):
     """A JSON body that cannot be read at all."""
 
 
-class NotFound(Refusal, status=404, kind="not-found", title="There is no such thing here"):
+class NotFound(Refusal, status=404, title="There is no such thing here"):
     """Nothing lies at this address, or nothing that this caller may know of."""
 
 
-class MethodNotAllowed(Refusal, status=405, kind="method-not-allowed", title="This address does not know this verb"):
+class MethodNotAllowed(Refusal, status=405, title="This address does not know this verb"):
     """A verb that this address does not know."""
 
 
@@ -28,11 +28,11 @@ class BodyTooLarge(Refusal, status=413, kind="too-large", title="The body is too
     """A body over the limit."""
 
 
-class UploadTimeout(Refusal, status=408, kind="upload-timeout", title="The body took too long to arrive"):
+class UploadTimeout(Refusal, status=408, title="The body took too long to arrive"):
     """A body that took too long to arrive."""
 
 
-class HttpError(Refusal, kind="http-error", title="The request was refused"):
+class HttpError(Refusal, title="The request was refused"):
     """Another refusal of the HTTP layer."""
 
     def __init__(self, status: int, detail: str):
@@ -40,117 +40,96 @@ class HttpError(Refusal, kind="http-error", title="The request was refused"):
         self.status = status  # type: ignore[misc]
 
 
-class InternalError(Refusal, status=500, kind="internal-error", title="Something broke in the coordinator"):
+class InternalError(Refusal, status=500, title="Something broke in the coordinator"):
     """Something broke here."""
 
 
-class StorageFull(Refusal, status=507, kind="storage-full", title="The coordinator's disk is full"):
+class StorageFull(Refusal, status=507, title="The coordinator's disk is full"):
     """The disk is full: nothing was stored."""
 
 
-class StorageDamaged(Refusal, status=503, kind="storage-damaged", title="What was stored is damaged", retry_after=2):
+class StorageDamaged(Refusal, status=503, title="What was stored is damaged", retry_after=2):
     """Stored bytes that are not what they were: they are not given out. Made or sent again, they are."""
 
 
-class StoreAway(Refusal, status=503, kind="store-away", title="The coordinator's database is away"):
+class StoreAway(Refusal, status=503, title="The coordinator's database is away", retry_after=2):
     """The database does not answer: nothing was stored, or it was and sending it again will be told so."""
 
     def __init__(self) -> None:
-        super().__init__("the coordinator's database is away: send it again later", headers={"Retry-After": "2"})
+        super().__init__("the coordinator's database is away: send it again later")
 
 
-class ObjectsAway(StoreAway, kind="store-away", title="The coordinator's object store is away"):
+class ObjectsAway(
+    Refusal, status=503, kind="store-away", title="The coordinator's object store is away", retry_after=2
+):
     """The object store does not answer: nothing was stored."""
 
-    def __init__(self) -> None:
-        Refusal.__init__(
-            self, "the coordinator's object store is away: send it again later", headers={"Retry-After": "2"}
-        )
 
-
-class FederationMoving(
-    Refusal,
-    status=503,
-    kind="federation-moving",
-    title="Another coordinator takes this federation over",
-    retry_after=1,
-):
+class FederationMoving(Refusal, status=503, title="Another coordinator takes this federation over", retry_after=1):
     """Of several coordinators another one carries it out, or is about to: nothing was stored here."""
 
 
-class HeldElsewhere(
-    Refusal, status=307, kind="held-elsewhere", title="Another coordinator carries this federation out"
-):
+class HeldElsewhere(Refusal, status=307, title="Another coordinator carries this federation out"):
     """The same request belongs to the address in ``Location``, with the same token."""
 
 
-class MethodAbsent(
-    Refusal,
-    status=503,
-    kind="method-absent",
-    title="The coordinator does not have this federation's method",
-    retry_after=60,
-):
+class MethodAbsent(Refusal, status=503, title="The coordinator does not have this federation's method", retry_after=60):
     """A federation whose method comes from a package that is not installed here any more, or is broken."""
 
 
-class Unreadable(MethodAbsent, kind="unreadable", title="What is stored of this federation cannot be read"):
+class Unreadable(MethodAbsent, title="What is stored of this federation cannot be read"):
     """A federation whose stored spec or rows cannot be read: its rows stay as they are."""
 
 
-class NotReady(Refusal, status=503, kind="not-ready", title="The coordinator is not ready"):
+class NotReady(Refusal, status=503, title="The coordinator is not ready"):
     """The store does not work, or the federations are not taken up yet."""
 
 
 # Access
 
 
-class Unauthorized(Refusal, status=401, kind="unauthorized", title="A valid bearer token is needed"):
+class Unauthorized(Refusal, status=401, title="A valid bearer token is needed"):
     """No bearer token, or one that nobody has."""
 
     def __init__(self, detail: str):
         super().__init__(detail, headers={"WWW-Authenticate": "Bearer"})
 
 
-class TokenExpired(Unauthorized, kind="token-expired", title="This token has expired"):
+class TokenExpired(Unauthorized, title="This token has expired"):
     """An enrolment token, or an operator's, after its time."""
 
 
-class IssuerAway(
-    Refusal, status=503, kind="issuer-away", title="The issuer of operators' tokens does not answer", retry_after=10
-):
+class IssuerAway(Refusal, status=503, title="The issuer of operators' tokens does not answer", retry_after=10):
     """An OIDC token whose issuer's keys cannot be had just now."""
 
 
-class TooManyFailures(
-    Refusal, status=429, kind="too-many-failures", title="Too many wrong tokens came from this address"
-):
+class TooManyFailures(Refusal, status=429, title="Too many wrong tokens came from this address"):
     """Too many wrong tokens came from one address: no token of its is looked at for a while."""
 
     def __init__(self, detail: str, seconds: int):
         super().__init__(detail, headers={"Retry-After": str(seconds)})
 
 
-class WrongRole(Refusal, status=403, kind="wrong-role", title="This token is not for this call"):
+class WrongRole(Refusal, status=403, title="This token is not for this call"):
     """A token of another kind than this call takes."""
 
 
-class OtherCertificate(Refusal, status=403, kind="other-certificate", title="This client's certificate is needed"):
+class OtherCertificate(Refusal, status=403, title="This client's certificate is needed"):
     """A client without a certificate in its name, where clients are asked for one."""
 
 
-class Withdrawn(Refusal, status=403, kind="withdrawn", title="This client has been withdrawn"):
+class Withdrawn(Refusal, status=403, title="This client has been withdrawn"):
     """A client that the operator has withdrawn."""
 
 
 # Federations
 
 
-class InvalidSpec(Refusal, status=422, kind="invalid-spec", title="The spec cannot be run"):
+class InvalidSpec(Refusal, status=422, title="The spec cannot be run"):
     """A spec that cannot be run; ``errors`` has the path of each offence."""
 
 
-class NameTaken(Refusal, status=409, kind="name-taken", title="The name is taken"):
+class NameTaken(Refusal, status=409, title="The name is taken"):
     """The name belongs to another federation, or to a client with another secret."""
 
 
@@ -160,114 +139,102 @@ class KeyReused(
     """An Idempotency-Key that came with another body before."""
 
 
-class WrongState(Refusal, status=409, kind="wrong-state", title="The federation is not in a state for this"):
+class WrongState(Refusal, status=409, title="The federation is not in a state for this"):
     """A call at the wrong moment; ``state`` is the federation's."""
 
 
-class NotEnoughClients(Refusal, status=409, kind="not-enough-clients", title="Too few trainers are enrolled"):
+class NotEnoughClients(Refusal, status=409, title="Too few trainers are enrolled"):
     """A start with too few trainers; ``enrolled`` of ``needed``."""
 
 
-class InitialStateMissing(
-    Refusal, status=409, kind="initial-state-missing", title="The initial state has to be supplied"
-):
+class InitialStateMissing(Refusal, status=409, title="The initial state has to be supplied"):
     """The method's initial state takes a backbone."""
 
 
-class InitialStateMismatch(
-    Refusal, status=409, kind="initial-state-mismatch", title="The supplied initial state does not fit"
-):
+class InitialStateMismatch(Refusal, status=409, title="The supplied initial state does not fit"):
     """The supplied initial state is not what the method and the clients' backbone need."""
 
 
-class CannotStart(
-    Refusal, status=409, kind="cannot-start", title="The method cannot run with this backbone and these clients"
-):
+class CannotStart(Refusal, status=409, title="The method cannot run with this backbone and these clients"):
     """The method cannot run with this backbone and these clients."""
 
 
-class NotAGenerator(Refusal, status=409, kind="not-a-generator", title="This method has no prompt generator"):
+class NotAGenerator(Refusal, status=409, title="This method has no prompt generator"):
     """Prompts asked of a method that generates none."""
 
 
-class NoState(Refusal, status=404, kind="no-state", title="There is no state of this round"):
+class NoState(Refusal, status=404, title="There is no state of this round"):
     """No state of this round is there (any more)."""
 
 
-class UpdatesGone(Refusal, status=410, kind="updates-gone", title="The round's tensors are no longer kept"):
+class UpdatesGone(Refusal, status=410, title="The round's tensors are no longer kept"):
     """A replay of a round whose tensors were removed."""
 
 
-class NotAMean(Refusal, status=409, kind="not-a-mean", title="This method's aggregate is not a mean"):
+class NotAMean(Refusal, status=409, title="This method's aggregate is not a mean"):
     """Another rule asked of a method whose aggregate is not a mean."""
 
 
-class ExportDiffers(Refusal, status=409, kind="export-differs", title="The card is not what the coordinator knows"):
+class ExportDiffers(Refusal, status=409, title="The card is not what the coordinator knows"):
     """An export's card that says something else than the coordinator's store; ``errors`` has each place."""
 
 
-class TooFewUpdates(Refusal, status=409, kind="too-few-updates", title="Too few updates are left to aggregate"):
+class TooFewUpdates(Refusal, status=409, title="Too few updates are left to aggregate"):
     """A replay that leaves nothing, or too little for its rule, to aggregate."""
 
 
-class NotAcceptable(Refusal, status=406, kind="not-acceptable", title="The answer cannot be given in this form"):
+class NotAcceptable(Refusal, status=406, title="The answer cannot be given in this form"):
     """No form of the answer is among those accepted, or JSON would be too large."""
 
 
 # Enrolment
 
 
-class ProtocolVersion(
-    Refusal, status=409, kind="protocol-version", title="The client speaks another version of the protocol"
-):
+class ProtocolVersion(Refusal, status=409, title="The client speaks another version of the protocol"):
     """A client that speaks another version."""
 
 
-class OtherBackbone(Refusal, status=409, kind="other-backbone", title="The client's backbone is not the federation's"):
+class OtherBackbone(Refusal, status=409, title="The client's backbone is not the federation's"):
     """A client whose backbone is not the federation's."""
 
 
-class SecretTaken(Refusal, status=409, kind="secret-taken", title="Another client has this secret"):
+class SecretTaken(Refusal, status=409, title="Another client has this secret"):
     """A secret that another client of the federation has."""
 
 
-class LateJoin(Refusal, status=409, kind="late-join", title="This method takes no newcomers after the start"):
+class LateJoin(Refusal, status=409, title="This method takes no newcomers after the start"):
     """A newcomer to a running federation whose method does not take any."""
 
 
-class TokenUsedUp(Refusal, status=409, kind="token-used-up", title="Nobody new can enrol with this token"):
+class TokenUsedUp(Refusal, status=409, title="Nobody new can enrol with this token"):
     """An enrolment token with which as many clients have enrolled as it was minted for, or one that was closed."""
 
 
-class OtherToken(Refusal, status=409, kind="other-token", title="This enrolment token is for somebody else"):
+class OtherToken(Refusal, status=409, title="This enrolment token is for somebody else"):
     """An enrolment token for another role, or for the one name that was reset."""
 
 
-class Starting(Refusal, status=503, kind="starting", title="The federation is just being started", retry_after=1):
+class Starting(Refusal, status=503, title="The federation is just being started", retry_after=1):
     """A newcomer while the initial state is made for the clients that there are."""
 
 
-class TooManyClassNames(
-    Refusal, status=422, kind="too-many-class-names", title="The federation's class names would be too much text"
-):
+class TooManyClassNames(Refusal, status=422, title="The federation's class names would be too much text"):
     """Class names that would, with those of the other clients, be more text than a federation takes."""
 
 
-class UnknownClass(Refusal, status=422, kind="unknown-class", title="The federation does not have these classes"):
+class UnknownClass(Refusal, status=422, title="The federation does not have these classes"):
     """A client that names classes which the federation does not have."""
 
 
-class DomainMissing(Refusal, status=422, kind="domain-missing", title="This method needs each client's domain"):
+class DomainMissing(Refusal, status=422, title="This method needs each client's domain"):
     """A client without a domain where the method needs its description."""
 
 
-class UnfitClient(
-    Refusal, status=409, kind="unfit-client", title="The method cannot take this client beside the others"
-):
+class UnfitClient(Refusal, status=409, title="The method cannot take this client beside the others"):
     """A client that the method cannot take beside the others, or back with what it says now."""
 
 
-class NoSamples(Refusal, status=422, kind="no-samples", title="A trainer needs at least one sample"):
+class NoSamples(Refusal, status=422, title="A trainer needs at least one sample"):
     """A trainer without a training sample."""
 
 
@@ -278,23 +245,23 @@ class Ended(Refusal, status=410, kind="federation-ended", title="The federation 
     """The federation has ended: there will be no more tasks."""
 
 
-class WrongTaskKind(Refusal, status=409, kind="wrong-task-kind", title="This task wants another kind of answer"):
+class WrongTaskKind(Refusal, status=409, title="This task wants another kind of answer"):
     """An update for an evaluation task, or the other way round."""
 
 
-class PayloadGone(Refusal, status=410, kind="payload-gone", title="The payload is no longer kept"):
+class PayloadGone(Refusal, status=410, title="The payload is no longer kept"):
     """The payload of a task that is long over was removed."""
 
 
-class DigestMissing(Refusal, status=400, kind="digest-missing", title="A Content-Digest with sha-256 is needed"):
+class DigestMissing(Refusal, status=400, title="A Content-Digest with sha-256 is needed"):
     """An update without a SHA-256 Content-Digest."""
 
 
-class DigestMismatch(Refusal, status=400, kind="digest-mismatch", title="The body does not have the announced digest"):
+class DigestMismatch(Refusal, status=400, title="The body does not have the announced digest"):
     """A body that is not what its Content-Digest says."""
 
 
-class BadUploadHeaders(Refusal, status=400, kind="bad-upload-headers", title="The upload's headers cannot be read"):
+class BadUploadHeaders(Refusal, status=400, title="The upload's headers cannot be read"):
     """A part whose headers do not say where it belongs."""
 
 
@@ -308,73 +275,71 @@ class MismatchingOffset(Refusal, status=409, kind="mismatching-upload-offset", t
     """A part that does not begin where what has arrived ends: ``Upload-Offset`` says where that is."""
 
 
-class IncompleteBody(Refusal, status=400, kind="incomplete-body", title="The body was cut off"):
+class IncompleteBody(Refusal, status=400, title="The body was cut off"):
     """A body that was cut off."""
 
 
-class TooManyUploads(Refusal, status=503, kind="too-many-uploads", title="Too many uploads are under way"):
+class TooManyUploads(Refusal, status=503, title="Too many uploads are under way", retry_after=2):
     """As many uploads as are allowed are under way."""
 
 
-class AlreadyAnswered(
-    Refusal, status=409, kind="already-answered", title="This task was already answered with something else"
-):
+class AlreadyAnswered(Refusal, status=409, title="This task was already answered with something else"):
     """The task was already answered with something else."""
 
 
-class PhaseClosed(Refusal, status=409, kind="phase-closed", title="The task's phase is closed"):
+class PhaseClosed(Refusal, status=409, title="The task's phase is closed"):
     """The task's phase is over; ``round`` and ``phase`` are the current ones."""
 
 
-class NotSafetensors(Refusal, status=415, kind="not-safetensors", title="The body is not a safetensors file"):
+class NotSafetensors(Refusal, status=415, title="The body is not a safetensors file"):
     """A body that is not a whole safetensors file."""
 
 
-class HeaderTooLarge(Refusal, status=422, kind="header-too-large", title="The safetensors header is too large"):
+class HeaderTooLarge(Refusal, status=422, title="The safetensors header is too large"):
     """A safetensors header over 1 MB."""
 
 
-class BadMetadata(Refusal, status=422, kind="bad-metadata", title="The metadata is not what an update must say"):
+class BadMetadata(Refusal, status=422, title="The metadata is not what an update must say"):
     """Metadata that is not what an update must say about itself."""
 
 
-class WrongTask(Refusal, status=422, kind="wrong-task", title="The metadata names another task"):
+class WrongTask(Refusal, status=422, title="The metadata names another task"):
     """Metadata that names another task."""
 
 
-class UnknownTensor(Refusal, status=422, kind="unknown-tensor", title="A tensor was not asked for"):
+class UnknownTensor(Refusal, status=422, title="A tensor was not asked for"):
     """A tensor that was not asked for."""
 
 
-class MissingTensor(Refusal, status=422, kind="missing-tensor", title="A tensor is missing"):
+class MissingTensor(Refusal, status=422, title="A tensor is missing"):
     """A tensor that was asked for and is not there."""
 
 
-class WrongShape(Refusal, status=422, kind="wrong-shape", title="A tensor has another shape"):
+class WrongShape(Refusal, status=422, title="A tensor has another shape"):
     """A tensor of another shape."""
 
 
-class WrongDtype(Refusal, status=422, kind="wrong-dtype", title="A tensor has another dtype"):
+class WrongDtype(Refusal, status=422, title="A tensor has another dtype"):
     """A tensor of another dtype."""
 
 
-class NotFinite(Refusal, status=422, kind="not-finite", title="A tensor holds NaN or infinity"):
+class NotFinite(Refusal, status=422, title="A tensor holds NaN or infinity"):
     """A tensor with NaN or infinity."""
 
 
-class NormTooLarge(Refusal, status=422, kind="norm-too-large", title="The update's norm is over the limit"):
+class NormTooLarge(Refusal, status=422, title="The update's norm is over the limit"):
     """An update over the norm that the spec admits, or any federation."""
 
 
-class WrongPayload(Refusal, status=422, kind="wrong-payload", title="The update was made from another payload"):
+class WrongPayload(Refusal, status=422, title="The update was made from another payload"):
     """An update that was made from another payload than was served."""
 
 
-class PrivacyMissing(Refusal, status=422, kind="privacy-missing", title="The update was not trained under protection"):
+class PrivacyMissing(Refusal, status=422, title="The update was not trained under protection"):
     """An update of a protected federation that does not say what it cost its client."""
 
 
-class PrivacyMismatch(Refusal, status=422, kind="privacy-mismatch", title="The update cost something else than agreed"):
+class PrivacyMismatch(Refusal, status=422, title="The update cost something else than agreed"):
     """An update whose sampling, noise or steps are not those that the spec and the enrolled samples give."""
 
 

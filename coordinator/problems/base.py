@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
@@ -20,11 +21,16 @@ class Refusal(Exception):
     retry_after: ClassVar[int | None] = None
 
     def __init_subclass__(
-        cls, *, kind: str, title: str, status: int | None = None, retry_after: int | None = None
+        cls, *, title: str, kind: str | None = None, status: int | None = None, retry_after: int | None = None
     ) -> None:
-        """Declare a refusal; without a ``status`` it has its base's, or each one its own. ``retry_after``: seconds."""
+        """Declare a refusal.
+
+        kind: the class's name in lower case with hyphens unless given. status: that of the base class, or of each
+        instance, unless given. retry_after: seconds.
+        """
         super().__init_subclass__()
-        cls.kind, cls.title = kind, title
+        cls.kind = kind or re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
+        cls.title = title
         if retry_after is not None:
             cls.retry_after = retry_after
         if status is not None:
