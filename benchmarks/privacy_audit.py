@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.privacy import ADAM, DELTA
 from promptfed.cli.audit import served
-from promptfed.experiments.attacks.shadows import Plan, run_shadows
+from promptfed.experiments.attacks.shadows import ShadowPlan, run_shadows
 from promptfed.runtime.services import Site
 from promptfed.shared.clip import FeatureCache, load_backbone, tiny
 
@@ -49,7 +49,9 @@ def measured(method: str, epsilon: float | None, seeds: int, canaries: int, cach
     """The attacks' figures at one ε."""
     started = time.process_time()
     backbone = load_backbone(tiny.MODEL, tiny.PRETRAINED)
-    shadows = run_shadows(Plan(spec_of(method, epsilon), (SITE,), "site", seeds, canaries), served, backbone, cache)
+    shadows = run_shadows(
+        ShadowPlan(spec_of(method, epsilon), (SITE,), "site", seeds, canaries), served, backbone, cache
+    )
     found = {one.name: one for one in shadows.attacks(DELTA)}
     best = found["gained on canaries"]
     return {

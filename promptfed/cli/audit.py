@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 
 from promptfed.cli.predict import model_of_export
 from promptfed.client_service.training.data import ClientData
-from promptfed.experiments.attacks.membership import Attack, Scores, attack, likelihood_ratio, log_odds, losses
-from promptfed.experiments.attacks.shadows import Plan, Shadows, run_shadows
+from promptfed.experiments.attacks.membership import Attack, LabelledLogits, logits_of, loss_attacks
+from promptfed.experiments.attacks.shadows import ShadowPlan, Shadows, run_shadows
 from promptfed.experiments.attacks.stored_updates import Attacker, read_stored
 from promptfed.export.adapted_model import AdaptedModel
 from promptfed.export.export import open_backbone_of
@@ -44,15 +43,11 @@ def attack_export(
         raise CommandError(f"{len(references)} references are too few: give at least 4, or none", Exit.USAGE)
     with TemporaryDirectory(prefix="promptfed-audit-") as features:
         cache = FeatureCache(Path(features))
-        logits = {part: _logits(export, source, part, cache, allow_backbone) for part in (members, others)}
-        found = [attack("loss", -losses(*logits[members]), -losses(*logits[others]))]
-        if references:
-            ratios = []
-            for part in (members, others):
-                odds = [log_odds(*_logits(one, source, part, cache, allow_backbone)) for one in references]
-                ratios.append(likelihood_ratio(log_odds(*logits[part]), odds))
-            found.append(attack("lira", ratios[0], ratios[1]))
-    return found
+        own, *of_references = [
+            [_logits(path, source, part, cache, allow_backbone) for part in (members, others)]
+            for path in (export, *references)
+        ]
+        return loss_attacks(own, of_references)
 
 
 def attack_updates(
@@ -91,7 +86,7 @@ def attack_run(path: Path, client: str | None, seeds: int, canaries: int, allow_
     run = read_run(path)
     spec = resolve(run.spec)
     chosen = client or next((site.name for site in run.sites if site.role == "trainer"), "")
-    plan = Plan(spec.model_dump(mode="json"), tuple(run.sites), chosen, seeds, canaries)
+    plan = ShadowPlan(spec.model_dump(mode="json"), tuple(run.sites), chosen, seeds, canaries)
     backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone)
 
     def tell(number: int) -> None:
@@ -110,9 +105,7 @@ def served(
     return model.classifier, model.template
 
 
-def _logits(
-    export: Path, source: Source, part: str, cache: FeatureCache, allow_backbone: bool
-) -> tuple[Scores, np.ndarray]:
+def _logits(export: Path, source: Source, part: str, cache: FeatureCache, allow_backbone: bool) -> LabelledLogits:
     """``(n, C)`` logits of a part's images under an export, and their labels ``(n,)``."""
     model, names = model_of_export(export, None, None, source.class_names)
     backbone = open_backbone_of(model, allow_backbone)
@@ -120,6 +113,4 @@ def _logits(
     split = ClientData(source, backbone, cache).split(part, names)
     if not len(split):
         raise CommandError(f"the data have no {part} images", Exit.BAD_INPUT)
-    with torch.no_grad():
-        logits = torch.cat([classifier.logits(split, rows) for rows in torch.split(torch.arange(len(split)), 256)])
-    return logits.double().cpu().numpy(), split.labels.numpy()
+    return logits_of(classifier, split)

@@ -13,11 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special, stats
+
+from promptfed.shared.methods.core.interface.base import Classifier, Split
+from promptfed.shared.metrics import auroc
 
 Scores = NDArray[np.float64]
+LabelledLogits = tuple[NDArray[np.float64], NDArray[np.int64]]  # (n, C) and (n,)
+CHUNK = 256  # images that are classified at once
 ENOUGH = 10  # non-members over a rate's inverse: fewer say nothing of it
+LEAST_REFERENCES = 4
+OWN_SPREAD = 16  # references from which on each image has a standard deviation of its own
 CONFIDENCE = 0.95
 MOST_EPSILON = 50.0
 
@@ -46,35 +54,27 @@ class Attack:
     epsilon: float
 
 
-def area(members: Scores, others: Scores) -> float:
-    """P(score of a member > score of another) + P(equal)/2: the area under the ROC curve."""
-    both = np.concatenate([members, others])
-    ranks = stats.rankdata(both)[: len(members)]
-    wins = ranks.sum() - len(members) * (len(members) + 1) / 2
-    return float(wins / (len(members) * len(others)))
-
-
 def interval(members: Scores, others: Scores, draws: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """A 95 % interval of `area` by resampling both sides."""
+    """A 95 % interval of the area under the ROC curve, by resampling members and others."""
     random = np.random.default_rng(seed)
-    found = [area(random.choice(members, len(members)), random.choice(others, len(others))) for _ in range(draws)]
-    low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    areas = [auroc(random.choice(members, len(members)), random.choice(others, len(others))) for _ in range(draws)]
+    low, high = np.quantile(areas, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 
 def rate_at(members: Scores, others: Scores, at: float) -> Rate:
-    """Share of members over the threshold that at most ``at`` of the others reach."""
+    """Share of members above the threshold that at most the share ``at`` of the others reach."""
     if len(others) < ENOUGH / at:
         return Rate(at, None, None, None)
     threshold = np.sort(others)[::-1][math.floor(at * len(others))]
-    found = int((members > threshold).sum())
-    low, high = clopper_pearson(found, len(members))
-    return Rate(at, found / len(members), low, high)
+    above = int((members > threshold).sum())
+    low, high = clopper_pearson(above, len(members))
+    return Rate(at, above / len(members), low, high)
 
 
-def clopper_pearson(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The exact two-sided interval of a binomial rate."""
-    tail = (1 - confidence) / 2
+def clopper_pearson(successes: int, trials: int) -> tuple[float, float]:
+    """The exact two-sided interval of a binomial rate, with 95 % confidence."""
+    tail = (1 - CONFIDENCE) / 2
     low = 0.0 if successes == 0 else float(stats.beta.ppf(tail, successes, trials - successes + 1))
     high = 1.0 if successes == trials else float(stats.beta.ppf(1 - tail, successes + 1, trials - successes))
     return low, high
@@ -91,13 +91,13 @@ def epsilon_bound(members: Scores, others: Scores, delta: float) -> float:
 
 def _best_threshold(members: Scores, others: Scores, delta: float) -> float:
     candidates = np.unique(others)
-    return float(max(candidates, key=lambda one: _bound(members, others, float(one), delta)))
+    return float(max(candidates, key=lambda threshold: _bound(members, others, float(threshold), delta)))
 
 
 def _bound(members: Scores, others: Scores, threshold: float, delta: float) -> float:
-    confidence = CONFIDENCE  # two-sided intervals of 95 %: each used on one side, 2.5 % + 2.5 %
-    low, _ = clopper_pearson(int((members > threshold).sum()), len(members), confidence)
-    _, high = clopper_pearson(int((others > threshold).sum()), len(others), confidence)
+    # Two-sided intervals of 95 %, each used on one side: 2.5 % + 2.5 %.
+    low, _ = clopper_pearson(int((members > threshold).sum()), len(members))
+    _, high = clopper_pearson(int((others > threshold).sum()), len(others))
     return max(0.0, math.log((low - delta) / high)) if low > delta else 0.0
 
 
@@ -134,39 +134,61 @@ def attack(name: str, members: Scores, others: Scores, delta: float = 0.0) -> At
     low, high = interval(members, others)
     rates = tuple(rate_at(members, others, at) for at in (0.01, 0.001))
     bound = epsilon_bound(members, others, delta)
-    return Attack(name, len(members), len(others), area(members, others), low, high, rates, bound)
+    return Attack(name, len(members), len(others), auroc(members, others), low, high, rates, bound)
 
 
-def likelihood_ratio(scores: Scores, references: Sequence[Scores]) -> Scores:
-    """LiRA, offline: Φ((φ − μ)/σ) of each image by what references say that were not trained on it.
+def loss_attacks(
+    parts: Sequence[LabelledLogits], references: Sequence[Sequence[LabelledLogits]], delta: float = 0.0
+) -> list[Attack]:
+    """The attacks on members and others, the two ``parts``.
 
-    ``references`` are at least four, each scores ``(n,)`` of the same images; under sixteen share one σ.
+    ``loss``: minus the loss. ``lira``: the likelihood ratio of the log odds, if there are at least four ``references``,
+    the same parts' logits by classifiers that were not trained on these images.
     """
-    if len(references) < 4:
+    members, others = parts
+    attacks = [attack("loss", -losses(*members), -losses(*others), delta)]
+    if len(references) >= LEAST_REFERENCES:
+        ratios = [
+            likelihood_ratio(log_odds(*own), [log_odds(*reference[part]) for reference in references])
+            for part, own in enumerate(parts)
+        ]
+        attacks.append(attack("lira", *ratios, delta))
+    return attacks
+
+
+def likelihood_ratio(scores: Scores, references: Sequence[Scores], own_spread: float = OWN_SPREAD) -> Scores:
+    """LiRA, offline: Φ((φ − μ)/σ) ``(n,)``, with μ and σ of the references' scores of each image.
+
+    ``references`` are at least four, each scores ``(n,)`` of the same images by what was not trained on them. Fewer
+    than ``own_spread`` of them share one σ.
+
+    Raises:
+        ValueError: there are fewer than four references.
+    """
+    if len(references) < LEAST_REFERENCES:
         raise ValueError(f"{len(references)} references are too few for a likelihood ratio: give at least 4")
     table = np.stack(references)
-    spread = table.std(axis=0, ddof=1) if len(references) >= 16 else np.full(table.shape[1], _common(table))
+    variance = table.var(axis=0, ddof=1)
+    spread = np.sqrt(variance if len(table) >= own_spread else variance.mean())
     ratio: Scores = stats.norm.cdf((scores - table.mean(axis=0)) / np.maximum(spread, 1e-9))
     return ratio
 
 
-def _common(table: NDArray[np.float64]) -> float:
-    return float(np.sqrt(table.var(axis=0, ddof=1).mean()))
+def logits_of(classifier: Classifier, split: Split) -> LabelledLogits:
+    """Logits ``(n, C)`` and labels ``(n,)`` of a split's images."""
+    with torch.no_grad():
+        chunks = [classifier.logits(split, rows) for rows in torch.split(torch.arange(len(split.labels)), CHUNK)]
+    return torch.cat(chunks).double().cpu().numpy(), split.labels.numpy()
 
 
 def log_odds(logits: NDArray[np.float64], labels: NDArray[np.int64]) -> Scores:
     """φ = ln p_y/(1 − p_y) ``(n,)`` of ``logits (n, C)``, in a form that does not overflow."""
-    rows = np.arange(len(labels))
-    own = logits[rows, labels]
     others = np.where(np.arange(logits.shape[1]) == labels[:, None], -np.inf, logits)
-    top = others.max(axis=1)
-    rest: Scores = top + np.log(np.exp(others - top[:, None]).sum(axis=1))
-    odds: Scores = own - rest
+    odds: Scores = logits[np.arange(len(labels)), labels] - special.logsumexp(others, axis=1)
     return odds
 
 
 def losses(logits: NDArray[np.float64], labels: NDArray[np.int64]) -> Scores:
     """Cross-entropy ``(n,)`` of ``logits (n, C)``."""
-    top = logits.max(axis=1)
-    total: Scores = top + np.log(np.exp(logits - top[:, None]).sum(axis=1)) - logits[np.arange(len(labels)), labels]
-    return total
+    entropies: Scores = special.logsumexp(logits, axis=1) - logits[np.arange(len(labels)), labels]
+    return entropies

@@ -7,6 +7,7 @@ Federated Learning", 2024.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import ValidationError
-from scipy import stats
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 from torch import Tensor
@@ -27,7 +27,8 @@ from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob
 from promptfed.coordinator.store.opening import Store, open_to_look
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, TaskRow, UpdateRow
-from promptfed.experiments.attacks.membership import Attack, Scores, attack, likelihood_ratio, log_odds, losses
+from promptfed.experiments.attacks import membership
+from promptfed.experiments.attacks.membership import Attack, LabelledLogits, Scores
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import method_for
@@ -36,7 +37,6 @@ from promptfed.shared.spec.spec import FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
 
-LEAST_OTHERS = 4  # whose updates say what one without the image looks like
 ONE_STEP = TrainingSpec(epochs=1, batch_size=1, optimizer="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0)
 
 
@@ -111,10 +111,10 @@ def _phases(session: Session, blobs: Blobs, id: str, client: str) -> Iterator[St
         .where(PhaseRow.federation_id == id, UpdateRow.stored)
         .order_by(PhaseRow.id, TaskRow.client)
     )
-    found: dict[int, list[Any]] = {}
+    by_phase: dict[int, list[Any]] = {}
     for row in session.execute(query):
-        found.setdefault(row.id, []).append(row)
-    for rows in found.values():
+        by_phase.setdefault(row.id, []).append(row)
+    for rows in by_phase.values():
         for own in (row for row in rows if row.client == client):
             updates = {row.client: blobs.tensors(row.sha256)[0] for row in rows}
             yield StoredPhase(own.round, own.name, blobs.tensors(own.payload_sha256)[0], updates)
@@ -132,35 +132,29 @@ class Attacker:
     def attacks(self, members: str, others: str, most: int, delta: float) -> list[Attack]:
         """The attacks on the client's stored updates, with ``most`` images of either part.
 
-        ``loss`` and ``lira``: of the last update, the second beside those of at least four others. ``cosine``: of
-        every update with each image's gradient at what all were given, beside at least four others'.
+        ``loss`` and ``lira`` (see `loss_attacks`) use the last updates; the other clients are the references.
+        ``cosine`` uses the cosine of every update and each image's gradient at the payload, compared with those of at
+        least four other clients.
 
         Raises:
             CommandError: a part of the data has no images, or the method's updates are no classifier.
         """
-        parts = {part: self._picked(part, most) for part in (members, others)}
-        logits = {part: self._logits(split, self.client) for part, split in parts.items()}
-        found = [attack("loss", -losses(*logits[members]), -losses(*logits[others]), delta)]
-        peers = sorted(self.stored.phases[-1].updates.keys() - {self.client})
-        if len(peers) >= LEAST_OTHERS:
-            ratios = []
-            for part, split in parts.items():
-                odds = [log_odds(*self._logits(split, peer)) for peer in peers]
-                ratios.append(likelihood_ratio(log_odds(*logits[part]), odds))
-            found.append(attack("lira", ratios[0], ratios[1], delta))
-        cosines = [self._cosines(parts[part]) for part in (members, others)]
+        parts = [self._picked(part, most) for part in (members, others)]
+        last = self.stored.phases[-1]
+        peers = sorted(last.updates.keys() - {self.client})
+        own, *references = [[self._logits(split, client) for split in parts] for client in (self.client, *peers)]
+        attacks = membership.loss_attacks(own, references, delta)
+        cosines = [self._cosines(split) for split in parts]
         if cosines[0] is not None and cosines[1] is not None:
-            found.append(attack("cosine", cosines[0], cosines[1], delta))
-        return found
+            attacks.append(membership.attack("cosine", cosines[0], cosines[1], delta))
+        return attacks
 
     def _picked(self, part: str, most: int) -> LocalSplit:
-        names = self._names()
-        split = self.data.split(part, names)
+        split = self.data.split(part, self._names())
         if not len(split):
             raise CommandError(f"the data have no {part} images", Exit.BAD_INPUT)
         draws = torch.Generator().manual_seed(0)
-        rows = torch.randperm(len(split), generator=draws)[:most].sort().values
-        return picked(split, rows)
+        return picked(split, torch.randperm(len(split), generator=draws)[:most].sort().values)
 
     def _names(self) -> tuple[str, ...]:
         given = self.stored.spec.class_names
@@ -169,19 +163,15 @@ class Attacker:
     def _method(self) -> Method:
         return method_for(self.stored.spec)
 
-    def _logits(self, split: LocalSplit, client: str) -> tuple[Scores, np.ndarray]:
-        """``(n, C)`` by the last update of a client, and labels ``(n,)``."""
+    def _logits(self, split: LocalSplit, client: str) -> LabelledLogits:
+        """Logits ``(n, C)`` by a client's last update, and labels ``(n,)``."""
         last = self.stored.phases[-1]
         method, context = self._method(), self._context(last, split, TrainingSpec())
         try:
-            with torch.no_grad():
-                classifier = method.classifier(context, last.payload | last.updates[client], {})
-                rows = torch.split(torch.arange(len(split)), 256)
-                logits = torch.cat([classifier.logits(split, some) for some in rows])
+            return membership.logits_of(method.classifier(context, last.payload | last.updates[client], {}), split)
         except (MethodError, KeyError) as error:
             text = f"an update of {method.name} alone classifies nothing"
             raise CommandError(f"{text}: {error}", Exit.BAD_INPUT) from None
-        return logits.double().cpu().numpy(), split.labels.numpy()
 
     def _context(self, phase: StoredPhase, split: LocalSplit, training: TrainingSpec) -> ClientContext:
         spec = self.stored.spec
@@ -201,21 +191,19 @@ class Attacker:
         )
 
     def _cosines(self, split: LocalSplit) -> Scores | None:
-        """Mean over the phases of Φ((s − μ)/σ) ``(n,)``, s the cosine of the client's change, μ and σ of others'."""
+        """Mean over the phases of Φ((s − μ)/σ) ``(n,)``, with s of the client's change and μ and σ of the others'."""
         scores = []
         for phase in self.stored.phases:
             peers = sorted(phase.updates.keys() - {self.client})
-            if len(peers) < LEAST_OTHERS:
+            if len(peers) < membership.LEAST_REFERENCES:
                 continue
             gradients = self._gradients(phase, split)
-            table = [_cosine(gradients, _change(phase, one)) for one in (self.client, *peers)]
-            others = np.stack(table[1:])
-            spread = np.sqrt(others.var(axis=0, ddof=1).mean())
-            scores.append(stats.norm.cdf((table[0] - others.mean(axis=0)) / max(float(spread), 1e-9)))
+            own, *others = [_cosine(gradients, _change(phase, client)) for client in (self.client, *peers)]
+            scores.append(membership.likelihood_ratio(own, others, own_spread=math.inf))
         return np.mean(scores, axis=0) if scores else None
 
     def _gradients(self, phase: StoredPhase, split: LocalSplit) -> Tensor:
-        """``(n, d)``: what one step at rate 1 on each image alone would change of what goes up."""
+        """Change ``(n, d)`` of the uploaded tensors by one step at rate 1 on each image alone."""
         method, rows = self._method(), []
         base = self._context(phase, split, ONE_STEP)
         private = method.prepare(base, {})
@@ -252,5 +240,5 @@ def _flat(tensors: Tensors) -> Tensor:
 
 def _cosine(gradients: Tensor, change: Tensor) -> Scores:
     lengths = gradients.norm(dim=1) * change.norm()
-    found: Scores = ((gradients @ change) / lengths.clamp_min(1e-30)).numpy()
-    return found
+    cosines: Scores = ((gradients @ change) / lengths.clamp_min(1e-30)).numpy()
+    return cosines

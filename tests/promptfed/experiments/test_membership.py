@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from promptfed.experiments.attacks.membership import (
-    area,
     attack,
     clopper_pearson,
     epsilon_bound,
@@ -19,16 +18,17 @@ from promptfed.experiments.attacks.membership import (
     one_run_bound,
     rate_at,
 )
+from promptfed.shared.metrics import auroc
 
 
 def test_area_counts_pairs_and_ties_as_halves() -> None:
-    assert area(np.array([2.0, 3.0]), np.array([1.0, 0.0])) == 1
-    assert area(np.array([1.0, 1.0]), np.array([1.0])) == 0.5
-    assert area(np.array([0.0, 2.0]), np.array([1.0])) == 0.5
+    assert auroc(np.array([2.0, 3.0]), np.array([1.0, 0.0])) == 1
+    assert auroc(np.array([1.0, 1.0]), np.array([1.0])) == 0.5
+    assert auroc(np.array([0.0, 2.0]), np.array([1.0])) == 0.5
     random = np.random.default_rng(1)
     members, others = random.normal(1, 1, 300), random.normal(0, 1, 200)
     pairs = (members[:, None] > others).mean()
-    assert area(members, others) == pytest.approx(pairs)
+    assert auroc(members, others) == pytest.approx(pairs)
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
@@ -92,9 +92,9 @@ def test_likelihood_ratios_undo_what_makes_an_image_easy() -> None:
     easy, member = random.normal(0, 5, 600), np.arange(600) < 300
     references = [easy + random.normal(0, 0.5, 600) for _ in range(6)]
     scores = easy + member * 1.0 + random.normal(0, 0.5, 600)
-    plain = area(scores[member], scores[~member])
+    plain = auroc(scores[member], scores[~member])
     calibrated = likelihood_ratio(scores, references)
-    assert area(calibrated[member], calibrated[~member]) > plain + 0.2
+    assert auroc(calibrated[member], calibrated[~member]) > plain + 0.2
     with pytest.raises(ValueError, match="at least 4"):
         likelihood_ratio(scores, references[:3])
 

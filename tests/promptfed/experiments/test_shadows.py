@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from promptfed.cli.audit import served
 from promptfed.cli.main import app
 from promptfed.experiments.attacks.membership import attack, clopper_pearson, epsilon_bound, interval
-from promptfed.experiments.attacks.shadows import Plan, Shadow, Shadows, logistic, mislabelled, run_shadows
+from promptfed.experiments.attacks.shadows import Shadow, ShadowPlan, Shadows, logistic, mislabelled, run_shadows
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import FeatureCache, load_backbone, tiny
@@ -103,7 +103,7 @@ def test_runs_are_of_the_real_federation_with_other_images_each_time(tmp_path: P
     torch.set_num_threads(1)
     backbone, cache = load_backbone(tiny.MODEL, tiny.PRETRAINED), FeatureCache(tmp_path)
     spec = SPEC | {"privacy": {"level": "sample", "clip": 0.3, "noise_multiplier": 4.0}}
-    plan = Plan(spec, (Site("a", DATA),), "a", 4, 6)
+    plan = ShadowPlan(spec, (Site("a", DATA),), "a", 4, 6)
     shadows = run_shadows(plan, served, backbone, cache)
     present = np.stack([run.present for run in shadows.runs])
     assert 0.3 < present.mean() < 0.7
@@ -111,12 +111,12 @@ def test_runs_are_of_the_real_federation_with_other_images_each_time(tmp_path: P
     assert shadows.claimed is not None
     assert 0 < shadows.claimed < 10
     assert len({run.loss.tobytes() for run in shadows.runs}) == 4, "other images and another seed each time"
-    again = run_shadows(Plan(spec, (Site("a", DATA),), "a", 4, 6), served, backbone, cache)
+    again = run_shadows(ShadowPlan(spec, (Site("a", DATA),), "a", 4, 6), served, backbone, cache)
     assert all(np.array_equal(one.loss, other.loss) for one, other in zip(shadows.runs, again.runs, strict=True))
     with pytest.raises(CommandError, match="no trainer of the run file is called 'b'"):
-        run_shadows(Plan(SPEC, (Site("a", DATA),), "b", 4, 0), served, backbone, cache)
+        run_shadows(ShadowPlan(SPEC, (Site("a", DATA),), "b", 4, 0), served, backbone, cache)
     with pytest.raises(CommandError, match="canaries of"):
-        run_shadows(Plan(SPEC, (Site("a", DATA),), "a", 4, 10_000), served, backbone, cache)
+        run_shadows(ShadowPlan(SPEC, (Site("a", DATA),), "a", 4, 10_000), served, backbone, cache)
 
 
 def test_the_command_tells_what_it_found(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_untrained_prompts_tell_nothing_and_long_unprotected_training_tells_cana
     backbone, cache = load_backbone(tiny.MODEL, tiny.PRETRAINED), FeatureCache(tmp_path)
     data = "symbols:neon?topic=weather&per_class=60&test_per_class=2"
     short = {"epochs": 1, "learning_rate": 1e-9, "batch_size": 64}
-    idle = run_shadows(Plan(SPEC | {"training": short}, (Site("a", data),), "a", 8, 240), served, backbone, cache)
+    idle = run_shadows(ShadowPlan(SPEC | {"training": short}, (Site("a", data),), "a", 8, 240), served, backbone, cache)
     for one in idle.attacks(1e-5):
         if one.name != "features":  # fitted on few rows: its spread is larger than the bound
             assert abs(one.auc - 0.5) < 0.03, (one.name, one.auc)
@@ -165,7 +165,7 @@ def test_untrained_prompts_tell_nothing_and_long_unprotected_training_tells_cana
     spec = SPEC | {"method": {"name": "fedclip"}, "training": long, "rounds": 2}
     told = {
         one.name: one.auc
-        for one in run_shadows(Plan(spec, (Site("a", data),), "a", 4, 100), served, backbone, cache).attacks(1e-5)
+        for one in run_shadows(ShadowPlan(spec, (Site("a", data),), "a", 4, 100), served, backbone, cache).attacks(1e-5)
     }
     assert told["gained on canaries"] > 0.9, told
 
