@@ -16,11 +16,9 @@ from promptfed.client_service.training.trainer import TaskWork
 from promptfed.experiments.cluster.crew import Assignment, work
 from promptfed.experiments.cluster.run import Conductor, Share
 from promptfed.experiments.cluster.run_folder import RunFolder
-from promptfed.experiments.simulation.preparation import simulated_spec
-from promptfed.experiments.simulation.simulation import reproducible
+from promptfed.experiments.simulation.preparation import prepare
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation, Site
-from promptfed.sdk.backbone import described, open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.outcomes import Outcomes
@@ -132,8 +130,7 @@ def conducted(
     Raises:
         CommandError: it did not finish.
     """
-    wanted = simulated_spec(resolve(spec), sites)
-    wanted, initial = described(wanted, open_backbone(wanted.backbone, allow_backbone=False))
+    wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
     spawned = SpawnedCrews(limit)
     with (
         Processes(folder) as processes,
@@ -142,7 +139,7 @@ def conducted(
     ):
         conductor = Conductor(local, spawned, RunFolder(folder, KEY, lasting=True), None, lambda snapshot: None)
         try:
-            result = conductor.conduct(reproducible(wanted), initial, tuple(sites), Share(crews, 1, device, False))
+            result = conductor.conduct(wanted, initial, tuple(sites), Share(crews, 1, device, False))
         finally:
             spawned.stop()
     return result, most[0] if most else None

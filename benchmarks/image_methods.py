@@ -28,13 +28,13 @@ from benchmarks.harness import integers
 from benchmarks.image_summary import renewed
 from promptfed.cli.bench_output import run_shown
 from promptfed.experiments.bench.entries import Entry, parse_entry
-from promptfed.experiments.bench.protocol_names import KNOWN
 from promptfed.experiments.bench.results import Run
 from promptfed.experiments.bench.runner import Bench, Runner
 from promptfed.experiments.bench.sweep import Grid, Swept, sweep
 from promptfed.experiments.bench.tables import rows_of
 from promptfed.experiments.figures.bench_metrics import measures_of
 from promptfed.experiments.figures.comparison import answers_of, compare
+from promptfed.experiments.protocols.derived import KNOWN
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.shared.files import write_whole
 

@@ -13,26 +13,36 @@ from promptfed.cli import bench_results
 from promptfed.cli.bench_engine import OPTIONS, runner_for
 from promptfed.cli.bench_output import remarks_on, run_shown, show_table
 from promptfed.experiments.bench.bench_folder import results_csv
-from promptfed.experiments.bench.ceilings import CEILINGS, Room, rooms_of, rooms_table
 from promptfed.experiments.bench.document import BenchmarkRecord, chosen_panels, document, kept_panels, record
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
-from promptfed.experiments.bench.protocol_names import KNOWN
 from promptfed.experiments.bench.provenance import Provenance, provenance
 from promptfed.experiments.bench.results import Run, write_json
 from promptfed.experiments.bench.runner import Bench, Runner
 from promptfed.experiments.bench.sweep import SHARE, Grid, Swept, rates_of, sweep, sweep_table
-from promptfed.experiments.bench.tables import TableRow, cells, interleaved, markdown, rows_of
+from promptfed.experiments.bench.tables import (
+    Room,
+    TableRow,
+    cells,
+    interleaved,
+    markdown,
+    rooms_of,
+    rooms_table,
+    rows_of,
+)
 from promptfed.experiments.figures.bench_metrics import (
     Matrix,
     Measures,
+    OpenSet,
     matrices_of,
     matrix_table,
     measures_of,
     measures_table,
+    open_set_table,
+    open_sets_of,
 )
-from promptfed.experiments.figures.open_set import OpenSet, open_set_table, open_sets_of
 from promptfed.experiments.figures.plots import draw
+from promptfed.experiments.protocols.derived import CEILINGS, KNOWN
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file

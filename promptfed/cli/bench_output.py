@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from promptfed.experiments.bench.bench_folder import claim, left, resumed
 from promptfed.experiments.bench.results import Run
-from promptfed.experiments.bench.runner import Bench, Job, Runner, run_all
+from promptfed.experiments.bench.runner import Bench, Job, Runner
 from promptfed.sdk.output import console, messages, table
 from promptfed.sdk.pace import duration
 from promptfed.sdk.remarks import near_chance
@@ -32,16 +32,14 @@ def run_shown(bench: Bench, runner: Runner) -> list[Run]:
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    jobs: list[Job] = []
+    jobs = bench.jobs()
+    claim(runner.out, bench)
+    resuming = resumed(jobs, runner)
+    if resuming is not None:
+        messages.print(resuming, highlight=False, markup=False, soft_wrap=True)
+    pace = _Pace(jobs, runner)
     with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
         bar = progress.add_task("", total=None)
-
-        def begin(all_jobs: Sequence[Job]) -> None:
-            claim(runner.out, bench)
-            jobs.extend(all_jobs)
-            said = resumed(jobs, runner)
-            if said is not None:
-                messages.print(said, highlight=False, markup=False, soft_wrap=True)
 
         def show(done: int, total: int, job: Job) -> None:
             progress.update(bar, completed=done, total=total, description=escape(job.title))
@@ -49,8 +47,7 @@ def run_shown(bench: Bench, runner: Runner) -> list[Run]:
                 text = f"{done + 1} of {total}: {job.title}"
                 messages.print(text + pace.said(done), highlight=False, markup=False, soft_wrap=True)
 
-        pace = _Pace(jobs, runner)
-        return run_all(bench, runner, show, begin)
+        return runner.run_all(jobs, show)
 
 
 class _Pace:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import Run, row_label
 from promptfed.experiments.bench.verification import chosen, read_runs, verify
-from promptfed.experiments.figures.comparison import Comparison, answers_of, compare, row_label
+from promptfed.experiments.figures.comparison import Comparison, answers_of, compare
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json
 

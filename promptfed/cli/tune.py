@@ -7,8 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from promptfed.experiments.bench.sweep import Grid
-from promptfed.experiments.bench.tuning import Tuned, tune
+from promptfed.experiments.bench.sweep import Grid, Tuned, tune
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file

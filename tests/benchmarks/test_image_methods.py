@@ -28,9 +28,9 @@ from benchmarks.image_methods import (
 from benchmarks.image_summary import renewed
 from promptfed.cli.bench import make_bench
 from promptfed.experiments.bench.entries import parse_entry
-from promptfed.experiments.bench.protocol_names import KNOWN
 from promptfed.experiments.bench.results import Run, write_json
 from promptfed.experiments.bench.runner import Bench, Runner
+from promptfed.experiments.protocols.derived import KNOWN
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.shared.methods import METHODS as KNOWN_METHODS
 from tests.promptfed.experiments.test_runner import accuracy, run_of

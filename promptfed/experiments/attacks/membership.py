@@ -148,11 +148,11 @@ def loss_attacks(
     members, others = parts
     attacks = [attack("loss", -losses(*members), -losses(*others), delta)]
     if len(references) >= LEAST_REFERENCES:
-        ratios = [
+        first, second = (
             likelihood_ratio(log_odds(*own), [log_odds(*reference[part]) for reference in references])
             for part, own in enumerate(parts)
-        ]
-        attacks.append(attack("lira", *ratios, delta))
+        )
+        attacks.append(attack("lira", first, second, delta))
     return attacks
 
 

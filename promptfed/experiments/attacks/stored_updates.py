@@ -54,7 +54,6 @@ class StoredPhase:
 class StoredFederation:
     """A federation as its coordinator keeps it."""
 
-    name: str
     spec: FederationSpec
     phases: tuple[StoredPhase, ...]
 
@@ -84,7 +83,7 @@ def read_stored(folder: Path, federation: str, client: str) -> StoredFederation:
         if not phases:
             text = f"{row.name} keeps no update of {client!r}"
             raise CommandError(f"{text}: is that its name, and spec.retention all?", Exit.BAD_INPUT)
-        return StoredFederation(row.name, spec, phases)
+        return StoredFederation(spec, phases)
 
 
 @contextmanager

@@ -37,10 +37,6 @@ def claim(out: Path, bench: Bench) -> None:
     Raises:
         CommandError: it is another bench's, with what differs, or cannot be written.
     """
-    try:
-        (out / "runs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"cannot use {out}: {error.strerror}", Exit.BAD_INPUT) from None
     own, there = identity(bench), _identity_in(out)
     if there is not None:
         differs = [name for name in there if there[name] != own[name]]
@@ -50,6 +46,7 @@ def claim(out: Path, bench: Bench) -> None:
             raise CommandError(text, Exit.BAD_INPUT)
     text = json.dumps(own, indent=1, ensure_ascii=False)
     try:  # whole, since another bench may begin in this folder at the same time, or this one be killed
+        (out / "runs").mkdir(parents=True, exist_ok=True)
         write_whole(out / BENCH_FILE, (text + "\n").encode(), synced=False)
     except OSError as error:
         raise CommandError(f"cannot write {out / BENCH_FILE}: {error.strerror}", Exit.BAD_INPUT) from None
@@ -87,7 +84,7 @@ def left(jobs: Sequence[Job], runner: Runner) -> tuple[list[Job], float | None]:
             seconds.setdefault(job.entry.label, []).append(run.wall_seconds + run.setup_seconds)
         else:
             open_jobs.append(job)
-    everybody = [one for many in seconds.values() for one in many]
+    everybody = [value for values in seconds.values() for value in values]
     if not everybody:
         return open_jobs, None
     return open_jobs, sum(fmean(seconds.get(job.entry.label, everybody)) for job in open_jobs)

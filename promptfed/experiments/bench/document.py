@@ -8,12 +8,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from promptfed.experiments.bench.ceilings import Room, rooms_table
 from promptfed.experiments.bench.presets import Preset, number_of
 from promptfed.experiments.bench.provenance import Provenance
 from promptfed.experiments.bench.results import JsonObject, Run
 from promptfed.experiments.bench.runner import Bench
-from promptfed.experiments.bench.tables import TableRow, caption, table_of
+from promptfed.experiments.bench.tables import Room, TableRow, caption, rooms_table, table_of
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
 

@@ -16,9 +16,9 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from promptfed.experiments.bench.entries import RawSpec, parse_entry
-from promptfed.experiments.bench.protocol_names import KNOWN
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import PAPER, TableRow
+from promptfed.experiments.protocols.derived import KNOWN
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.spec.spec import merged

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 from functools import cache
 from importlib import metadata
@@ -44,23 +43,18 @@ def provenance() -> Provenance:
 def commit() -> str | None:
     """The commit of the checkout that this code lies in, with ``-dirty`` where it was changed; None outside of one."""
     top = Path(__file__).resolve().parents[3]
-    found = _git(top, "rev-parse", "--show-toplevel")
-    if not found or Path(found).resolve() != top:  # a repository that this is only installed in is another one's
+    if Path(_git(top, "rev-parse", "--show-toplevel")).resolve() != top:  # this is installed in another repository
         return None
-    return _git(top, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*")
+    return _git(top, "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*") or None
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    git = shutil.which("git")
-    if git is None:
-        return None
+def _git(folder: Path, *arguments: str) -> str:
+    """The output of a git command; empty if it fails."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(  # noqa: S603  # git of the path, with arguments of our own
-            [git, "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def data_hash(sources: dict[str, Source]) -> str:

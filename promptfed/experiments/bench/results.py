@@ -14,6 +14,7 @@ from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.spec.spec import SpecError
 
 JsonObject = dict[str, JsonValue]
+VARIANT = "@"  # between the name of a test set and that of a further classifier
 
 
 class Run(BaseModel):
@@ -46,26 +47,26 @@ class Run(BaseModel):
         return [accuracy for accuracy in self.accuracies if accuracy.round == self.rounds]
 
 
-REQUIRED = frozenset(name for name, field in Run.model_fields.items() if field.is_required())
+def row_label(run: Run, split: str) -> str:
+    """The label of the table's row: the entry's, followed by the variant that the test set's name holds."""
+    variant = split.partition(VARIANT)[2]
+    return f"{run.label} ({variant})" if variant else run.label
 
 
 def read_run(path: Path) -> Run:
-    """A run's file. Raises CommandError where it is not one."""
+    """The run in a file. Raises CommandError if the file holds no run."""
     try:
-        content = json.loads(path.read_text())
-        missing = REQUIRED - set(content) if isinstance(content, dict) else REQUIRED
-        if missing:
-            raise ValueError(f"it holds no {min(missing)}")
-        return Run.model_validate(content)
+        return Run.model_validate(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         reason = SpecError.from_validation(error) if isinstance(error, ValidationError) else error
         raise CommandError(f"{path} cannot be read: remove it to run it again ({reason})", Exit.BAD_INPUT) from None
 
 
 def write_json(path: Path, value: BaseModel) -> None:
-    """Write whole or not at all; what was not set is left out."""
+    """Write the fields that were set, whole or not at all. Raises CommandError if that fails."""
     text = json.dumps(value.model_dump(exclude_unset=True), indent=1, ensure_ascii=False)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, (text + "\n").encode(), synced=False)
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}", Exit.BAD_INPUT) from None

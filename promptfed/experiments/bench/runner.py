@@ -26,7 +26,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.data import DataError
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.outcomes import Outcomes
-from promptfed.shared.spec.spec import BackboneSpec, FederationSpec, TrainingSpec, merged
+from promptfed.shared.spec.spec import FederationSpec, TrainingSpec, merged
 
 FORMAT = 3  # of a run's file: another number makes it be run again
 
@@ -40,11 +40,6 @@ class Job:
     trial: Trial
     spec: RawSpec
 
-    @cached_property
-    def resolved(self) -> FederationSpec:
-        """The spec with nothing left open. Raises CommandError if it cannot be run."""
-        return resolve(self.spec)
-
     @property
     def key(self) -> str:
         """Names the result: the same spec and sites under the same protocol have the same."""
@@ -56,6 +51,11 @@ class Job:
         text = canonical_json([FORMAT, self.spec, sites, *(["swapped"] if self.trial.swap_prompts else [])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @cached_property
+    def resolved(self) -> FederationSpec:
+        """The spec with its method's defaults. Raises CommandError if it cannot be run."""
+        return resolve(self.spec)
+
     @property
     def title(self) -> str:
         """The job in words, for progress and errors."""
@@ -64,7 +64,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything that a bench is to run. ``base`` is laid under every entry's spec."""
+    """Everything that a bench is to run.
+
+    ``base`` is the part of the spec that all entries share. ``steps``, if given, are the optimizer steps of a client in
+    all rounds, and replace the number of rounds. ``evaluations`` are those after the first round's start.
+    """
 
     protocol: Protocol
     entries: Sequence[Entry]
@@ -72,8 +76,8 @@ class Bench:
     seeds: Sequence[int]
     base: Mapping[str, Any] = field(default_factory=dict)
     m: int | None = None
-    steps: int | None = None  # of a client in its whole training, in the place of a number of rounds
-    evaluations: int = 1  # of a federation, beside the one before its first round
+    steps: int | None = None
+    evaluations: int = 1
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -99,15 +103,18 @@ class Bench:
         """Unless it says otherwise: each data set's own template, everybody asked, ``evaluations`` beside the first."""
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
-        trainers = sum(site.role == "trainer" for site in trial.sites)
-        draft = resolve(raw)
-        rounds = draft.rounds
+        resolved = resolve(raw)
+        rounds = resolved.rounds
         if self.steps is not None:
-            rounds = rounds_of(self.steps, draft.training, trial, sources)
-            raw = raw | {"rounds": rounds}
+            rounds = math.ceil(self.steps / steps_in_a_phase(resolved.training, trial, sources))
+            raw["rounds"] = rounds
+        trainers = sum(site.role == "trainer" for site in trial.sites)
         everybody = {} if raw.get("participation") else {"participation": {"min_clients": trainers}}
-        every = math.ceil(rounds / self.evaluations)
-        return merged({"evaluation": {"every": every}, **everybody}, raw)
+        return merged({"evaluation": {"every": math.ceil(rounds / self.evaluations)}, **everybody}, raw)
+
+
+Progress = Callable[[int, int, Job], None]
+"""Receives how many jobs are done, how many there are, and the next one."""
 
 
 @dataclass
@@ -141,11 +148,20 @@ class Runner:
         if problems:
             raise CommandError(" ".join(problems), Exit.BAD_INPUT)
 
-    def run_each(self, jobs: Sequence[Job], progress: Callable[[int, int, Job], None]) -> list[Run]:
-        """Every job's run, in order; ``progress`` as of `run_all`.
+    def run_all(self, jobs: Sequence[Job], progress: Progress) -> list[Run]:
+        """The runs of all jobs, in order. The data are opened before the first job is run.
 
         Raises:
-            CommandError: a federation that cannot be run. What was finished before stays.
+            CommandError: data cannot be opened, or a federation cannot be run. Finished runs stay in the folder.
+        """
+        self.look_at_data([job for job in jobs if not self.path(job).exists()])
+        return self.run_each(jobs, progress)
+
+    def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[Run]:
+        """The runs of all jobs, in order.
+
+        Raises:
+            CommandError: a federation cannot be run. Finished runs stay in the folder.
         """
         runs = []
         for done, job in enumerate(jobs):
@@ -163,42 +179,38 @@ class Runner:
         if path.exists():
             # Another entry or protocol may have run this very spec with these very sites under names of its own.
             return read_run(path).model_copy(update={"label": job.entry.label, "trial": job.trial.name})
-        backbone = self._backbone(job.resolved.backbone)
         try:
             simulated = simulate(
                 job.resolved,
                 job.trial.sites,
                 pool=self.pool,
-                backbone=backbone,
+                backbone=self._backbone(job),
                 features=self.out / "features",
                 sources=self._sources,
                 swap_prompts=job.trial.swap_prompts,
             )
         except CommandError as error:
             raise CommandError(f"{job.title}: {error}", error.exit) from None
-        run = self._run_of(job, simulated, backbone)
+        run = self._run_of(job, simulated)
         write_json(path, run)
         return run
 
-    def _backbone(self, named: BackboneSpec) -> Backbone:
+    def _backbone(self, job: Job) -> Backbone:
+        named = job.resolved.backbone
         key = canonical_json(named.model_dump())
         if key not in self._backbones:
             self._backbones[key] = open_backbone(named, allow_backbone=self.allow_backbone, device=self.device)
         return self._backbones[key]
 
-    def _steps_of(self, job: Job, simulated: FederationResult) -> float:
-        """Of a client that is asked in every round, in one phase of each, in the mean over the trainers."""
-        training = job.resolved.training
-        trainers = (self._sources.open(site.data) for site in job.trial.sites if site.role == "trainer")
-        return simulated.round * fmean(_steps(training, len(source.train)) for source in trainers)
-
-    def _run_of(self, job: Job, simulated: FederationResult, backbone: Backbone) -> Run:
+    def _run_of(self, job: Job, simulated: FederationResult) -> Run:
         sources = {site.name: self._sources.open(site.data, site.role) for site in job.trial.sites}
         sources |= {
             f"{site.name}/{name}": self._sources.open(uri)
             for site in job.trial.sites
             for name, uri in site.tests.items()
         }
+        # Of a client that is asked in every round, in one phase of each.
+        steps = simulated.round * steps_in_a_phase(job.resolved.training, job.trial, self._sources)
         return Run(
             label=job.entry.label,
             seed=job.seed,
@@ -207,20 +219,20 @@ class Runner:
             clients=[asdict(site) for site in job.trial.sites],
             accuracies=simulated.accuracies(),
             rounds=simulated.round,
-            costs=costs(simulated.reports) | {"steps": self._steps_of(job, simulated)},
+            costs=costs(simulated.reports) | {"steps": steps},
             measured=measured(simulated.reports),
             wall_seconds=round(simulated.wall_seconds, 3),
             setup_seconds=round(simulated.setup_seconds, 3),
             state_hash=simulated.state_hash,
-            backbone=backbone.fingerprint,
+            backbone=self._backbone(job).fingerprint,
             data=data_hash(sources),
             provenance=provenance().model_dump(),
-            outcomes=[_rounded(one) for one in simulated.outcomes],
+            outcomes=[_rounded(outcomes) for outcomes in simulated.outcomes],
         )
 
 
-def rounds_of(steps: int, training: TrainingSpec, trial: Trial, sources: SharedSources) -> int:
-    """The rounds in which a client with the trial's mean number of images takes ``steps`` optimizer steps a phase.
+def steps_in_a_phase(training: TrainingSpec, trial: Trial, sources: SharedSources) -> float:
+    """Optimizer steps of a trainer in one phase of a round, as a mean over the trial's trainers.
 
     Raises:
         CommandError: data cannot be opened.
@@ -229,44 +241,35 @@ def rounds_of(steps: int, training: TrainingSpec, trial: Trial, sources: SharedS
         counts = [len(sources.open(site.data).train) for site in trial.sites if site.role == "trainer"]
     except DataError as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None
-    return math.ceil(steps / fmean(_steps(training, count) for count in counts))
-
-
-def _steps(training: TrainingSpec, images: int) -> int:
-    """Of one phase of a round."""
-    return training.epochs * math.ceil(images / training.batch_size)
+    return fmean(training.epochs * math.ceil(count / training.batch_size) for count in counts)
 
 
 def _rounded(outcomes: Outcomes) -> Outcomes:
-    """With confidences to six places: a file holds one for each image."""
-    return replace(outcomes, confidence=tuple(round(one, 6) for one in outcomes.confidence))
+    """With confidences to six places, since a file holds one for each image."""
+    return replace(outcomes, confidence=tuple(round(value, 6) for value in outcomes.confidence))
 
 
 def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a client spends in a round: bytes each way and seconds of training, in the mean over rounds and clients.
+    """The costs of a client and round: bytes each way and seconds of training, as means over rounds and clients.
 
-    ``trained``: the numbers that it optimises, in the mean over clients, median over rounds.
+    ``trained`` are the numbers that a client optimises: the mean over clients, and the median over rounds.
     """
-    rounds = [report for report in reports if report["phases"]]
+    rounds = [report["phases"] for report in reports if report["phases"]]
     if not rounds:
         return {"bytes_up": 0.0, "bytes_down": 0.0, "seconds": 0.0, "trained": 0.0}
-    first = [len(report["phases"][0]["asked"]) for report in rounds]
-    per_client = {
-        key: fmean(
-            sum(phase[key] for phase in report["phases"]) / asked for report, asked in zip(rounds, first, strict=True)
-        )
-        for key in ("bytes_up", "bytes_down")
+
+    def per_client(amount: Callable[[Any], float]) -> list[float]:
+        return [sum(map(amount, phases)) / len(phases[0]["asked"]) for phases in rounds]
+
+    def metric(name: str) -> Callable[[Any], float]:
+        return lambda phase: sum(update["metrics"].get(name, 0.0) for update in phase["updates"])
+
+    return {
+        "bytes_up": fmean(per_client(lambda phase: phase["bytes_up"])),
+        "bytes_down": fmean(per_client(lambda phase: phase["bytes_down"])),
+        "seconds": fmean(per_client(metric("train_seconds"))),
+        "trained": median(per_client(metric("trained_parameters"))),
     }
-    seconds, trained = (
-        [_sum(report, metric) / asked for report, asked in zip(rounds, first, strict=True)]
-        for metric in ("train_seconds", "trained_parameters")
-    )
-    return {**per_client, "seconds": fmean(seconds), "trained": median(trained)}
-
-
-def _sum(report: Mapping[str, Any], metric: str) -> float:
-    updates = (update for phase in report["phases"] for update in phase["updates"])
-    return float(sum(update["metrics"].get(metric, 0.0) for update in updates))
 
 
 def measured(reports: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
@@ -277,30 +280,3 @@ def measured(reports: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
         for phase in report["phases"]
         if any(phase["measured"].values())
     ]
-
-
-def run_all(
-    bench: Bench,
-    runner: Runner,
-    progress: Callable[[int, int, Job], None],
-    begin: Callable[[Sequence[Job]], None] = lambda jobs: None,
-) -> list[Run]:
-    """Every job's run, in order; ``progress`` receives how many are done, how many there are, and which comes next.
-
-    ``begin`` receives all jobs, before anything is written or run.
-
-    Raises:
-        CommandError: a federation that cannot be run. What was finished before stays.
-    """
-    jobs = bench.jobs()
-    begin(jobs)
-    _make_folder(runner.out)
-    runner.look_at_data([job for job in jobs if not runner.path(job).exists()])
-    return runner.run_each(jobs, progress)
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        (out / "runs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"cannot use {out}: {error.strerror}", Exit.BAD_INPUT) from None

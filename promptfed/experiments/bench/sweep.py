@@ -1,19 +1,30 @@
-"""Rates chosen on equal terms: the same grid for every entry, by held-out training images, before the test is run."""
+"""Learning rates chosen on held-out training images: for the entries of a bench, or for a run file (`tune`).
+
+Every entry gets the same grid of rates, and no test image is looked at.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel
 
 from promptfed.experiments.bench.entries import Entry
 from promptfed.experiments.bench.results import Run
 from promptfed.experiments.bench.runner import Bench
-from promptfed.experiments.bench.tables import scores_of
+from promptfed.experiments.bench.tables import markdown_table, scores_of
+from promptfed.experiments.protocols.setting import with_options
+from promptfed.experiments.simulation.simulation import simulate
+from promptfed.runtime import run_file
+from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.plain_text import markdown_cell
 from promptfed.shared.spec.spec import merged
 
@@ -98,14 +109,19 @@ def sweep(bench: Bench, grid: Grid, run: Callable[[Bench], list[Run]]) -> tuple[
     """
     trial = choosing(bench, grid)
     runs, column = run(trial), DECIDES[bench.protocol.name]
-    entries, found = [], []
+    entries, rows = [], []
     for entry in bench.entries:
         by_rate = {rate: _score(trial, runs, _label(entry, rate), column) for rate in grid.rates}
-        best = max(by_rate, key=lambda rate: (by_rate[rate], -rate))
-        edge = len(grid.rates) > 1 and best in (grid.rates[0], grid.rates[-1])
-        found.append(Swept(label=entry.label, column=column, by_rate=by_rate, chosen=best, at_edge=edge))
+        best, edge = best_rate(by_rate)
+        rows.append(Swept(label=entry.label, column=column, by_rate=by_rate, chosen=best, at_edge=edge))
         entries.append(_at(entry, best, entry.label))
-    return replace(bench, entries=entries), found
+    return replace(bench, entries=entries), rows
+
+
+def best_rate(by_rate: Mapping[float, float]) -> tuple[float, bool]:
+    """The rate with the highest accuracy, of equals the lowest; and whether it lies at an edge of several rates."""
+    best = max(by_rate, key=lambda rate: (by_rate[rate], -rate))
+    return best, len(by_rate) > 1 and best in (min(by_rate), max(by_rate))
 
 
 def _score(bench: Bench, runs: Sequence[Run], label: str, column: str) -> float:
@@ -118,18 +134,88 @@ def _score(bench: Bench, runs: Sequence[Run], label: str, column: str) -> float:
 
 def sweep_table(rows: Sequence[Swept]) -> list[str]:
     """The lines of the table in Markdown, percent; the chosen rate is bold."""
-    rates = list(rows[0].by_rate)
-    lines = [
+    lines = []
+    for row in rows:
+        cells = {rate: f"{100 * value:.1f}" for rate, value in row.by_rate.items()}
+        cells[row.chosen] = f"**{cells[row.chosen]}**" + (" !" if row.at_edge else "")
+        lines.append([markdown_cell(row.label), *cells.values()])
+    return [
         f"Rates, chosen by `{rows[0].column}` on held-out training images; ! marks the best at an edge of the grid.",
         "",
-        "| method | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
-        "|---" + "|--:" * len(rates) + "|",
+        *markdown_table(["method", *(f"{rate:g}" for rate in rows[0].by_rate)], lines),
     ]
-    for row in rows:
-        edge = " !" if row.at_edge else ""
-        cells = [
-            f"**{100 * value:.1f}**{edge}" if rate == row.chosen else f"{100 * value:.1f}"
-            for rate, value in row.by_rate.items()
-        ]
-        lines.append(f"| {markdown_cell(row.label)} | " + " | ".join(cells) + " |")
-    return lines
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Accuracies (fractions, mean over trainers and seeds) on held-out images by rate, the template's, and the choice.
+
+    ``at_edge``: the best rate is the smallest or the largest that was tried, so that a better one may lie beyond.
+    """
+
+    by_rate: dict[float, float]
+    zero_shot: float | None
+    chosen: float
+    at_edge: bool
+
+
+def held_out_sites(sites: Sequence[Site], share: float) -> list[Site]:
+    """The trainers, each tested on a share of its own training images: no test image is looked at."""
+    trainers = [site for site in sites if site.role == "trainer"]
+    return [replace(site, data=with_options(site.data, {"validation": share}), tests={}) for site in trainers]
+
+
+def tune(
+    run: run_file.Run,
+    grid: Grid,
+    *,
+    pool: int = 1,
+    device: str = "cpu",
+    allow_backbone: bool = False,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> Tuned:
+    """The rate of ``grid`` with the highest accuracy on held-out training images; of equals the lowest.
+
+    ``progress`` receives how many federations are done, how many there are, and which comes next.
+
+    Raises:
+        CommandError: the run cannot be simulated, or nothing can be told on held-out images.
+    """
+    sites, sources = held_out_sites(run.sites, grid.share), SharedSources()
+    spec = resolve(run.spec)
+    backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone, device=device)
+    jobs = [(rate, seed) for rate in grid.rates for seed in grid.seeds]
+    accuracies: dict[float, list[float]] = {rate: [] for rate in grid.rates}
+    templates: list[float] = []
+    with TemporaryDirectory(prefix="promptfed-tune-") as features:
+        for done, (rate, seed) in enumerate(jobs):
+            progress(done, len(jobs), f"rate {rate:g}, seed {seed}")
+            changes = {"training": {"learning_rate": rate}, "evaluation": {"every": spec.rounds}}
+            try:
+                result = simulate(
+                    merged(dict(run.spec), changes) | {"seed": seed},
+                    sites,
+                    pool=pool,
+                    backbone=backbone,
+                    features=Path(features),
+                    sources=sources,
+                )
+            except CommandError as error:
+                if not _has_diverged(error):
+                    raise
+                accuracies[rate].append(0.0)  # the coordinator refused the updates of this rate: it loses
+                continue
+            own = [row for row in result.final() if row.split == "test"]
+            accuracies[rate].append(fmean(row.accuracy for row in own))
+            templates += [row.zero_shot for row in own if row.zero_shot is not None]
+    by_rate = {rate: fmean(values) for rate, values in accuracies.items()}
+    if len(set(by_rate.values())) == 1 and len(by_rate) > 1:
+        raise CommandError("every rate has the same accuracy: the method trains nothing that shows", Exit.BAD_INPUT)
+    best, edge = best_rate(by_rate)
+    return Tuned(by_rate, fmean(templates) if templates else None, best, edge)
+
+
+def _has_diverged(error: CommandError) -> bool:
+    """Whether the federation ended since a change was too long or the state grew without bound."""
+    ended = error.exit is Exit.FEDERATION_ENDED_BADLY
+    return ended and ("norm-too-large" in str(error) or "grown: " in str(error))

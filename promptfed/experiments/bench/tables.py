@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import StatisticsError, fmean, stdev
 
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import VARIANT, Run
 from promptfed.experiments.bench.runner import Bench
+from promptfed.experiments.protocols.derived import ALONE, CENTRALISED, FEDERATED, ON_TARGET
 from promptfed.experiments.protocols.protocols import Protocol
 from promptfed.sdk.result import Accuracy
 from promptfed.sdk.text import size
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 ZERO_SHOT = "zero-shot"
-VARIANT = "@"  # before the name of a further classifier, in a split's name
 PAPER = " (paper)"  # behind the label of a row that a paper prints
 BELOW = "▼"
+LEAST_ROOM = 0.01  # below a point, a share of the room says nothing
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,23 @@ def interleaved(ours: Sequence[TableRow], paper: Sequence[TableRow]) -> list[Tab
 def cells(columns: Sequence[str], rows: Sequence[TableRow]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the table, as text."""
     by_label = {row.label: row for row in rows}
-    lines = [_line(row, columns, by_label.get(row.zero_shot)) for row in rows]
-    steps = any(row.costs is not None and "steps" in row.costs for row in rows)
-    if not steps:  # of a version that did not count them
-        return ["method", *columns, "trained", "up", "down", "seconds"], lines
-    for row, line in zip(rows, lines, strict=True):
-        line.append(f"{row.costs['steps']:,.0f}" if row.costs is not None and "steps" in row.costs else "-")
-    return ["method", *columns, "trained", "up", "down", "seconds", "steps"], lines
+    header = ["method", *columns, "trained", "up", "down", "seconds", "steps"]
+    return header, [_line(row, columns, by_label.get(row.zero_shot)) for row in rows]
 
 
 def table_of(columns: Sequence[str], rows: Sequence[TableRow]) -> list[str]:
     """The lines of the table in Markdown."""
     header, lines = cells(columns, rows)
-    return [_joined(header), "|---" + "|--:" * (len(header) - 1) + "|", *map(_joined, lines)]
+    return markdown_table(_escaped(header), map(_escaped, lines))
+
+
+def markdown_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Sequence[int] = (0,)
+) -> list[str]:
+    """The lines of a Markdown table of cells in Markdown. Columns other than ``text_columns`` are aligned right."""
+    rule = ["---" if column in text_columns else "--:" for column in range(len(header))]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return [lines[0], "|" + "|".join(rule) + "|", *lines[1:]]
 
 
 def markdown(bench: Bench, rows: Sequence[TableRow]) -> str:
@@ -144,19 +149,20 @@ def caption(bench: Bench) -> str:
     )
 
 
-def _joined(parts: Sequence[str]) -> str:
-    return "| " + " | ".join(map(markdown_cell, parts)) + " |"
+def _escaped(texts: Sequence[str]) -> list[str]:
+    return [markdown_cell(text) for text in texts]
 
 
 def _line(row: TableRow, columns: Sequence[str], zero_shot: TableRow | None) -> list[str]:
     accuracies = [cell(row, column, zero_shot) for column in columns]
     if row.costs is None:
-        return [row.label, *accuracies, "-", "-", "-", "-"]
+        return [row.label, *accuracies, *["-"] * 5]
     costs = [
         f"{row.costs['trained']:,.0f}",
         size(row.costs["bytes_up"]),
         size(row.costs["bytes_down"]),
         f"{row.costs['seconds']:.2f}",
+        f"{row.costs['steps']:,.0f}" if "steps" in row.costs else "-",
     ]
     return [row.label, *accuracies, *costs]
 
@@ -169,3 +175,46 @@ def cell(row: TableRow, column: str, zero_shot: TableRow | None) -> str:
     text = f"{100 * value:.1f}" + (f" ± {100 * sd:.1f}" if sd is not None else "")
     compared = zero_shot is not row and not column.startswith("sd") and not row.label.endswith(PAPER)
     return f"{text} {BELOW}" if compared and zero_shot is not None and value < zero_shot.mean(column) else text
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a method gains of what there is to gain: fractions, means over the seeds.
+
+    ``ceiling`` is the best of the columns beside the federation; ``share`` = (federated − zero-shot) / (ceiling −
+    zero-shot), None where that is less than a point.
+    """
+
+    label: str
+    zero_shot: float
+    federated: float
+    ceiling: float
+    ceiling_of: str
+    share: float | None
+
+
+def rooms_of(rows: Sequence[TableRow]) -> list[Room]:
+    """Of each row that has a ceiling beside its federation, against the zero-shot row over the same names."""
+    by_label = {row.label: row for row in rows}
+    rooms = []
+    for row in rows:
+        template = by_label.get(row.zero_shot)
+        beside = [name for name in (ON_TARGET, CENTRALISED, ALONE) if name in row.scores[0]]
+        if row.is_zero_shot or template is None or not beside or FEDERATED not in row.scores[0]:
+            continue
+        best = max(beside, key=row.mean)
+        low, own, high = template.mean(FEDERATED), row.mean(FEDERATED), row.mean(best)
+        share = (own - low) / (high - low) if high - low >= LEAST_ROOM else None
+        rooms.append(Room(row.label, low, own, high, best, share))
+    return rooms
+
+
+def rooms_table(rooms: Sequence[Room]) -> list[str]:
+    """The lines of the table in Markdown."""
+    lines = []
+    for room in rooms:
+        share = "no room" if room.share is None else f"{100 * room.share:.0f} %"
+        numbers = [f"{100 * value:.1f}" for value in (room.zero_shot, room.federated, room.ceiling)]
+        lines.append([markdown_cell(room.label), *numbers, markdown_cell(room.ceiling_of), share])
+    header = ["method", "zero-shot", "federated", "ceiling", "of", "share of the room"]
+    return markdown_table(header, lines, text_columns=(0, 4))

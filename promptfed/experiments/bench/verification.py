@@ -17,7 +17,7 @@ from promptfed.experiments.protocols.protocols import Trial
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 
-RUNS: TypeAdapter[list[Run]] = TypeAdapter(list[Run])
+RUNS = TypeAdapter(list[Run])
 
 
 class Verdict(BaseModel):
@@ -45,13 +45,13 @@ def read_runs(path: Path) -> list[Run]:
     file = path / "results.json" if path.is_dir() else path
     try:
         runs: list[Any] = json.loads(file.read_text())["runs"]
-        found = RUNS.validate_python(runs)
+        read = RUNS.validate_python(runs)
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no results.json of `promptfed bench`"
         raise CommandError(f"{file} cannot be read: {reason}", Exit.BAD_INPUT) from None
-    if not found:
+    if not read:
         raise CommandError(f"{file} holds no runs", Exit.BAD_INPUT)
-    return found
+    return read
 
 
 def chosen(runs: Sequence[Run], label: str | None, seed: int | None, trial: str | None) -> Run:
@@ -86,7 +86,6 @@ def verify(run: Run, device: str = "cpu", allow_backbone: bool = False) -> Verdi
     spec: dict[str, Any] = dict(run.spec)
     job = Job(Entry(run.label, spec["method"]), run.seed, Trial(run.trial, {}, sites), spec)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "runs").mkdir()
         again = Runner(Path(folder), 1, device, allow_backbone).run(job)
     return Verdict(
         label=run.label,
@@ -100,9 +99,8 @@ def verify(run: Run, device: str = "cpu", allow_backbone: bool = False) -> Verdi
 
 
 def _apart(kept: Run, again: Run) -> float:
-    """1 where another client or test set was measured."""
-    found = {(one.round, one.client, one.split): one.accuracy for one in again.accuracies}
-    wanted = {(one.round, one.client, one.split): one.accuracy for one in kept.accuracies}
-    if set(found) != set(wanted):
+    """The largest difference of two accuracies (fraction); 1 if other clients or test sets were measured."""
+    new, old = ({(row.round, row.client, row.split): row.accuracy for row in run.accuracies} for run in (again, kept))
+    if set(new) != set(old):
         return 1.0
-    return max((abs(found[key] - value) for key, value in wanted.items()), default=0.0)
+    return max((abs(new[key] - value) for key, value in old.items()), default=0.0)

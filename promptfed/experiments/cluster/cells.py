@@ -7,16 +7,16 @@ was interrupted goes on with the cells that have none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from promptfed.experiments.bench.bench_folder import BENCH_FILE
 from promptfed.experiments.bench.results import Run
-from promptfed.experiments.bench.runner import Job, Runner
+from promptfed.experiments.bench.runner import Job, Progress, Runner
 from promptfed.experiments.cluster.connection import Cluster, connected, expect_room
 from promptfed.experiments.cluster.run import Failed, expect_same, versions
 from promptfed.sdk.errors import CommandError, Exit
@@ -31,7 +31,6 @@ class RayLater:
 
     address: str | None
     _stack: ExitStack = field(default_factory=ExitStack)
-    _cluster: Cluster | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -39,22 +38,10 @@ class RayLater:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    @property
+    @cached_property
     def cluster(self) -> Cluster:
         """The connection. Raises CommandError as `connected` does."""
-        if self._cluster is None:
-            self._cluster = self._stack.enter_context(connected(self.address))
-        return self._cluster
-
-
-@dataclass(frozen=True)
-class CellOptions:
-    """What a process that runs cells has to know beside the cell."""
-
-    out: Path
-    pool: int
-    device: str
-    allow_backbone: bool
+        return self._stack.enter_context(connected(self.address))
 
 
 @dataclass(kw_only=True)
@@ -64,7 +51,7 @@ class RayRunner(Runner):
     ray: RayLater
     gpus_per_cell: float = 0.0
 
-    def run_each(self, jobs: Sequence[Job], progress: Callable[[int, int, Job], None]) -> list[Run]:
+    def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[Run]:
         """As `Runner.run_each`, as many at once as the cluster has room for.
 
         Raises:
@@ -81,16 +68,16 @@ class RayRunner(Runner):
             runs.append(self.run(job))
         return runs
 
-    def _run_all(self, missing: list[Job], jobs: Sequence[Job], progress: Callable[[int, int, Job], None]) -> None:
+    def _run_all(self, missing: list[Job], jobs: Sequence[Job], progress: Progress) -> None:
         cluster = self.ray.cluster
         for cpus in {self._cpus(job) for job in missing}:
             expect_room(cluster.nodes(), "cell", 1, cpus, self.gpus_per_cell)
-        task = cluster.ray.remote(run_cell)
+        remote = cluster.ray.remote(run_cell)
         device = "cuda" if self.gpus_per_cell else self.device
-        options = CellOptions(self.out.absolute(), self.pool, device, self.allow_backbone)
+        how = (self.out.absolute(), self.pool, device, self.allow_backbone)
         running = {
-            task.options(num_cpus=self._cpus(job), num_gpus=self.gpus_per_cell, max_retries=RETRIES).remote(
-                options, job, versions()
+            remote.options(num_cpus=self._cpus(job), num_gpus=self.gpus_per_cell, max_retries=RETRIES).remote(
+                how, job, versions()
             ): job
             for job in missing
         }
@@ -102,8 +89,8 @@ class RayRunner(Runner):
                 job = running.pop(ended)
                 _expect_done(cluster, ended, job)
         finally:
-            for one in running:
-                cluster.ray.cancel(one, force=True)
+            for task in running:
+                cluster.ray.cancel(task, force=True)
 
     def _cpus(self, job: Job) -> int:
         return self.pool * job.resolved.training.threads
@@ -128,20 +115,21 @@ def _until_seen(path: Path) -> None:
         time.sleep(0.1)
 
 
-def run_cell(options: CellOptions, job: Job, theirs: dict[str, str]) -> Failed | None:
-    """Run one cell in this process and write its file; what is wrong with it, if anything is."""
+def run_cell(how: tuple[Path, int, str, bool], job: Job, theirs: dict[str, str]) -> Failed | None:
+    """Run one cell in this process and write its file; None, or why it cannot be run.
+
+    ``how`` are the arguments of `Runner`.
+    """
     try:
         expect_same(versions(), theirs)
-        if not (options.out / BENCH_FILE).exists():
-            text = f"a node of the Ray cluster does not see {options.out}: give --out a folder that all nodes see"
+        runner = _runner(*how)
+        if not (runner.out / BENCH_FILE).exists():
+            text = f"a node of the Ray cluster does not see {runner.out}: give --out a folder that all nodes see"
             raise CommandError(text, Exit.BAD_INPUT)
-        _runner(options).run(job)
+        runner.run(job)
     except CommandError as error:
         return Failed(str(error), error.exit)
     return None
 
 
-@cache
-def _runner(options: CellOptions) -> Runner:
-    """One for all cells that this process runs, with one backbone."""
-    return Runner(options.out, options.pool, options.device, options.allow_backbone)
+_runner = cache(Runner)  # one for all cells that this process runs, with one backbone

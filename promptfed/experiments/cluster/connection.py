@@ -56,12 +56,11 @@ class Cluster:
 
     def nodes(self) -> list[Node]:
         """The machines that are there now."""
-        found = []
-        for raw in self.ray.nodes():
-            if raw["Alive"]:
-                resources = raw["Resources"]
-                found.append(Node(raw["NodeManagerAddress"], resources.get("CPU", 0.0), resources.get("GPU", 0.0)))
-        return found
+        return [
+            Node(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+            for node in self.ray.nodes()
+            if node["Alive"]
+        ]
 
     @property
     def is_one_machine(self) -> bool:

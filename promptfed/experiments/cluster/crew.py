@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,11 +19,10 @@ import httpx
 from pydantic import TypeAdapter
 
 from promptfed.experiments.cluster.shared_poll import SOCKETS, Asked, SharedPoll, following
-from promptfed.experiments.simulation.feature_warmup import warm_all
-from promptfed.experiments.simulation.preparation import SimulationSetup, choose_kernels, open_site
-from promptfed.experiments.simulation.workers import Kept, run_workers
+from promptfed.experiments.simulation.preparation import SimulationSetup, choose_kernels, open_site, warm_all
+from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.services import Site
-from promptfed.sdk.backbone import BACKBONE_FILE, open_backbone
+from promptfed.sdk.backbone import open_backbone
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import FeatureCache
 from promptfed.shared.data.sharing import SharedSources
@@ -46,7 +44,6 @@ class Assignment:
     ``viewer_token`` say where the coordinator is and how it is entered; from ``key`` every client's secret derives.
     """
 
-    number: int
     spec: FederationSpec
     sites: tuple[Site, ...]
     federation: str
@@ -79,8 +76,6 @@ def work(assignment: Assignment) -> list[Outcomes]:
     Raises:
         CommandError: their data or backbone cannot be used, or one of them failed.
     """
-    if assignment.backbone_file is not None:
-        os.environ[BACKBONE_FILE] = assignment.backbone_file
     return asyncio.run(_work(assignment))
 
 
@@ -88,25 +83,31 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
     folder, shared = assignment.storage, SharedSources()
     clients = tuple(open_site(site, shared) for site in assignment.sites)
     spec = assignment.spec
-    backbone = open_backbone(spec.backbone, allow_backbone=assignment.allow_backbone, device=assignment.device)
+    file = None if assignment.backbone_file is None else Path(assignment.backbone_file)
+    backbone = open_backbone(
+        spec.backbone, allow_backbone=assignment.allow_backbone, device=assignment.device, file=file
+    )
+    kept = _Outcomes(folder / OUTCOMES, {site.name for site in assignment.sites})
     setup = SimulationSetup(
-        spec, None, clients, folder / "clients", assignment.pool, backbone, FeatureCache(folder / "features"), _untold
+        spec,
+        clients,
+        folder / "clients",
+        assignment.pool,
+        backbone,
+        FeatureCache(folder / "features"),
+        kept.write,
+        lambda name: secret_of(assignment.key, name),
+        assignment.synced,
+        PATIENCE_SECONDS,
     )
     choose_kernels(spec.training, backbone)
     await warm_all(setup)
-    kept = _Outcomes(folder / OUTCOMES, {site.name for site in assignment.sites})
-    setup.outcomes.update(kept.read())
-    how = Kept(lambda name: secret_of(assignment.key, name), assignment.synced, PATIENCE_SECONDS, kept.write)
     async with (
         _http(assignment) as http,
-        run_workers(setup, http, assignment.federation, assignment.enrolment_token, how) as workers,
+        run_workers(setup, http, assignment.federation, assignment.enrolment_token) as workers,
     ):
         await workers.ended()
-    return [one for _, one in sorted(setup.outcomes.items())]
-
-
-def _untold(snapshot: object) -> None:
-    """Progress is told where the federation is followed."""
+    return kept.read()
 
 
 @asynccontextmanager
@@ -146,14 +147,12 @@ class _Outcomes:
         name = hashlib.sha256(f"{outcomes.client}\n{outcomes.split}".encode()).hexdigest()
         write_whole(self.folder / f"{name}.json", json.dumps(asdict(outcomes)).encode(), synced=False)
 
-    def read(self) -> dict[tuple[str, str], Outcomes]:
-        """All that are kept of these clients."""
-        found = {}
+    def read(self) -> list[Outcomes]:
+        """The kept outcomes of these clients."""
+        kept = []
         for path in self.folder.glob("*.json"):
             try:
-                one = _READER.validate_json(path.read_bytes())
+                kept.append(_READER.validate_json(path.read_bytes()))
             except (OSError, ValueError) as error:
                 raise CommandError(f"{path} cannot be read: remove it ({error})", Exit.BAD_INPUT) from None
-            if one.client in self.names:
-                found[one.client, one.split] = one
-        return found
+        return [outcomes for outcomes in kept if outcomes.client in self.names]

@@ -20,12 +20,12 @@ from promptfed.experiments.cluster.certificate import make_certificate
 from promptfed.experiments.cluster.connection import LOOPBACK, Cluster, connected, expect_room
 from promptfed.experiments.cluster.crew import Assignment, shares, work
 from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
-from promptfed.experiments.simulation.preparation import ProgressCallback, expect_usable, simulated_spec
-from promptfed.experiments.simulation.simulation import expect_all_evaluated, failures_in, reproducible
+from promptfed.experiments.simulation.preparation import prepare
+from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated
 from promptfed.runtime.processes import Processes, ProcessFailed
 from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk import operations
-from promptfed.sdk.backbone import BACKBONE_FILE, described, open_backbone, resolve
+from promptfed.sdk.backbone import BACKBONE_FILE
 from promptfed.sdk.client import CA_VARIABLE
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import ENDED, follow
@@ -112,7 +112,8 @@ def simulate_on_ray(
             that failed; a folder that not all crews see.
     """
     started = time.monotonic()
-    wanted, initial = _checked(spec, sites, on, pool, device, allow_backbone)
+    _check(on, len(sites), device)
+    wanted, initial, _ = prepare(spec, sites, pool, None, allow_backbone)
     threads = wanted.training.threads
     with connected(on.address) as cluster:
         expect_room(cluster.nodes(), "crew", on.crews, threads * pool, on.gpus_per_crew)
@@ -128,13 +129,10 @@ def simulate_on_ray(
     return replace(result, setup_seconds=time.monotonic() - started - result.wall_seconds)
 
 
-def _checked(
-    spec: FederationSpec | dict[str, object], sites: Sequence[Site], on: OnRay, pool: int, device: str, allowed: bool
-) -> tuple[FederationSpec, bytes | None]:
-    """The spec as it runs, and the initial state where a backbone must make it; nothing is started before."""
-    expect_usable(sites, pool)
-    if not 1 <= on.crews <= len(sites):
-        text = f"{on.crews} crews cannot share {len(sites)} clients: give --crews from 1 to {len(sites)}"
+def _check(on: OnRay, clients: int, device: str) -> None:
+    """Raise CommandError if the crews cannot be started as asked."""
+    if not 1 <= on.crews <= clients:
+        text = f"{on.crews} crews cannot share {clients} clients: give --crews from 1 to {clients}"
         raise CommandError(text, Exit.BAD_INPUT)
     if on.gpus_per_crew > 1 and on.gpus_per_crew != int(on.gpus_per_crew):
         text = f"--gpus-per-crew {on.gpus_per_crew:g}: Ray gives shares of one GPU, or whole ones"
@@ -142,10 +140,6 @@ def _checked(
     if device.startswith("cuda") and not on.gpus_per_crew:
         text = "Ray shows a crew no GPU that it has not asked for: give --gpus-per-crew, 0.25 for four crews on one"
         raise CommandError(f"--device {device}: {text}", Exit.BAD_INPUT)
-    wanted = simulated_spec(resolve(spec), sites)
-    backbone = open_backbone(wanted.backbone, allow_backbone=allowed)
-    wanted, initial = described(wanted, backbone)
-    return reproducible(wanted), initial
 
 
 def _expect_storage(cluster: Cluster, on: OnRay) -> None:
@@ -222,8 +216,8 @@ class RayCrews:
 
     def check(self) -> None:
         """Raise CommandError for one that has failed."""
-        for one in self._ended(0)[0]:
-            self._result(one)
+        for reference in self._ended(0)[0]:
+            self._result(reference)
 
     def outcomes(self, seconds: float) -> list[Outcomes]:
         """All that they have kept, once they have ended."""
@@ -231,7 +225,7 @@ class RayCrews:
         if missing:
             text = f"{len(missing)} crews go on {seconds:.0f} s after their federation has ended"
             raise CommandError(text, Exit.FAILED)
-        return [outcomes for one in done for outcomes in self._result(one)]
+        return [outcomes for reference in done for outcomes in self._result(reference)]
 
     def _ended(self, seconds: float) -> tuple[list[Any], list[Any]]:
         """Those that have ended within so many seconds, and the others; none where there was nothing left to do."""
@@ -241,10 +235,10 @@ class RayCrews:
         return done, others
 
     def _result(self, reference: Any) -> list[Outcomes]:
-        found: list[Outcomes] | Failed = self._of(reference)
-        if isinstance(found, Failed):
-            raise CommandError(found.text, found.exit)
-        return found
+        result: list[Outcomes] | Failed = self._of(reference)
+        if isinstance(result, Failed):
+            raise CommandError(result.text, result.exit)
+        return result
 
     def _of(self, reference: Any) -> Any:
         try:
@@ -309,17 +303,19 @@ class Conductor:
         ended = time.monotonic()
         result = api.run(operations.take(federation, spec.rounds))
         expect_all_evaluated(result.reports)
-        outcomes = sorted(self.crews.outcomes(END_SECONDS), key=lambda one: (one.client, one.split))
+        outcomes = sorted(self.crews.outcomes(END_SECONDS), key=lambda kept: (kept.client, kept.split))
         return replace(result, wall_seconds=ended - begun, outcomes=tuple(outcomes))
 
     def _federation(self, spec: FederationSpec, initial: bytes | None) -> str:
-        """A new one, or the one that is there already. One that never began is made anew."""
+        """The id of the coordinator's federation, or of a new one if there is none or it has never started."""
         api = self.local.api
-        there = [one for page in api.run(operations.list_federations()) for one in page.view.federations]
-        for one in there:
-            if one.state != "enrolling":
-                return one.id
-            api.send(operations.delete_federation(one.id))
+        earlier = [
+            federation for page in api.run(operations.list_federations()) for federation in page.view.federations
+        ]
+        for federation in earlier:
+            if federation.state != "enrolling":
+                return federation.id
+            api.send(operations.delete_federation(federation.id))
             self.folder.forget_clients()
         return self.local.create(spec, initial)
 
@@ -332,7 +328,6 @@ class Conductor:
         viewer = api.send(operations.mint_operator(VIEWER, "viewer")).view.token
         return [
             Assignment(
-                number,
                 spec,
                 own,
                 federation,
@@ -348,7 +343,7 @@ class Conductor:
                 share.allow_backbone,
                 os.environ.get(BACKBONE_FILE),
             )
-            for number, own in enumerate(shares(sites, share.crews))
+            for own in shares(sites, share.crews)
         ]
 
     def _until_enrolled(self, federation: str, count: int) -> None:
@@ -362,10 +357,9 @@ class Conductor:
     def _follow(self, federation: str) -> None:
         for snapshot in follow(self.local.api, federation, between=self._look, poll=POLL_SECONDS):
             self.progress(snapshot)
-        if snapshot.state == "finished":
-            return
-        why = failures_in(self.local.api.send(operations.get_round(federation, snapshot.round)).view)
-        raise CommandError(f"the federation is {snapshot.describe()}{why}", Exit.FEDERATION_ENDED_BADLY)
+        if snapshot.state != "finished":
+            report = self.local.api.send(operations.get_round(federation, snapshot.round)).view
+            raise ended_badly(snapshot, report)
 
     def _look(self) -> None:
         self.local.watch()

@@ -18,6 +18,8 @@ from typing import Any
 
 import httpx
 
+from promptfed.sdk.follow import ENDED
+
 log = logging.getLogger("promptfed.crew")
 
 SOCKETS = 16  # that all clients' requests share, beside the stream's
@@ -25,7 +27,6 @@ SHORT_POLL = 2  # seconds that a poll waits at the coordinator for a task that i
 LOOK_AGAIN_SECONDS = 300.0  # without being named, after which a client asks all the same
 RECONNECT_SECONDS = 0.5, 10.0  # first and longest pause before the stream is opened again
 SILENCE_SECONDS = 60.0  # without a sign of life on the stream; the coordinator gives one every quarter of a minute
-ENDED = ("finished", "failed", "cancelled")
 _POLL = re.compile(r"/v1/federations/[^/]+/task")
 
 

@@ -1,6 +1,6 @@
-"""What a bench tells beside accuracies: calibration, macro-F1, worst class, spread over clients, who serves whom.
+"""Figures of a bench beside its accuracies: calibration, macro-F1, worst class, spread over clients, unseen classes.
 
-All are made of the outcomes that runs keep (`promptfed.shared.outcomes`), by entry, variant and test set.
+All are computed from the outcomes that runs keep (`promptfed.shared.outcomes`), by entry, variant and test set.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from statistics import fmean, pstdev
 
 from pydantic import BaseModel
 
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import VARIANT, Run, row_label
+from promptfed.experiments.bench.tables import markdown_table
 from promptfed.experiments.protocols.protocols import ELSEWHERE, UNSEEN
-from promptfed.shared.metrics import calibration_error, class_accuracies, macro_f1, reliability
+from promptfed.shared.metrics import auroc, calibration_error, class_accuracies, false_positives, macro_f1, reliability
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.plain_text import markdown_cell
 
-VARIANT = "@"
+KNOWN = "base"  # the test set beside which `UNSEEN` is shown
 FIGURES = ("accuracy", "ece", "macro_f1", "worst_class", "sd_clients", "worst_client")
 
 
@@ -58,23 +59,19 @@ def measures_of(runs: Sequence[Run]) -> list[Measures]:
     """For each entry, variant and test set, in the order of the runs; the template's rows stand as a variant."""
     groups: dict[tuple[str, str], dict[int, list[Outcomes]]] = {}
     for run in runs:
-        for one in run.outcomes:
-            split, _, variant = one.split.partition(VARIANT)
-            if split.startswith(ELSEWHERE) or split == UNSEEN:
-                continue
-            label = f"{run.label} ({variant})" if variant else run.label
-            groups.setdefault((label, split), {}).setdefault(run.seed, []).append(one)
+        for outcomes in run.outcomes:
+            split = outcomes.split.partition(VARIANT)[0]
+            if not split.startswith(ELSEWHERE) and split != UNSEEN:
+                key = row_label(run, outcomes.split), split
+                groups.setdefault(key, {}).setdefault(run.seed, []).append(outcomes)
     return [_measured(label, split, by_seed) for (label, split), by_seed in groups.items()]
 
 
 def _measured(label: str, split: str, by_seed: dict[int, list[Outcomes]]) -> Measures:
-    rows: dict[str, list[float]] = {name: [] for name in FIGURES}
-    for clients in by_seed.values():
-        for name, value in figures(clients).items():
-            rows[name].append(value)
-    sure, right = _pooled([one for clients in by_seed.values() for one in clients])
-    bins = [astuple(one) for one in reliability(sure, right)]
-    return Measures(label=label, split=split, seeds=list(by_seed), **rows, reliability=bins)
+    each_seed = [figures(clients) for clients in by_seed.values()]
+    rows = {name: [values[name] for values in each_seed] for name in FIGURES}
+    bins = reliability(*_pooled([outcomes for clients in by_seed.values() for outcomes in clients]))
+    return Measures(label=label, split=split, seeds=list(by_seed), **rows, reliability=[astuple(bin) for bin in bins])
 
 
 def figures(clients: Sequence[Outcomes]) -> dict[str, float]:
@@ -122,26 +119,65 @@ def matrices_of(runs: Sequence[Run]) -> list[Matrix]:
 
 
 def measures_table(rows: Sequence[Measures]) -> list[str]:
-    """The lines of the table in Markdown, percent, means over the seeds."""
+    """The lines of the table in Markdown: percent, means over the seeds."""
+    header = ["method", "test set", "accuracy", "ECE", "macro-F1", "worst class", "sd of clients", "worst client"]
     lines = [
-        "| method | test set | accuracy | ECE | macro-F1 | worst class | sd of clients | worst client |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        [markdown_cell(row.label), markdown_cell(row.split), *(_percent(getattr(row, name)) for name in FIGURES)]
+        for row in rows
     ]
-    for row in rows:
-        cells = " | ".join(f"{100 * fmean(getattr(row, name)):.1f}" for name in FIGURES)
-        lines.append(f"| {markdown_cell(row.label)} | {markdown_cell(row.split)} | {cells} |")
-    return lines
+    return markdown_table(header, lines, text_columns=(0, 1))
+
+
+def _percent(values: Sequence[float]) -> str:
+    return f"{100 * fmean(values):.1f}"
 
 
 def matrix_table(matrix: Matrix) -> list[str]:
     """The lines of the table in Markdown, percent: a client's classifier in each row."""
-    lines = [
+    rows = zip(matrix.clients, matrix.accuracy, strict=True)
+    lines = [[markdown_cell(client), *(f"{100 * value:.1f}" for value in row)] for client, row in rows]
+    return [
         f"{markdown_cell(matrix.label)}: each client's classifier (row) on each client's test images (column); "
         f"{100 * matrix.elsewhere:.1f} on the others' in the mean.",
         "",
-        "| | " + " | ".join(map(markdown_cell, matrix.clients)) + " |",
-        "|---" + "|--:" * len(matrix.clients) + "|",
+        *markdown_table(["", *map(markdown_cell, matrix.clients)], lines),
     ]
-    for client, row in zip(matrix.clients, matrix.accuracy, strict=True):
-        lines.append(f"| {markdown_cell(client)} | " + " | ".join(f"{100 * value:.1f}" for value in row) + " |")
-    return lines
+
+
+class OpenSet(BaseModel):
+    """How well the maximum softmax of one entry (or variant) tells unseen classes from known ones.
+
+    Fractions by seed, each the mean over the clients.
+    """
+
+    label: str
+    seeds: list[int]
+    auroc: list[float]
+    fpr95: list[float]
+
+
+def open_sets_of(runs: Sequence[Run]) -> list[OpenSet]:
+    """For each entry and variant that was shown unseen classes, in the order of the runs."""
+    groups: dict[str, dict[int, list[tuple[Outcomes, Outcomes]]]] = {}
+    for run in runs:
+        by_split = {(outcomes.client, outcomes.split): outcomes for outcomes in run.outcomes}
+        for (client, split), unseen in by_split.items():
+            name, at, variant = split.partition(VARIANT)
+            known = by_split.get((client, KNOWN + at + variant))
+            if name == UNSEEN and known is not None:
+                groups.setdefault(row_label(run, split), {}).setdefault(run.seed, []).append((known, unseen))
+    return [
+        OpenSet(
+            label=label,
+            seeds=list(by_seed),
+            auroc=[fmean(auroc(a.confidence, b.confidence) for a, b in pairs) for pairs in by_seed.values()],
+            fpr95=[fmean(false_positives(a.confidence, b.confidence) for a, b in pairs) for pairs in by_seed.values()],
+        )
+        for label, by_seed in groups.items()
+    ]
+
+
+def open_set_table(rows: Sequence[OpenSet]) -> list[str]:
+    """The lines of the table in Markdown: percent, means over the seeds."""
+    lines = [[markdown_cell(row.label), _percent(row.auroc), _percent(row.fpr95)] for row in rows]
+    return markdown_table(["method", "AUROC of unseen classes", "FPR95"], lines)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
+from scipy import stats
 
-from promptfed.experiments.bench.results import Run
-from promptfed.experiments.figures.bench_metrics import VARIANT
+from promptfed.experiments.bench.results import VARIANT, Run, row_label
 from promptfed.experiments.protocols.protocols import ELSEWHERE
 from promptfed.sdk.errors import CommandError, Exit
 
@@ -56,11 +55,7 @@ class Answers:
 
 def mcnemar(only_a: int, only_b: int) -> float:
     """The exact two-sided p-value, min(1, 2·P(X ≤ min)) for X ~ Bin(a + b, 1/2); 1 where the two never differ."""
-    total, term, tail = only_a + only_b, 1, 0
-    for k in range(min(only_a, only_b) + 1):  # term = C(total, k), in whole numbers
-        tail += term
-        term = term * (total - k) // (k + 1)
-    return min(1.0, float(Fraction(2 * tail, 1 << total)))
+    return float(stats.binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
 
 
 def paired_bootstrap(differences: Sequence[Floats], seed: int = 0, draws: int = DRAWS) -> tuple[float, float, float]:
@@ -89,26 +84,19 @@ def answers_of(runs: Sequence[Run], label: str) -> Answers:
     Raises:
         CommandError: there is no such row, or its runs keep no answers.
     """
-    found: dict[tuple[int, str, str], list[Floats]] = {}
-    labels = {row_label(run, one.split) for run in runs for one in run.outcomes}
+    hits: dict[tuple[int, str, str], list[Floats]] = {}
+    labels = {row_label(run, outcomes.split) for run in runs for outcomes in run.outcomes}
     if label not in labels:
         known = ", ".join(sorted(labels)) or "none: they were made by an earlier version; run the bench again"
         raise CommandError(f"there are no answers of {label!r}; rows with answers: {known}", Exit.BAD_INPUT)
     for run in runs:
-        for one in run.outcomes:
-            split = one.split.partition(VARIANT)[0]
-            if row_label(run, one.split) == label and not split.startswith(ELSEWHERE):
-                names = np.asarray(one.class_names)
-                hits = (names[list(one.labels)] == names[list(one.predicted)]).astype(float)
-                kind = "unseen" if split == "target" or one.client.startswith("target-") else split
-                found.setdefault((run.seed, kind, one.images), []).append(hits)
-    return Answers(label, {key: np.mean(rows, axis=0) for key, rows in found.items()})
-
-
-def row_label(run: Run, split: str) -> str:
-    """As tables have it."""
-    variant = split.partition(VARIANT)[2]
-    return f"{run.label} ({variant})" if variant else run.label
+        for outcomes in run.outcomes:
+            split = outcomes.split.partition(VARIANT)[0]
+            if row_label(run, outcomes.split) == label and not split.startswith(ELSEWHERE):
+                right = np.equal(outcomes.labels, outcomes.predicted).astype(float)
+                kind = "unseen" if split == "target" or outcomes.client.startswith("target-") else split
+                hits.setdefault((run.seed, kind, outcomes.images), []).append(right)
+    return Answers(label, {key: np.mean(rows, axis=0) for key, rows in hits.items()})
 
 
 def compare(a: Answers, b: Answers) -> list[Comparison]:

@@ -118,16 +118,13 @@ def _over_bytes(rows: Sequence[TableRow], points: Sequence[Point]) -> Figure:
 
 def _by_round(bench: Bench, runs: Sequence[Run], role: str) -> dict[str, dict[int, list[float]]]:
     """For each entry the seeds' and trials' mean accuracies (percent) on the split ``test``, by round."""
-    curves: dict[str, dict[int, list[float]]] = {}
-    for entry in bench.entries:
-        for run in runs:
-            if run.label != entry.label:
-                continue
-            measured = [accuracy for accuracy in run.accuracies if accuracy.role == role and accuracy.split == "test"]
-            for number in sorted({accuracy.round for accuracy in measured}):
-                mean = fmean(100 * accuracy.accuracy for accuracy in measured if accuracy.round == number)
-                curves.setdefault(entry.label, {}).setdefault(number, []).append(mean)
-    return curves
+    curves: dict[str, dict[int, list[float]]] = {entry.label: {} for entry in bench.entries}
+    for run in runs:
+        measured = [accuracy for accuracy in run.accuracies if accuracy.role == role and accuracy.split == "test"]
+        for number in sorted({accuracy.round for accuracy in measured}):
+            mean = fmean(100 * accuracy.accuracy for accuracy in measured if accuracy.round == number)
+            curves[run.label].setdefault(number, []).append(mean)
+    return {label: points for label, points in curves.items() if points}
 
 
 def _prices(runs: Sequence[Run], cost: str, unit: float) -> dict[str, float]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 from urllib.parse import quote
 
-from promptfed.experiments.protocols.setting import with_options, without_option
+from promptfed.experiments.protocols.setting import with_options, without_options
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.data import DataError
 from promptfed.shared.data.options import Role
 from promptfed.shared.data.registry import class_names_of
 
-Kind = Literal["same", "union", "intersection"]
-KINDS = ("same", "union", "intersection")
 _SHOWN = 5  # classes of one data set, before only their number is told
 _WAYS = (
     "give --class-names union to tell all classes apart everywhere, or --class-names intersection to leave out those "
@@ -50,7 +47,9 @@ class LabelSpace:
 
     def cut(self, uri: str) -> str:
         """``uri`` with these classes only."""
-        return with_options(without_option(uri, "only"), {"only": self.only}) if self.only else uri
+        if not self.only:
+            return uri
+        return with_options(without_options(uri, lambda option: option.startswith("only=")), {"only": self.only})
 
 
 def label_space(kind: str, first: str, uris: Mapping[str, str]) -> LabelSpace:
@@ -66,13 +65,13 @@ def label_space(kind: str, first: str, uris: Mapping[str, str]) -> LabelSpace:
     spaces = {name: names_of(uri) for name, uri in uris.items()}
     own = spaces[first]
     if kind == "union":
-        return LabelSpace(tuple(dict.fromkeys([*own, *(one for names in spaces.values() for one in names)])))
+        return LabelSpace(tuple(dict.fromkeys([*own, *(name for names in spaces.values() for name in names)])))
     if kind == "intersection":
-        common = tuple(one for one in own if all(one in names for names in spaces.values()))
+        common = tuple(name for name in own if all(name in names for names in spaces.values()))
         return _cut_to(common, any(len(names) > len(common) for names in spaces.values()))
     problems = []
     for name, names in spaces.items():
-        more = [one for one in names if one not in own]
+        more = [class_name for class_name in names if class_name not in own]
         if more:
             shown = ", ".join(more[:_SHOWN]) + (f" and {len(more) - _SHOWN} more" if len(more) > _SHOWN else "")
             problems.append(f"{name} has classes that {first} lacks ({shown})")

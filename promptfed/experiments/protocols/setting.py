@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,20 +65,18 @@ class Setting:
         return {domain: self.data[0].replace("{domain}", domain) for domain in self.domains}
 
 
-def without_option(uri: str, name: str) -> str:
-    """A data URI without the option ``name``."""
+def without_options(uri: str, dropped: Callable[[str], bool]) -> str:
+    """A data URI without the options ``name=value`` for which ``dropped`` is true."""
     address, _, query = uri.partition("?")
-    parts = [part for part in query.split("&") if part and part.partition("=")[0] != name]
+    parts = [part for part in query.split("&") if part and not dropped(part)]
     return f"{address}?{'&'.join(parts)}" if parts else address
 
 
 def with_target(uri: str, target: str | None) -> str:
-    """``uri`` with ``{target}`` replaced; None: without the options that hold it."""
+    """``uri`` with ``{target}`` replaced; if ``target`` is None, without the options that hold it."""
     if target is not None:
         return uri.replace(UNSEEN_DOMAIN, target)
-    address, _, query = uri.partition("?")
-    parts = [part for part in query.split("&") if part and UNSEEN_DOMAIN not in part]
-    return f"{address}?{'&'.join(parts)}" if parts else address
+    return without_options(uri, lambda option: UNSEEN_DOMAIN in option)
 
 
 def with_options(uri: str, options: Mapping[str, Any]) -> str:

@@ -1,63 +1,76 @@
-"""What a simulation needs, checked before anything is started."""
+"""What a simulation needs, checked before anything is started, and the image features of all clients at once.
+
+Features are computed for all clients together in whole batches; each client alone would leave most batches half empty.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from promptfed.client_service.training.data import in_domain
 from promptfed.runtime.run_file import check_trainers
 from promptfed.runtime.services import Site
+from promptfed.sdk.backbone import described, open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.follow import Snapshot
 from promptfed.shared.clip import Backbone, FeatureCache
+from promptfed.shared.clip.caches.rows import CacheCost
 from promptfed.shared.clip.weights.hub import known_as
 from promptfed.shared.data import DataError, Source, Split
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.outcomes import Outcomes
+from promptfed.shared.methods import method_for
+from promptfed.shared.outcomes import Record
 from promptfed.shared.spec.spec import BackboneSpec, FederationSpec, TrainingSpec
 
-NO_DEADLINE = 30 * 86400.0  # seconds: the longest that a spec may give
+log = logging.getLogger("promptfed.simulation")
 
-ProgressCallback = Callable[[Snapshot], None]
+NO_DEADLINE = 30 * 86400.0  # seconds: the longest that a spec may give
+PATIENCE_SECONDS = 20.0  # of a client whose coordinator answers nothing but errors
+STEP = 2 * 32  # images between two looks at whether to stop: whole batches of the cache
 
 
 @dataclass(frozen=True)
 class SimulatedClient:
-    """A site with its images at hand."""
+    """A site with its opened data."""
 
     site: Site
     source: Source
     tests: dict[str, Source]
 
     def splits(self) -> list[Split]:
-        """What it computes features of."""
+        """The splits whose features the client computes."""
         trained = [self.source.train] if self.site.role == "trainer" else []
         return [*trained, self.source.test, *(other.test for other in self.tests.values())]
 
 
 @dataclass(frozen=True)
 class SimulationSetup:
-    """All that a simulation needs, checked before anything is started."""
+    """The clients that this process plays, and what they share: ``pool`` of them compute at once.
+
+    ``record`` receives each client's answers on a test set. If another process may continue, ``secret`` gives each
+    client the same secret again, ``synced`` state survives the end of the machine, and ``patience`` is
+    `Settings.give_up_after`.
+    """
 
     spec: FederationSpec
-    initial_state: bytes | None
     clients: tuple[SimulatedClient, ...]
     folder: Path
     pool: int
     backbone: Backbone
     features: FeatureCache
-    progress: ProgressCallback
-    outcomes: dict[tuple[str, str], Outcomes] = field(default_factory=dict)
-    swap_prompts: bool = False
-
-    def keep(self, outcomes: Outcomes) -> None:
-        """Keep a client's latest answers on a test set."""
-        self.outcomes[outcomes.client, outcomes.split] = outcomes
+    record: Record
+    secret: Callable[[str], str] | None = None
+    synced: bool = False
+    patience: float = PATIENCE_SECONDS
 
     @property
     def threads(self) -> int:
@@ -65,15 +78,38 @@ class SimulationSetup:
         return self.spec.training.threads
 
 
+def prepare(
+    raw: FederationSpec | Mapping[str, Any],
+    sites: Sequence[Site],
+    pool: int,
+    backbone: Backbone | None,
+    allow_backbone: bool,
+    device: str = "cpu",
+) -> tuple[FederationSpec, bytes | None, Backbone]:
+    """The resolved spec as it is simulated, the initial state if only a backbone can make it, and the backbone.
+
+    Raises:
+        CommandError: the spec, the sites or the backbone cannot be used.
+    """
+    expect_usable(sites, pool)
+    spec = simulated_spec(resolve(raw), sites)
+    if backbone is None:
+        backbone = open_backbone(spec.backbone, allow_backbone=allow_backbone, device=device)
+    else:
+        expect_backbone(spec.backbone, backbone)
+    choose_kernels(spec.training, backbone)
+    return *described(spec, backbone), backbone
+
+
 def choose_kernels(training: TrainingSpec, backbone: Backbone) -> None:
-    """Deterministic ones where a GPU needs them, for the whole run: clients switch them for each task, at once."""
+    """Use deterministic kernels for the whole run if a GPU needs them, since clients cannot switch them one by one."""
     if training.deterministic and backbone.device.type != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 def expect_usable(sites: Sequence[Site], pool: int) -> None:
-    """Raise CommandError where two sites have one name, or the pool has no room."""
+    """Raise CommandError if two sites have the same name, or the pool is empty."""
     names = [site.name for site in sites]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
@@ -83,18 +119,28 @@ def expect_usable(sites: Sequence[Site], pool: int) -> None:
 
 
 def simulated_spec(spec: FederationSpec, sites: Sequence[Site]) -> FederationSpec:
-    """The spec as a simulation runs it: clients take turns, so a deadline would measure the queue.
+    """The spec as a simulation runs it.
+
+    Clients take turns, so a deadline would measure the queue. Two settings only protect from strangers and are switched
+    off unless the spec names them: clients are drawn by the spec's seed, and weights have no upper bound. Published
+    results are computed like this.
 
     Raises:
         CommandError: there are too few trainers.
     """
     check_trainers(sites, spec.participation.min_clients)
-    participation = spec.participation.model_copy(update={"deadline_seconds": NO_DEADLINE})
-    return spec.model_copy(update={"participation": participation, "start": "manual"})
+    changes: dict[str, Any] = {"deadline_seconds": NO_DEADLINE}
+    if "draw" not in spec.participation.model_fields_set:
+        changes["draw"] = "public"
+    aggregation = spec.aggregation
+    if aggregation.max_weight_share is None:
+        aggregation = aggregation.model_copy(update={"max_weight_share": 1.0})
+    participation = spec.participation.model_copy(update=changes)
+    return spec.model_copy(update={"participation": participation, "aggregation": aggregation, "start": "manual"})
 
 
 def expect_backbone(spec: BackboneSpec, backbone: Backbone) -> None:
-    """Raise CommandError where ``spec`` names another backbone than the one that is handed in."""
+    """Raise CommandError if ``spec`` names another backbone than the given one."""
     model, pretrained = known_as(spec.model, spec.pretrained)
     wanted = (model, None if pretrained == "random" else pretrained, spec.precision)
     given = (backbone.model_name, backbone.pretrained, backbone.precision)
@@ -115,3 +161,85 @@ def open_site(site: Site, sources: SharedSources) -> SimulatedClient:
         return SimulatedClient(site, source, tests)
     except DataError as error:
         raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None
+
+
+class _Images:
+    """The distinct images of many splits, with the interface that the feature cache expects of a split."""
+
+    def __init__(self, splits: Iterable[Split]):
+        places: dict[str, tuple[Split, int]] = {}
+        for split in splits:
+            for row in range(len(split)):
+                places.setdefault(split.digest(row), (split, row))
+        self._places = list(places.items())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def image(self, index: int) -> Any:
+        split, row = self._places[index][1]
+        return split.image(row)
+
+    def digest(self, index: int) -> str:
+        return self._places[index][0]
+
+
+def warm(
+    cache: FeatureCache,
+    backbone: Backbone,
+    splits: Iterable[Split],
+    threads: int,
+    stopped: Callable[[], bool],
+    patches: bool = False,
+) -> None:
+    """Put the features of all images into ``cache``. Their bits depend on the number of ``threads``.
+
+    With ``patches``, the features of their patches too; their size on disk is logged first.
+
+    Raises:
+        DataError: an image cannot be read.
+        OSError: the disk has no room for the patches' features.
+    """
+    torch.set_num_threads(threads)
+    images = _Images(splits)
+    if patches:
+        _tell_cost(cache.patches.cost(backbone, [images]))
+    for start in range(0, len(images), STEP):
+        if stopped():
+            return
+        rows = range(len(images))[start : start + STEP]
+        cache.features(backbone, images, indices=rows)
+        if patches:
+            cache.patches.fill(backbone, images, rows)
+
+
+def _tell_cost(cost: CacheCost) -> None:
+    if not cost.images:
+        return
+    text = f"the patch features of {cost.images:,} images take {cost.bytes / 1e6:,.1f} MB in {cost.folder}"
+    if not cost.fits:
+        raise OSError(errno.ENOSPC, f"{text}; {cost.free / 1e6:,.1f} MB are free there: give a folder with room")
+    log.info("%s", text)
+
+
+async def warm_all(setup: SimulationSetup) -> None:
+    """Compute the features of all images that clients will use, if the method allows to keep them.
+
+    Raises:
+        CommandError: an image cannot be read.
+    """
+    needs = method_for(setup.spec).needs
+    if not needs.cached_features:
+        return
+    splits = [split for client in setup.clients for split in client.splits()]
+    stop = threading.Event()
+    job = asyncio.create_task(
+        asyncio.to_thread(warm, setup.features, setup.backbone, splits, setup.threads, stop.is_set, needs.patch_tokens)
+    )
+    try:
+        await asyncio.shield(job)
+    except DataError as error:
+        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    finally:
+        stop.set()
+        await asyncio.wait({job})

@@ -1,9 +1,9 @@
-"""The clients of a simulation: the very workers, on one event loop, computing in turn in a bounded pool of threads."""
+"""The clients of a simulation: the real workers on one event loop, which compute in turn in a bounded thread pool."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,26 +21,10 @@ from promptfed.client_service.worker import Worker
 from promptfed.experiments.simulation.preparation import SimulationSetup
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.shared.outcomes import Outcomes, Record
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 
 AHEAD = 2  # clients that fetch or send while as many as the pool has threads compute
-PATIENCE_SECONDS = 20.0  # of a client whose coordinator answers nothing but errors
-
-
-@dataclass(frozen=True)
-class Kept:
-    """How clients are kept that another process may go on with: ``secret`` makes each the same one to the coordinator.
-
-    ``synced``: what they keep stands the end of their machine. ``patience`` is what `Settings.give_up_after` says.
-    ``record`` is told what test images were taken for, beside the setup.
-    """
-
-    secret: Callable[[str], str] | None = None
-    synced: bool = False
-    patience: float = PATIENCE_SECONDS
-    record: Record | None = None
 
 
 @dataclass
@@ -48,39 +32,34 @@ class RunningWorkers:
     """The workers, running."""
 
     tasks: dict[asyncio.Task[Any], str]
-    enrolments: asyncio.Semaphore
-    workers: tuple[Worker, ...] = ()
+    everybody_enrolled: asyncio.Event
+    workers: list[Worker]
 
     def works(self) -> dict[str, TaskWork]:
-        """What carries out tasks, by the client's name."""
+        """The works of the enrolled clients, by the client's name."""
         return {worker.settings.name: worker.work for worker in self.workers if worker.work is not None}
 
     async def enrolled(self) -> None:
-        """Return once all have enrolled."""
-        counting = asyncio.create_task(self._count())
+        """Return once all have enrolled. Raises CommandError if one has failed."""
+        enrolled = asyncio.create_task(self.everybody_enrolled.wait())
         try:
-            await asyncio.wait({counting, *self.tasks}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({enrolled, *self.tasks}, return_when=asyncio.FIRST_COMPLETED)
             self.check()
-            await counting
+            await enrolled
         finally:
-            counting.cancel()
-
-    async def _count(self) -> None:
-        for _ in self.tasks:
-            await self.enrolments.acquire()
+            enrolled.cancel()
 
     async def ended(self) -> None:
         """Return once all have ended. Raises CommandError once one has failed."""
-        await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
-        self.check()
+        await self.wait(None)
 
-    async def wait(self, seconds: float) -> None:
-        """Return after ``seconds``, or once all have ended, or one has failed. Raises CommandError for the latter."""
+    async def wait(self, seconds: float | None) -> None:
+        """Return after ``seconds`` or once all have ended. Raises CommandError once one has failed."""
         await asyncio.wait(self.tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         self.check()
 
     def check(self) -> None:
-        """Raise what ended a client."""
+        """Raise the error that ended a client."""
         for task, name in self.tasks.items():
             error = task.exception() if task.done() and not task.cancelled() else None
             if isinstance(error, ClientError):
@@ -90,54 +69,52 @@ class RunningWorkers:
 
 
 def _exit(error: ClientError) -> Exit:
-    """The command's code: from NAME_TAKEN to LEDGER are those of a client's process alone."""
+    """The command's exit code. The codes from NAME_TAKEN to LEDGER belong to a client's process."""
     return Exit.FAILED if Exit.NAME_TAKEN <= error.exit <= Exit.LEDGER else error.exit
 
 
 @asynccontextmanager
 async def run_workers(
-    setup: SimulationSetup, http: httpx.AsyncClient, federation: str, token: str, kept: Kept = Kept()
+    setup: SimulationSetup, http: httpx.AsyncClient, federation: str, token: str
 ) -> AsyncIterator[RunningWorkers]:
-    """All clients at work; they end with the block."""
+    """Run all clients; they end with the block."""
     executor = ThreadPoolExecutor(setup.pool, "clients", initializer=torch.set_num_threads, initargs=(setup.threads,))
     turns = asyncio.Semaphore(setup.pool + AHEAD)
-    enrolments = asyncio.Semaphore(0)
+    everybody_enrolled, awaited = asyncio.Event(), len(setup.clients)
 
     def hook(event: str, facts: object) -> None:
+        nonlocal awaited
         if event == "enrolled":
-            enrolments.release()
-
-    def record(outcomes: Outcomes) -> None:
-        setup.keep(outcomes)
-        if kept.record is not None:
-            kept.record(outcomes)
+            awaited -= 1
+            if not awaited:
+                everybody_enrolled.set()
 
     noise = SeededNoise(derive_seed(setup.spec.seed, "noise"))
     workers = [
         Worker(
-            _settings(setup, client.site, str(http.base_url), federation, kept.patience),
+            _settings(setup, client.site, str(http.base_url), federation),
             Parts(
                 backbone=setup.backbone,
                 source=client.source,
                 tests=client.tests,
                 features=setup.features,
                 enrolment_token=token,
-                secret=None if kept.secret is None else kept.secret(client.site.name),
-                record=record,
+                secret=None if setup.secret is None else setup.secret(client.site.name),
+                record=setup.record,
                 privacy=PrivacyParts(noise, Ledger(None), plain_evaluations=True),
             ),
             http=http,
             executor=executor,
             turns=turns,
             ephemeral=True,
-            synced=kept.synced,
+            synced=setup.synced,
             hook=hook,
         )
         for client in setup.clients
     ]
     tasks = {asyncio.create_task(worker.run()): worker.settings.name for worker in workers}
     try:
-        yield RunningWorkers(tasks, enrolments, tuple(workers))
+        yield RunningWorkers(tasks, everybody_enrolled, workers)
     finally:
         for worker in workers:
             worker.stop()
@@ -145,7 +122,7 @@ async def run_workers(
         executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _settings(setup: SimulationSetup, site: Site, url: str, federation: str, patience: float) -> Settings:
+def _settings(setup: SimulationSetup, site: Site, url: str, federation: str) -> Settings:
     try:
         return make_settings(
             coordinator=url,
@@ -157,7 +134,7 @@ def _settings(setup: SimulationSetup, site: Site, url: str, federation: str, pat
             state_dir=setup.folder / f"client-{site.name}",
             threads=setup.threads,
             max_epsilon=1000.0,  # nobody's budget: a simulation may ask for any
-            give_up_after=patience,
+            give_up_after=setup.patience,
         )
     except ClientError as error:
         raise CommandError(f"client {site.name}: {error}", Exit.BAD_INPUT) from None

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.experiments.bench.ceilings import CEILINGS, rooms_of, rooms_table
 from promptfed.experiments.bench.entries import parse_entries
 from promptfed.experiments.bench.runner import Bench
-from promptfed.experiments.bench.tables import TableRow
+from promptfed.experiments.bench.tables import TableRow, rooms_of, rooms_table
+from promptfed.experiments.protocols.derived import CEILINGS
 from promptfed.experiments.protocols.protocols import PROTOCOLS
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError

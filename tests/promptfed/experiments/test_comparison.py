@@ -83,6 +83,11 @@ def test_pictures_are_paired_by_what_they_are() -> None:
         answers_of([run("a", told("c", "test", "0", "0"))], "c")
 
 
+def test_an_image_of_none_of_the_classes_is_never_answered_rightly() -> None:
+    unseen = Outcomes(2, "c", "unseen", NAMES, (-1, -1), (2, 0), (0.5, 0.5), "x")
+    assert [hits.tolist() for hits in answers_of([run("a", unseen)], "a").right.values()] == [[0.0, 0.0]]
+
+
 def test_a_shared_classifier_is_paired_with_the_mean_of_personal_ones() -> None:
     shared = run("a", told("target-neon", "test", "0011", "0011"), told("s", "test", "00", "00", "own"))
     personal = run("b", told("p", "target", "0011", "0001"), told("q", "target", "0011", "1111"))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from promptfed.experiments.bench.ceilings import CEILINGS
-from promptfed.experiments.bench.protocol_names import KNOWN
+from promptfed.experiments.protocols.derived import CEILINGS, KNOWN
 from promptfed.experiments.protocols.protocols import PROTOCOLS
 from promptfed.experiments.protocols.setting import Setting, with_options
 from promptfed.sdk.errors import CommandError

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from promptfed.cli.main import app
 from promptfed.client_service.settings import NAME_PATTERN
 from promptfed.experiments.bench.results import Run
-from promptfed.experiments.figures.open_set import open_sets_of
-from promptfed.experiments.protocols.robustness import CORRUPTED
+from promptfed.experiments.figures.bench_metrics import open_sets_of
+from promptfed.experiments.protocols.derived import CORRUPTED
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.data.corruptions import CORRUPTIONS, STRENGTHS

@@ -17,7 +17,7 @@ from promptfed.experiments.bench import runner as bench_module
 from promptfed.experiments.bench.entries import parse_entries
 from promptfed.experiments.bench.provenance import data_hash
 from promptfed.experiments.bench.results import Run, read_run, write_json
-from promptfed.experiments.bench.runner import Bench, Runner, costs, measured, run_all
+from promptfed.experiments.bench.runner import Bench, Runner, costs, measured
 from promptfed.experiments.bench.tables import TableRow, cell, markdown, rows_of, scores_of
 from promptfed.experiments.protocols.protocols import PROTOCOLS
 from promptfed.experiments.protocols.setting import Setting
@@ -177,7 +177,7 @@ def test_a_run_of_another_protocol_is_used_again_under_this_ones_name(tmp_path: 
         ("personalisation", Setting((DATA,), clients=2, partition="iid", shots=1)),
     ):
         described = Bench(PROTOCOLS[name], parse_entries("zero_shot"), setting, (0,), {"rounds": 1})
-        rows = rows_of(described, run_all(described, runner, lambda done, total, job: None))
+        rows = rows_of(described, runner.run_all(described.jobs(), lambda done, total, job: None))
         tables.append(rows[-1].scores[0])
     assert len(list((tmp_path / "runs").glob("*.json"))) == 1
     assert tables[0] == {"1 shot": tables[1]["mean"]}
@@ -190,7 +190,7 @@ def test_a_job_that_cannot_run_is_named_and_finished_ones_stay(tmp_path: Path) -
         PROTOCOLS["personalisation"], parse_entries("zero_shot,promptfl:m=40"), setting, (0,), {"rounds": 1}
     )
     with pytest.raises(CommandError, match="promptfl:m=40, seed 0: "):
-        run_all(described, Runner(tmp_path), lambda done, total, job: None)
+        Runner(tmp_path).run_all(described.jobs(), lambda done, total, job: None)
     assert len(list((tmp_path / "runs").glob("*.json"))) == 1
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from promptfed.experiments.simulation import simulation
-from promptfed.experiments.simulation.preparation import SimulationSetup, open_site
+from promptfed.experiments.simulation.preparation import PATIENCE_SECONDS, SimulationSetup, open_site
 from promptfed.experiments.simulation.simulation import simulate
-from promptfed.experiments.simulation.workers import PATIENCE_SECONDS, Kept, run_workers
+from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.follow import Snapshot
@@ -242,20 +242,21 @@ def test_a_protected_federation_says_what_each_update_cost_and_repeats(
     assert all(one["withheld"] is (evaluation is None) for one in found.reports[1]["evaluation"]["clients"].values())
 
 
-@pytest.mark.parametrize(("kept", "seconds"), [(Kept(), PATIENCE_SECONDS), (Kept(patience=1234.5), 1234.5)])
+@pytest.mark.parametrize(("options", "seconds"), [({}, PATIENCE_SECONDS), ({"patience": 1234.5}, 1234.5)])
 def test_a_clients_patience_is_the_one_that_was_asked_for(
-    kept: Kept, seconds: float, backbone: Backbone, features: FeatureCache, tmp_path: Path
+    options: dict[str, Any], seconds: float, backbone: Backbone, features: FeatureCache, tmp_path: Path
 ) -> None:
     """A crew's clients outlast a coordinator that starts again, which takes longer than a simulation's would wait."""
     shared = SharedSources()
     clients = tuple(open_site(site, shared) for site in SITES)
-    setup = SimulationSetup(resolve_spec(spec()), None, clients, tmp_path, 1, backbone, features, lambda snapshot: None)
+    record = list[Any]().append
+    setup = SimulationSetup(resolve_spec(spec()), clients, tmp_path, 1, backbone, features, record, **options)
 
     async def given() -> list[float]:
         nobody = httpx.MockTransport(lambda asked: httpx.Response(503))
         async with (
             httpx.AsyncClient(transport=nobody, base_url="http://127.0.0.1") as http,
-            run_workers(setup, http, "federation", "token", kept) as running,
+            run_workers(setup, http, "federation", "token") as running,
         ):
             return [worker.settings.give_up_after for worker in running.workers]
 

@@ -6,10 +6,15 @@ import re
 
 import pytest
 
-from promptfed.experiments.bench.ceilings import Room, rooms_table
-from promptfed.experiments.bench.tables import TableRow, table_of
-from promptfed.experiments.figures.bench_metrics import Matrix, Measures, matrix_table, measures_table
-from promptfed.experiments.figures.open_set import OpenSet, open_set_table
+from promptfed.experiments.bench.tables import Room, TableRow, rooms_table, table_of
+from promptfed.experiments.figures.bench_metrics import (
+    Matrix,
+    Measures,
+    OpenSet,
+    matrix_table,
+    measures_table,
+    open_set_table,
+)
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
 BAD = "<img src=x onerror=alert(1)> a|b [c](javascript:d) `e`"

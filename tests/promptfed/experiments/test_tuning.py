@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.experiments.bench.tuning import held_out_sites
+from promptfed.experiments.bench.sweep import held_out_sites
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import Exit
 from promptfed.sdk.remarks import movement, near_chance

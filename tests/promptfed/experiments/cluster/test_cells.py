@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from promptfed.cli.bench import make_bench
 from promptfed.cli.main import app
 from promptfed.experiments.bench.bench_folder import claim
-from promptfed.experiments.bench.runner import Bench, Job, Runner, run_all
-from promptfed.experiments.cluster.cells import CellOptions, RayLater, RayRunner, run_cell
+from promptfed.experiments.bench.runner import Bench, Job, Runner
+from promptfed.experiments.cluster.cells import RayLater, RayRunner, run_cell
 from promptfed.experiments.cluster.connection import Node
 from promptfed.experiments.cluster.run import versions
 from promptfed.experiments.protocols.setting import Setting
@@ -67,12 +67,8 @@ class _Result:
 
 def runner(out: Path, ray: AtOnce, cpus: float = 2.0) -> RayRunner:
     later = RayLater(None)
-    later._cluster = SimpleNamespace(ray=ray, nodes=lambda: [Node("192.0.2.1", cpus, 0.0)])
+    later.cluster = SimpleNamespace(ray=ray, nodes=lambda: [Node("192.0.2.1", cpus, 0.0)])
     return RayRunner(out, ray=later)
-
-
-def begun(bench: Bench, out: Path) -> Callable[[Sequence[Job]], None]:
-    return lambda jobs: claim(out, bench)
 
 
 def test_the_runs_are_those_of_this_process_and_progress_is_told(tmp_path: Path) -> None:
@@ -82,15 +78,16 @@ def test_the_runs_are_those_of_this_process_and_progress_is_told(tmp_path: Path)
     def shown(done: int, total: int, job: Job) -> None:
         told.append((done, total))
 
-    found = run_all(bench, runner(there, ray), shown, begun(bench, there))
-    wanted = run_all(bench, Runner(tmp_path / "here"), lambda *_: None)
+    claim(there, bench)
+    found = runner(there, ray).run_all(bench.jobs(), shown)
+    wanted = Runner(tmp_path / "here").run_all(bench.jobs(), lambda *_: None)
     timed = {"wall_seconds", "setup_seconds", "provenance"}
     assert [one.model_dump(exclude=timed) for one in found] == [one.model_dump(exclude=timed) for one in wanted]
     assert ray.resources == [(1, 0.0)] * len(wanted)
     assert [total for _, total in told] == [len(wanted)] * len(told)
     # Again: nothing is left to do, and no Ray is asked.
     again = AtOnce()
-    assert run_all(bench, runner(there, again), shown, begun(bench, there)) == found
+    assert runner(there, again).run_all(bench.jobs(), shown) == found
     assert again.resources == []
 
 
@@ -103,7 +100,7 @@ def test_a_cell_that_cannot_be_run_ends_the_bench_with_its_words_and_the_others_
 
 def test_a_node_of_another_version_is_refused(tmp_path: Path) -> None:
     [job, *_] = small().jobs()
-    failed = run_cell(CellOptions(tmp_path, 1, "cpu", False), job, {**versions(), "torch": "0.1"})
+    failed = run_cell((tmp_path, 1, "cpu", False), job, {**versions(), "torch": "0.1"})
     assert failed is not None
     assert "instead of 0.1: install the same on all of them" in failed.text
     assert failed.exit == Exit.BAD_INPUT

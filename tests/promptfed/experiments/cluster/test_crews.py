@@ -19,11 +19,10 @@ from promptfed.experiments.cluster.certificate import make_certificate
 from promptfed.experiments.cluster.crew import Assignment, work
 from promptfed.experiments.cluster.run import Conductor, RayCrews, Share
 from promptfed.experiments.cluster.run_folder import RunFolder
-from promptfed.experiments.simulation.preparation import simulated_spec
-from promptfed.experiments.simulation.simulation import reproducible, simulate
+from promptfed.experiments.simulation.preparation import prepare
+from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk import operations
-from promptfed.sdk.backbone import described, open_backbone, resolve
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError
 from promptfed.sdk.follow import Snapshot
@@ -99,15 +98,13 @@ class Local:
 def conducted(
     tmp_path: Path, sites: Sequence[Site], crews: int, threads: Threads | None = None, spec: dict[str, Any] = SPEC
 ) -> FederationResult:
-    wanted, initial = described(
-        simulated_spec(resolve(spec), sites), open_backbone(resolve(spec).backbone, allow_backbone=False)
-    )
+    wanted, initial, _ = prepare(spec, sites, 1, None, allow_backbone=False)
     snapshots: list[Snapshot] = []
     with in_thread(tmp_path / "coordinator") as server:
         local: Any = Local(server, tmp_path / "coordinator")
         folder = RunFolder(tmp_path, KEY, lasting=True)
         conductor = Conductor(local, threads or Threads(), folder, None, snapshots.append)
-        result = conductor.conduct(reproducible(wanted), initial, tuple(sites), Share(crews, 1, "cpu", False))
+        result = conductor.conduct(wanted, initial, tuple(sites), Share(crews, 1, "cpu", False))
     assert snapshots[-1].state == "finished"
     return result
 
