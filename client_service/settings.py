@@ -33,12 +33,14 @@ class Settings(BaseSettings):
     federation: Annotated[Name, Field(description="name or id of the federation")]
     name: Annotated[
         Name,
-        Field(description="this client's name in the federation; default: as the state folder says, else this host's"),
+        Field(description="this client's name in the federation; default: that in the state folder, else the host's"),
     ]
     data: Annotated[str, Field(min_length=1, description="data URI, as in folder:/data/pets or symbols:sketch")]
     domain: Annotated[
         str | None,
-        Field(description="words for what the images look like, as in 'a sketch of a {}'; default: as the data says"),
+        Field(
+            description="description of what the images look like, as in 'a sketch of a {}'; default: the data's own"
+        ),
     ] = None
     test: Annotated[
         list[str],
@@ -56,11 +58,11 @@ class Settings(BaseSettings):
     ] = None
     method_option: Annotated[
         list[str],
-        Field(description="KEY=VALUE, an option of the method that is this client's own; never sent, repeatable"),
+        Field(description="KEY=VALUE, an option of the method for this client alone; never sent, repeatable"),
     ] = []
-    reset_private: Annotated[
-        bool, Field(description="forget what this client has trained for itself alone, and start it anew")
-    ] = False
+    reset_private: Annotated[bool, Field(description="discard this client's private tensors and start them again")] = (
+        False
+    )
     role: Annotated[Role, Field(description="trainer, or evaluator (test data only)")] = "trainer"
     device: Annotated[str, Field(pattern=DEVICE_PATTERN, description="auto, cpu, cuda or cuda:N")] = "auto"
     threads: Annotated[
@@ -75,8 +77,8 @@ class Settings(BaseSettings):
     backbone_file: Annotated[
         Path | None,
         Field(
-            description="file of the backbone's weights, or a folder with one, read in the place of a download; "
-            "others than the federation's are refused"
+            description="file of the backbone's weights, or a folder with one, instead of a download; weights "
+            "other than the federation's are refused"
         ),
     ] = None
     feature_cache: Annotated[
@@ -86,8 +88,8 @@ class Settings(BaseSettings):
     keep_patches: Annotated[
         bool,
         Field(
-            description="keep the features of images' patches on disk (16 bits), for methods that need them; else the "
-            "image tower runs in every step"
+            description="keep the features of image patches on disk (16 bits), for methods that need them; otherwise "
+            "the image tower runs in every step"
         ),
     ] = True
     image_cache_mib: Annotated[
@@ -96,7 +98,7 @@ class Settings(BaseSettings):
     ] = None
     policy: Annotated[
         Path | None,
-        Field(description="this site's policy; default: ~/.config/promptfed/policy.yaml, where there is one"),
+        Field(description="this site's policy; default: ~/.config/promptfed/policy.yaml, if it exists"),
     ] = None
     dataset: Annotated[
         Name,
@@ -111,7 +113,7 @@ class Settings(BaseSettings):
     ] = 8.0
     ca_file: Annotated[Path | None, Field(description="PEM file of the authority that signed the coordinator")] = None
     client_cert: Annotated[
-        Path | None, Field(description="PEM certificate in this client's name, where the coordinator asks for one")
+        Path | None, Field(description="PEM certificate in this client's name, if the coordinator asks for one")
     ] = None
     client_key: Annotated[Path | None, Field(description="its key; default: in the certificate's file")] = None
     allow_plain_http: Annotated[
@@ -125,18 +127,18 @@ class Settings(BaseSettings):
         int, Field(ge=0, le=65535, description="its port; 0: any free one, written to api.url in the state folder")
     ] = 0
     api_token_file: Annotated[
-        Path | None, Field(description="file with the API's bearer token; needed where the address is not loopback")
+        Path | None, Field(description="file with the API's bearer token; required if the address is not loopback")
     ] = None
     yes: Annotated[bool, Field(description="join without asking; without a terminal nobody is asked anyway")] = False
     agree: Annotated[
         str | None,
         Field(
-            description="join without asking where the offer is just the one with this digest, which the text that "
-            "tells what will leave this machine ends with; also where it has changed"
+            description="join without asking if the offer has this digest, even if it has changed; the last line of "
+            "the text about what leaves this machine shows the digest"
         ),
     ] = None
     withdraw: Annotated[
-        bool, Field(description="call consent back: this client ends, and takes part in nothing until you agree anew")
+        bool, Field(description="withdraw consent: this client ends, and takes no further part until you agree again")
     ] = False
     delete_private: Annotated[
         bool,

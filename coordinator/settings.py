@@ -47,7 +47,7 @@ class Settings(BaseSettings):
         ),
     ] = None
     database_url_file: Annotated[
-        Path | None, Field(description="a file that holds this URL: options can be seen by others")
+        Path | None, Field(description="a file with this URL; other users of the machine can see options")
     ] = None
     database_wait_seconds: Annotated[
         float, Field(ge=0, description="how long to wait for the database at the start")
@@ -64,13 +64,16 @@ class Settings(BaseSettings):
     port_file: Annotated[Path | None, Field(description="write the base URL here once the coordinator answers")] = None
     advertise_url: Annotated[
         str | None,
-        Field(description="this one's address for clients, where several coordinators work on one PostgreSQL database"),
+        Field(
+            description="this coordinator's address for clients, if several coordinators share one PostgreSQL database"
+        ),
     ] = None
     operator_token_file: Annotated[
-        Path | None, Field(description="the first admin's token (default: made at the first start, in the data folder)")
+        Path | None,
+        Field(description="file with the first admin's token (default: created in the data folder at the first start)"),
     ] = None
     signing_key_file: Annotated[
-        Path | None, Field(description="PEM of the Ed25519 key that signs states (default: made, in the data folder)")
+        Path | None, Field(description="PEM of the Ed25519 key that signs states (default: created in the data folder)")
     ] = None
     allow_plain_http: Annotated[bool, Field(description="listen without TLS on an address that others can reach")] = (
         False
@@ -80,32 +83,34 @@ class Settings(BaseSettings):
     oidc_issuer: Annotated[
         str | None, Field(description="https://... of an OpenID Connect issuer whose tokens operators may use")
     ] = None
-    oidc_audience: Annotated[str | None, Field(description="whom such a token must be for (its aud)")] = None
+    oidc_audience: Annotated[str | None, Field(description="the audience (aud) that such a token must name")] = None
     oidc_role_claim: Annotated[
-        str, Field(description="where in it the roles are, such as realm_access.roles", pattern=r"^[^.]+(\.[^.]+)*$")
+        str,
+        Field(
+            description="claim of the token that lists the roles, such as realm_access.roles",
+            pattern=r"^[^.]+(\.[^.]+)*$",
+        ),
     ] = "roles"
-    oidc_role_prefix: Annotated[
-        str, Field(description="what stands before viewer, operator or admin in the names of roles")
-    ] = "promptfed-"
+    oidc_role_prefix: Annotated[str, Field(description="prefix of the role names viewer, operator and admin")] = (
+        "promptfed-"
+    )
     tls_client_ca: Annotated[
         Path | None,
-        Field(
-            description="PEM of the authority that signs clients' certificates: each client must show one in its name"
-        ),
+        Field(description="PEM of the authority that signs client certificates; each client must show one in its name"),
     ] = None
     forwarded_allow_ips: Annotated[
         str | None,
-        Field(description="addresses, by commas, of proxies whose X-Forwarded-For says where a call comes from"),
+        Field(description="comma-separated addresses of proxies whose X-Forwarded-For is believed"),
     ] = None
     max_uploads: Annotated[int, Field(ge=1, le=1000, description="uploads received at once")] = 8
     upload_wait_seconds: Annotated[
-        float, Field(ge=0, description="how long more uploads wait their turn before 503")
+        float, Field(ge=0, description="how long further uploads wait before they get 503")
     ] = 20.0
     upload_timeout_seconds: Annotated[float, Field(gt=0, description="how long a request's body may take")] = 300.0
     auth_failures_per_minute: Annotated[
-        int, Field(ge=1, description="wrong tokens that an address may send before it has to wait")
+        int, Field(ge=1, description="wrong tokens that an address may send in a minute before it must wait")
     ] = 60
-    token_hours: Annotated[float, Field(gt=0, description="how long an enrolment token is good")] = 168.0
+    token_hours: Annotated[float, Field(gt=0, description="how long an enrolment token is valid")] = 168.0
     bootstrap: Annotated[Path | None, Field(description="spec (YAML) of a federation to create if it is absent")] = None
     enrolment_token_file: Annotated[Path | None, Field(description="where --bootstrap writes an enrolment token")] = (
         None
@@ -118,7 +123,8 @@ class Settings(BaseSettings):
         int, Field(ge=0, le=0o777, description="octal mode of that file (default: 600)")
     ] = 0o600
     verify: Annotated[
-        bool, Field(description="look at all that is stored, name what is damaged, and end: 0, or 1 where there is any")
+        bool,
+        Field(description="check everything that is stored, list what is damaged, and end with 0, or 1 if anything is"),
     ] = False
     log_level: Annotated[str, Field(examples=["debug", "info", "warning", "error"])] = "info"
     log_format: Annotated[

@@ -36,7 +36,7 @@ def withdraw(settings: Settings) -> int:
     if not (folder / FILE).exists():
         raise ClientError(Exit.STATE, f"{folder} holds no consent to call back: give the client's --state-dir")
     write_whole(folder / WITHDRAWN, datetime.now(UTC).isoformat(timespec="seconds").encode(), mode=0o600)
-    log.info("consent is called back: this client answers no task any more")
+    log.info("consent is withdrawn: this client answers no further task")
     told = _tell(settings)
     if settings.delete_private:
         state = _opened(settings)

@@ -222,7 +222,7 @@ class Agreement:
         changed = differences(self.consent.terms.offer, terms.offer)
         at = self.state.read_note(WITHDRAWN)
         if at is not None:
-            changed.insert(0, f"consent was called back at {at}")
+            changed.insert(0, f"consent was withdrawn at {at}")
         if self.ledger.restores >= RESTORES:
             changed.append(f"the coordinator went back to earlier rounds {RESTORES} times")
         return changed
@@ -237,7 +237,7 @@ class Agreement:
 
         Raises:
             NotAgreed: it differs, or is one more than the rounds allow.
-            ClientError: WITHDRAWN where consent was called back meanwhile.
+            ClientError: WITHDRAWN if consent was withdrawn meanwhile.
         """
         self.expect_consent()
         terms = self.consent.terms
@@ -249,9 +249,9 @@ class Agreement:
         self._expect_turn(task)
 
     def expect_consent(self) -> None:
-        """Raises ClientError (WITHDRAWN) where consent was called back meanwhile."""
+        """Raise ClientError (WITHDRAWN) if consent was withdrawn meanwhile."""
         if self.state.read_note(WITHDRAWN) is not None:
-            raise ClientError(Exit.WITHDRAWN, "this client's owner has called consent back: it takes part no longer")
+            raise ClientError(Exit.WITHDRAWN, "this client's owner has withdrawn consent: it no longer takes part")
 
     def _expect_terms(self, task: Task) -> None:
         """Every training term is as agreed, and the weights and the number of peers are."""

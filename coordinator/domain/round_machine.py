@@ -38,7 +38,7 @@ class NotEnoughTrainers(Exception):
     """Too few trainers to start: ``enrolled`` of ``needed``."""
 
     def __init__(self, enrolled: int, needed: int):
-        super().__init__(f"{enrolled} trainers are enrolled; {needed} are needed")
+        super().__init__(f"enrolled trainers: {enrolled}, needed: {needed}")
         self.enrolled = enrolled
         self.needed = needed
 

@@ -1,4 +1,4 @@
-"""What an aggregation comes to: the state after a closed phase, and what its report keeps."""
+"""Result of an aggregation: the state after a closed phase, and what its report keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from promptfed.shared.tensors import TensorError, Tensors, method_part
 
 @dataclass(frozen=True)
 class Computed:
-    """What an aggregation comes to: the state, what the report keeps, what the rule made of each counted client."""
+    """Result of an aggregation: the state, what the report keeps, what the rule made of each counted client."""
 
     after: Tensors
     measured: dict[str, Any]

@@ -82,7 +82,7 @@ def _expect_startable(federation: Federation) -> None:
         raise problems.WrongState(text, state=federation.run.state)
     trainers, needed = len(federation.run.trainers()), federation.rules.min_clients
     if trainers < needed:
-        text = f"{trainers} trainers are enrolled; {needed} are needed: enrol more, or lower participation.min_clients"
+        text = f"enrolled trainers: {trainers}, needed: {needed}; enrol more, or lower participation.min_clients"
         raise problems.NotEnoughClients(text, enrolled=trainers, needed=needed)
 
 

@@ -17,7 +17,7 @@ _PATH = re.compile(r"/v1/federations/([^/\0]{1,100})(?:/.*)?")
 
 
 class Elsewhere:
-    """Sends requests on to whoever carries their federation out, and has those wait that nobody does."""
+    """Redirects requests to the coordinator that holds their federation. If none does, requests wait."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -35,7 +35,9 @@ MOST_ROUNDS = 200  # points of the drift; of more rounds evenly spaced ones are 
 MOST_CLIENTS = 64  # in a matrix of similarities, first in order of name
 MOST_CONTEXTS = 32
 NEAREST = 3
-NO_LEXICON = "Words need the backbone, which the coordinator has not: run `promptfed federation words {name}` once"
+NO_LEXICON = (
+    "Words need the backbone, which the coordinator does not have: run `promptfed federation words {name}` once"
+)
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ class ReplayRequest(BaseModel):
         None, description="in the place of the spec's, whose max_weight_share stays unless another is given"
     )
     without: list[Annotated[str, Field(max_length=100)]] = Field(
-        [], max_length=100_000, description="names of clients whose updates shall not count"
+        [], max_length=100_000, description="names of clients whose updates do not count"
     )
 
 

@@ -104,7 +104,7 @@ def _unlike_splits(root: Path, names: list[str]) -> str:
     missing = next((name for name in _SPLITS if name not in names), None)
     why = f"has {present[0]} but no {missing} folder" if missing else "has class folders beside train and test"
     text = f"{root} {why}; give both train and test, or class folders alone."
-    return f"{text} Who only evaluates (--role evaluator) needs no train folder." if names == ["test"] else text
+    return f"{text} Evaluators (--role evaluator) need no train folder." if names == ["test"] else text
 
 
 def _class_items(root: Path, split: str | None) -> tuple[list[_Item], list[Path]]:
@@ -154,7 +154,7 @@ def open_csv(body: str, options: Options) -> Source:
     if len(given) == 1 and given != {None} and options.role == "trainer":
         only = given.pop()
         text = f"{table} has only the split {only}; give train and test, or no split."
-        raise DataError(f"{text} Who only evaluates needs --role evaluator." if only == "test" else text)
+        raise DataError(f"{text} Evaluators need --role evaluator." if only == "test" else text)
     if None in given and len(given) > 1:
         raise DataError(f"{table} leaves the split of some images empty; give it for all or for none.")
     return _source(_Listing(items, table, _domain(domain, table.parent / WORDS_FILE)), options)

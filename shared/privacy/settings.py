@@ -16,7 +16,7 @@ class AdaptiveClip(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
-    quantile: Annotated[float, Field(gt=0, lt=1, description="share of the changes that shall not be clipped")] = 0.5
+    quantile: Annotated[float, Field(gt=0, lt=1, description="share of the changes that are not to be clipped")] = 0.5
     rate: Annotated[float, Field(gt=0, le=10, description="how fast the clip follows, as a power of e")] = 0.2
     count_noise: Annotated[
         float | None, Field(gt=0, le=1e6, description="noise of the count; default: K̄/20, of the expected clients")
@@ -33,10 +33,10 @@ class PrivacySpec(BaseModel):
 
     level: Annotated[
         Literal["none", "sample", "client"],
-        Field(description="whose contribution the noise covers: one record of a client, or a whole client"),
+        Field(description="the noise protects one record of a client, or a whole client"),
     ] = "none"
     clip: Annotated[
-        float | None, Field(gt=0, le=16, description="C, the longest that one unit's contribution may be (L2)")
+        float | None, Field(gt=0, le=16, description="C, the largest L2 norm of one unit's contribution")
     ] = None
     noise_multiplier: Annotated[
         float | None, Field(ge=LEAST_NOISE, le=MOST_NOISE, description="z: the noise's standard deviation is z·C")
@@ -47,7 +47,7 @@ class PrivacySpec(BaseModel):
             gt=0,
             le=100,
             description="ε that the whole federation may cost each client, instead of noise_multiplier; level client: "
-            "also beside it, and then rounds end before ε is passed",
+            "both may be given, and then rounds end before ε is exceeded",
         ),
     ] = None
     delta: Annotated[
@@ -67,11 +67,13 @@ class PrivacySpec(BaseModel):
     colluding: Annotated[int, Field(ge=1, le=1023, description="distributed noise: clients on the operator's side")] = 1
     evaluation: Annotated[
         Evaluations | None,
-        Field(description="what accuracies leave a site; default: withheld at levels sample and client"),
+        Field(description="which accuracies leave a site; default: withheld at levels sample and client"),
     ] = None
     evaluation_epsilon: Annotated[float, Field(gt=0, le=10, description="ε of one noisy count")] = 0.1
     adaptive_clip: AdaptiveClip | None = None
-    accept_noise: Annotated[bool, Field(description="run even where the noise drowns the mean")] = False
+    accept_noise: Annotated[bool, Field(description="run even if the noise is larger than all that can be learned")] = (
+        False
+    )
 
     @property
     def protects_records(self) -> bool:

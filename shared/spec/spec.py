@@ -68,8 +68,8 @@ class BackboneShape(Section):
     towers that there are.
     """
 
-    d_t: Annotated[Width | None, Field(description="width of the text tower, where prompts can enter it")] = None
-    d_v: Annotated[Width | None, Field(description="width of the vision tower, where prompts can enter it")] = None
+    d_t: Annotated[Width | None, Field(description="width of the text tower, if prompts can enter it")] = None
+    d_v: Annotated[Width | None, Field(description="width of the vision tower, if prompts can enter it")] = None
     d_e: Annotated[Width, Field(description="dimension of the joint embedding")]
     text_layers: Depth | None = None
     vision_layers: Depth | None = None
@@ -80,16 +80,16 @@ class BackboneShape(Section):
     patch_tokens: Annotated[
         Annotated[int, Field(ge=1, le=1 << 16)] | None,
         Field(
-            description="patches of an image that have a feature each in the joint space, where the tower gives them"
+            description="number of patches of an image that have a feature in the joint space, if the tower gives them"
         ),
     ] = None
     mlp_width: Annotated[
         Annotated[int, Field(ge=1, le=1 << 18)] | None,
-        Field(description="width of the perceptrons in the vision tower's blocks, where its weights can be trained"),
+        Field(description="width of the perceptrons in the vision tower's blocks, if its weights can be trained"),
     ] = None
     positions: Annotated[
         Annotated[int, Field(ge=1, le=1 << 16)] | None,
-        Field(description="positional embeddings of the vision tower, that of [cls] among them"),
+        Field(description="number of positional embeddings of the vision tower, including that of [cls]"),
     ] = None
     heads_v: Annotated[Depth | None, Field(description="attention heads of the vision tower")] = None
     heads_t: Annotated[Depth | None, Field(description="attention heads of the text tower")] = None
@@ -127,7 +127,7 @@ class TrainingSpec(Section):
             VIEWS,
             ge=1,
             le=1024,
-            description="crop_flip where image features are kept: how many views of each image there are",
+            description="number of views of each image, if crop_flip is used and image features are kept",
         ),
     ] = VIEWS
     threads: Annotated[int, Field(ge=1, le=256)] = 1
@@ -146,15 +146,15 @@ class ParticipationSpec(Section):
         Literal["secret", "public"],
         left_out(
             "secret",
-            description="who is asked follows from a secret of the coordinator's, told at the end, or from the seed",
+            description="who is asked follows from a secret of the coordinator, shown at the end, or from the seed",
         ),
     ] = "secret"
     sampling: Annotated[
         Literal["fixed", "poisson"],
         left_out(
             "fixed",
-            description="fixed: as many each round; poisson: each client by itself with probability fraction, by a "
-            "secret that is never told (with privacy.level client)",
+            description="fixed: the same number each round; poisson: each client independently with probability "
+            "fraction, by a secret that is never shown (with privacy.level client)",
         ),
     ] = "fixed"
 

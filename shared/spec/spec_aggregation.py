@@ -70,24 +70,26 @@ class AggregationSpec(Section):
 
     weighting: Annotated[
         Literal["samples", "uniform"],
-        Field(description="default: by samples for the mean, uniform for all other rules"),
+        Field(description="default: samples for the mean, uniform for all other rules"),
     ] = "samples"
-    rule: Annotated[Rule, Field(description="other rules than the mean: for methods whose phases are means")] = "mean"
+    rule: Annotated[Rule, Field(description="rules other than the mean need methods whose phases are all means")] = (
+        "mean"
+    )
     tolerate: Annotated[
         float | None,
         Field(
             gt=0,
             lt=0.5,
             validate_default=True,
-            description="share of the updates that may be bad: what trimmed_mean cuts off at either end, and "
-            f"f = floor(tolerate * K) of krum and multi_krum; default for these: {TOLERATE}",
+            description="share of the updates that may be bad: trimmed_mean cuts it off at either end, and krum and "
+            f"multi_krum take f = floor(tolerate * K); default for these: {TOLERATE}",
         ),
     ] = None
     clip_norm: Annotated[
         Annotated[float, Field(gt=0)] | Literal["median"] | None,
         Field(
-            description="longest that an update may be, as L2 distance from the state that its client began with: "
-            "longer ones are shortened to it before the rule is applied; median: the median of the phase's updates"
+            description="largest L2 distance of an update from the state that its client began with; longer ones are "
+            "shortened to it before the rule is applied; median: the median of the phase's updates"
         ),
     ] = None
     flame_noise: Annotated[
@@ -95,16 +97,21 @@ class AggregationSpec(Section):
         left_out(
             ge=0,
             le=1,
-            description="λ of flame: noise on every number, in medians of the updates' lengths; default: "
-            f"{FLAME_NOISE}, where the whole noise is then no longer than one of them",
+            description="λ of flame: noise on every number, in units of the median length of the updates; default: "
+            f"{FLAME_NOISE}, if the whole noise is then no longer than that median",
         ),
     ] = None
     flame_of: Annotated[
         Literal["models", "updates"] | None,
-        left_out(description="whose cosines flame clusters by: the models', as printed (default), or the updates'"),
+        left_out(
+            description="flame clusters by the cosines of the models, as in the paper (default), or of the updates"
+        ),
     ] = None
     max_weight_share: Annotated[
-        float | None, Field(gt=0, le=1, description="null: twice its even share where five or more answer; 1: no cap")
+        float | None,
+        Field(
+            gt=0, le=1, description="largest share of one client's weight; null: 2/K if five or more answer; 1: no cap"
+        ),
     ] = None
     server: ServerOptimizerSpec = ServerOptimizerSpec()
 

@@ -414,14 +414,14 @@ def test_consent_can_be_called_back(
                 (settings.state_dir / agreements.WITHDRAWN).write_text("now")
 
         worker.monitor._hook = call_back
-        with pytest.raises(ClientError, match="called consent back") as end:
+        with pytest.raises(ClientError, match="withdrawn consent") as end:
             await worker.run()
         assert end.value.exit is Exit.WITHDRAWN
 
     asyncio.run(scenario())
     assert len(coordinator.accepted) == 1
     owner.answer = False
-    with pytest.raises(ClientError, match="consent was called back at now"):
+    with pytest.raises(ClientError, match="consent was withdrawn at now"):
         asyncio.run(make_worker(coordinator, consent=owner.consent).run())
     assert len(coordinator.accepted) == 1
     owner.answer = True  # agreed to anew
@@ -450,7 +450,7 @@ def test_the_command_calls_back_and_deletes(
     terms = agreements.Consent.model_validate_json((folder / agreements.FILE).read_bytes()).terms
     kept = Agreement.kept(state, terms)
     assert kept is not None
-    assert "consent was called back" in kept.changes(terms)[0]
+    assert "consent was withdrawn" in kept.changes(terms)[0]
     state.close()
     nowhere = [*line[:-2], str(tmp_path / "none"), "--withdraw"]
     assert command.main(nowhere) == Exit.STATE
