@@ -27,8 +27,8 @@ import yaml
 from benchmarks.harness import integers
 from benchmarks.image_summary import renewed
 from promptfed.cli.bench_output import run_shown
-from promptfed.experiments.bench.entries import Entry, parse_entry
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.entries import BenchEntry, parse_entry
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench, Runner
 from promptfed.experiments.bench.sweep import Grid, Swept, sweep
 from promptfed.experiments.bench.tables import rows_of
@@ -194,7 +194,7 @@ def setting(data: Data, domains: Sequence[str]) -> Setting:
     return Setting((data.uri,), domains=tuple(domains), shots=data.shots)
 
 
-def choose(name: str, methods: Sequence[Method], out: Path) -> tuple[list[Entry], list[Swept]]:
+def choose(name: str, methods: Sequence[Method], out: Path) -> tuple[list[BenchEntry], list[Swept]]:
     """Every method's entry at the best of its rates, and how it was chosen, on held-out images of the other styles.
 
     ``out`` is the folder of all data sets: rates may have been chosen on another one (`Data.rates_of`).
@@ -226,7 +226,7 @@ def best_of(method: Method, found: Mapping[str, Swept]) -> Swept | None:
     return max(rows, key=lambda row: row.by_rate[row.chosen], default=None)
 
 
-def benches(name: str, entries: Sequence[Entry], seeds: Sequence[int], every: bool) -> dict[str, list[Bench]]:
+def benches(name: str, entries: Sequence[BenchEntry], seeds: Sequence[int], every: bool) -> dict[str, list[Bench]]:
     """For each protocol a bench for each seed. ``every``: each style is left out, else the one whose turn it is."""
     data = DATA[name]
     found: dict[str, list[Bench]] = {protocol: [] for protocol in data.protocols}
@@ -239,7 +239,7 @@ def benches(name: str, entries: Sequence[Entry], seeds: Sequence[int], every: bo
 
 
 def gather(
-    name: str, entries: Sequence[Entry], swept: Sequence[Swept], planned: Planned, folder: Path
+    name: str, entries: Sequence[BenchEntry], swept: Sequence[Swept], planned: Planned, folder: Path
 ) -> dict[str, Any]:
     """Both tables, the rates and the answers to the questions, of the runs that are there."""
     out = folder / name
@@ -266,7 +266,7 @@ def gather(
     return record
 
 
-def with_runs(bench: Bench, runner: Runner) -> tuple[Bench, list[Run]]:
+def with_runs(bench: Bench, runner: Runner) -> tuple[Bench, list[BenchRun]]:
     """The bench with those of its entries of which all federations are done, and these."""
     jobs = bench.jobs()
     missing = {job.entry.label for job in jobs if not runner.path(job).exists()}
@@ -274,7 +274,7 @@ def with_runs(bench: Bench, runner: Runner) -> tuple[Bench, list[Run]]:
     return whole, [runner.run(job) for job in jobs if job.entry.label not in missing]
 
 
-def table(whole: Sequence[tuple[Bench, list[Run]]]) -> list[dict[str, Any]]:
+def table(whole: Sequence[tuple[Bench, list[BenchRun]]]) -> list[dict[str, Any]]:
     """A row for each method: its seeds, for each of them fractions by column, and the mean costs."""
     rows: dict[str, dict[str, Any]] = {}
     for bench, runs in whole:
@@ -291,7 +291,7 @@ def table(whole: Sequence[tuple[Bench, list[Run]]]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def answers(protocol: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
+def answers(protocol: str, runs: Sequence[BenchRun]) -> list[dict[str, Any]]:
     """Each question whose two rows are there, with the paired tests over its pictures (`comparison`)."""
     found, kind = [], "unseen" if protocol == LEFT_OUT else "test"
     labels = {run.label for run in runs}
@@ -303,7 +303,7 @@ def answers(protocol: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def commands(name: str, methods: Sequence[Method], entries: Sequence[Entry], planned: Planned) -> str:
+def commands(name: str, methods: Sequence[Method], entries: Sequence[BenchEntry], planned: Planned) -> str:
     """What makes the same with `promptfed bench`: the spec's file, a command for the rates, and the planned benches.
 
     ``entries`` are those of ``methods`` at the rates that were chosen.
@@ -335,7 +335,7 @@ def commands(name: str, methods: Sequence[Method], entries: Sequence[Entry], pla
     return "\n".join(lines)
 
 
-def written(entry: Entry) -> str:
+def written(entry: BenchEntry) -> str:
     """An entry as ``--methods`` takes it."""
     options = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in entry.method.items() if key != "name"]
     changes = [f"{key}={value}" for key, value in _flat(entry.changes)]

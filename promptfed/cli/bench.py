@@ -16,12 +16,12 @@ from promptfed.experiments.bench.bench_folder import results_csv
 from promptfed.experiments.bench.document import BenchmarkRecord, chosen_panels, document, kept_panels, record
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
 from promptfed.experiments.bench.presets import REDUCED_SEEDS, SEEDS, embedded_presets, preset_names, read_preset
-from promptfed.experiments.bench.provenance import Provenance, provenance
-from promptfed.experiments.bench.results import Run, write_json
+from promptfed.experiments.bench.provenance import ResultProvenance, provenance
+from promptfed.experiments.bench.results import BenchRun, write_json
 from promptfed.experiments.bench.runner import Bench, Runner
 from promptfed.experiments.bench.sweep import SHARE, Grid, Swept, rates_of, sweep, sweep_table
 from promptfed.experiments.bench.tables import (
-    Room,
+    Headroom,
     TableRow,
     cells,
     interleaved,
@@ -218,11 +218,11 @@ class Results(BaseModel):
     methods: list[str]
     seeds: list[int]
     table: list[TableRow]
-    runs: list[Run]
-    provenance: Provenance
+    runs: list[BenchRun]
+    provenance: ResultProvenance
     measures: list[Measures] = []
     matrices: list[Matrix] = []
-    rooms: list[Room] = []
+    rooms: list[Headroom] = []
     open_sets: list[OpenSet] = []
 
 

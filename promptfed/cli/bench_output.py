@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from promptfed.experiments.bench.bench_folder import claim, left, resumed
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench, Job, Runner
 from promptfed.sdk.output import console, messages, table
 from promptfed.sdk.pace import duration
@@ -21,7 +21,7 @@ LONG_LABEL, LONG_HEADER = 16, 14  # characters, beyond which a narrow table has 
 _BORDERS = 3  # columns of the terminal that a cell takes beside its text
 
 
-def run_shown(bench: Bench, runner: Runner) -> list[Run]:
+def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
     """Every run of the bench, with a bar at a terminal and a line for each federation elsewhere."""
     columns = (
         BarColumn(20),
@@ -75,7 +75,7 @@ def show_table(header: Sequence[str], lines: Sequence[Sequence[str]], width: int
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def remarks_on(runs: Sequence[Run]) -> list[str]:
+def remarks_on(runs: Sequence[BenchRun]) -> list[str]:
     """About a template that is near chance on the clients' own test images, of the runs over each number of classes."""
     found: dict[tuple[int, str], list[float]] = {}
     for run in runs:

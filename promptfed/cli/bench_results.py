@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from promptfed.experiments.bench.results import Run, row_label
+from promptfed.experiments.bench.results import BenchRun, row_label
 from promptfed.experiments.bench.verification import chosen, read_runs, verify
 from promptfed.experiments.figures.comparison import Comparison, answers_of, compare
 from promptfed.sdk.errors import CommandError, Exit
@@ -80,7 +80,7 @@ def _named(text: str) -> tuple[Path, str]:
     return Path(folder), row
 
 
-def _pairs(runs_a: Sequence[Run], row_a: str, runs_b: Sequence[Run], row_b: str) -> list[tuple[str, str]]:
+def _pairs(runs_a: Sequence[BenchRun], row_a: str, runs_b: Sequence[BenchRun], row_b: str) -> list[tuple[str, str]]:
     """The rows named, or every row that both have."""
     if row_a or row_b:
         return [(row_a or row_b, row_b or row_a)]

@@ -28,7 +28,7 @@ from benchmarks.image_methods import (
 from benchmarks.image_summary import renewed
 from promptfed.cli.bench import make_bench
 from promptfed.experiments.bench.entries import parse_entry
-from promptfed.experiments.bench.results import Run, write_json
+from promptfed.experiments.bench.results import BenchRun, write_json
 from promptfed.experiments.bench.runner import Bench, Runner
 from promptfed.experiments.protocols.derived import KNOWN
 from promptfed.experiments.protocols.setting import Setting
@@ -100,7 +100,7 @@ def test_only_methods_whose_federations_are_all_done_are_gathered(tmp_path: Path
 
 
 def test_rows_of_several_seeds_become_one_with_the_seeds_that_it_has() -> None:
-    def done(seed: int, *labels: str) -> tuple[Bench, list[Run]]:
+    def done(seed: int, *labels: str) -> tuple[Bench, list[BenchRun]]:
         entries = [parse_entry(label) for label in labels]
         bench = Bench(KNOWN[PERSONAL], entries, Setting(("digits",)), (seed,))
         return bench, [run_of(accuracy("test", 0.5 + 0.1 * seed, 0.2), label=label, seed=seed) for label in labels]
@@ -119,7 +119,7 @@ def test_rows_of_several_seeds_become_one_with_the_seeds_that_it_has() -> None:
 def test_each_set_of_rates_is_a_sweep_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[tuple[str, ...], tuple[int, ...], float | None]] = []
 
-    def shown(bench: Bench, runner: Any) -> list[Run]:
+    def shown(bench: Bench, runner: Any) -> list[BenchRun]:
         assert runner.out == tmp_path / "symbols" / "rates"
         asked.append((bench.setting.domains, tuple(bench.seeds), bench.setting.validation))
         return [
@@ -139,7 +139,7 @@ def test_each_set_of_rates_is_a_sweep_of_its_own(tmp_path: Path, monkeypatch: py
 def test_a_head_s_rates_are_tried_with_each_rate_beneath_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = (0.0003, 0.01)
 
-    def shown(bench: Bench, runner: Any) -> list[Run]:
+    def shown(bench: Bench, runner: Any) -> list[BenchRun]:
         found = []
         for entry in bench.entries:
             rates = entry.changes["training"]["learning_rate"], entry.method["head_learning_rate"]

@@ -9,10 +9,10 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from promptfed.experiments.bench.presets import Preset, number_of
-from promptfed.experiments.bench.provenance import Provenance
-from promptfed.experiments.bench.results import JsonObject, Run
+from promptfed.experiments.bench.provenance import ResultProvenance
+from promptfed.experiments.bench.results import BenchRun, JsonObject
 from promptfed.experiments.bench.runner import Bench
-from promptfed.experiments.bench.tables import Room, TableRow, caption, rooms_table, table_of
+from promptfed.experiments.bench.tables import Headroom, TableRow, caption, rooms_table, table_of
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
 
@@ -46,18 +46,18 @@ class PresetRecord(BaseModel):
     seconds: int
     runs: list[Origin]
     commit: str | None = None
-    rooms: list[Room] = []
+    rooms: list[Headroom] = []
 
 
 class BenchmarkRecord(BaseModel):
     """``benchmark.json``."""
 
     panels: dict[str, PresetRecord]
-    provenance: Provenance
+    provenance: ResultProvenance
 
 
 def record(
-    preset: Preset, bench: Bench, rows: Sequence[TableRow], runs: Sequence[Run], rooms: Sequence[Room] = ()
+    preset: Preset, bench: Bench, rows: Sequence[TableRow], runs: Sequence[BenchRun], rooms: Sequence[Headroom] = ()
 ) -> PresetRecord:
     """What is kept of a preset that was run."""
     return PresetRecord(
@@ -105,7 +105,7 @@ def kept_panels(path: Path) -> dict[str, PresetRecord]:
         raise CommandError(f"{path} cannot be read: {text}; move it away", Exit.BAD_INPUT) from None
 
 
-def _commit(runs: Sequence[Run]) -> str | None:
+def _commit(runs: Sequence[BenchRun]) -> str | None:
     """Of the code that made them: several where they were made with several, the newest last."""
     told = dict.fromkeys(str(run.provenance["commit"]) for run in runs if run.provenance.get("commit"))
     return ", ".join(told) or None

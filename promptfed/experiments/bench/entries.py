@@ -18,7 +18,7 @@ RawSpec = dict[str, Any]  # a spec, or some of its keys, as written: its method'
 
 
 @dataclass(frozen=True)
-class Entry:
+class BenchEntry:
     """One row of a table: ``label`` as it was given, the method's hyperparameters, and what of the spec it changes."""
 
     label: str
@@ -57,7 +57,7 @@ class Entry:
         return raw
 
 
-def parse_entry(text: str, label: str = "") -> Entry:
+def parse_entry(text: str, label: str = "") -> BenchEntry:
     """An entry of ``name[:key=value]...``; a key of the spec (``rounds``, ``training.epochs``) changes the spec.
 
     ``label`` names its row; default: the text.
@@ -83,10 +83,10 @@ def parse_entry(text: str, label: str = "") -> Entry:
             changes = merged(changes, _nested(parts, _value(text, option, value)))
         else:
             method[key] = _value(text, option, value)
-    return Entry(label or text.strip(), method, changes)
+    return BenchEntry(label or text.strip(), method, changes)
 
 
-def parse_entries(text: str) -> list[Entry]:
+def parse_entries(text: str) -> list[BenchEntry]:
     """Entries separated by commas.
 
     Raises:

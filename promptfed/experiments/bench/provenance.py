@@ -18,7 +18,7 @@ from promptfed.shared.data import Source
 PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", "fastapi")
 
 
-class Provenance(BaseModel):
+class ResultProvenance(BaseModel):
     """Versions of what computes, and the machine: nothing that names its owner or its folders."""
 
     model_config = ConfigDict(extra="allow")
@@ -29,9 +29,9 @@ class Provenance(BaseModel):
     commit: str | None = None
 
 
-def provenance() -> Provenance:
+def provenance() -> ResultProvenance:
     """Of what runs here."""
-    return Provenance(
+    return ResultProvenance(
         python=platform.python_version(),
         packages={name: metadata.version(name) for name in PACKAGES},
         machine={"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()},

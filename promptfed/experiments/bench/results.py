@@ -17,7 +17,7 @@ JsonObject = dict[str, JsonValue]
 VARIANT = "@"  # between the name of a test set and that of a further classifier
 
 
-class Run(BaseModel):
+class BenchRun(BaseModel):
     """One federation: whose it is, what its clients measured (`costs`: of a client and round), where it comes from.
 
     Fields with a default are kept for people and other programs: files of earlier versions may lack some, or hold more.
@@ -47,16 +47,16 @@ class Run(BaseModel):
         return [accuracy for accuracy in self.accuracies if accuracy.round == self.rounds]
 
 
-def row_label(run: Run, split: str) -> str:
+def row_label(run: BenchRun, split: str) -> str:
     """The label of the table's row: the entry's, followed by the variant that the test set's name holds."""
     variant = split.partition(VARIANT)[2]
     return f"{run.label} ({variant})" if variant else run.label
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> BenchRun:
     """The run in a file. Raises CommandError if the file holds no run."""
     try:
-        return Run.model_validate(json.loads(path.read_text()))
+        return BenchRun.model_validate(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         reason = SpecError.from_validation(error) if isinstance(error, ValidationError) else error
         raise CommandError(f"{path} cannot be read: remove it to run it again ({reason})", Exit.BAD_INPUT) from None

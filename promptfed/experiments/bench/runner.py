@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from promptfed.experiments.bench.entries import Entry, RawSpec
+from promptfed.experiments.bench.entries import BenchEntry, RawSpec
 from promptfed.experiments.bench.provenance import data_hash, provenance
-from promptfed.experiments.bench.results import JsonObject, Run, read_run, write_json
+from promptfed.experiments.bench.results import BenchRun, JsonObject, read_run, write_json
 from promptfed.experiments.protocols.label_spaces import forget_names
 from promptfed.experiments.protocols.protocols import Protocol, Trial
 from promptfed.experiments.protocols.setting import Setting
@@ -35,7 +35,7 @@ FORMAT = 3  # of a run's file: another number makes it be run again
 class Job:
     """One federation to run: an entry under a seed in one trial of the protocol."""
 
-    entry: Entry
+    entry: BenchEntry
     seed: int
     trial: Trial
     spec: RawSpec
@@ -71,7 +71,7 @@ class Bench:
     """
 
     protocol: Protocol
-    entries: Sequence[Entry]
+    entries: Sequence[BenchEntry]
     setting: Setting
     seeds: Sequence[int]
     base: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Bench:
                         jobs.append(Job(entry, seed, trial, self._spec(entry, seed, trial, sources)))
         return jobs
 
-    def _spec(self, entry: Entry, seed: int, trial: Trial, sources: SharedSources) -> RawSpec:
+    def _spec(self, entry: BenchEntry, seed: int, trial: Trial, sources: SharedSources) -> RawSpec:
         """Unless it says otherwise: each data set's own template, everybody asked, ``evaluations`` beside the first."""
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
@@ -148,7 +148,7 @@ class Runner:
         if problems:
             raise CommandError(" ".join(problems), Exit.BAD_INPUT)
 
-    def run_all(self, jobs: Sequence[Job], progress: Progress) -> list[Run]:
+    def run_all(self, jobs: Sequence[Job], progress: Progress) -> list[BenchRun]:
         """The runs of all jobs, in order. The data are opened before the first job is run.
 
         Raises:
@@ -157,7 +157,7 @@ class Runner:
         self.look_at_data([job for job in jobs if not self.path(job).exists()])
         return self.run_each(jobs, progress)
 
-    def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[Run]:
+    def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[BenchRun]:
         """The runs of all jobs, in order.
 
         Raises:
@@ -169,7 +169,7 @@ class Runner:
             runs.append(self.run(job))
         return runs
 
-    def run(self, job: Job) -> Run:
+    def run(self, job: Job) -> BenchRun:
         """The job's run: read where there is one, else run and written.
 
         Raises:
@@ -202,7 +202,7 @@ class Runner:
             self._backbones[key] = open_backbone(named, allow_backbone=self.allow_backbone, device=self.device)
         return self._backbones[key]
 
-    def _run_of(self, job: Job, simulated: FederationResult) -> Run:
+    def _run_of(self, job: Job, simulated: FederationResult) -> BenchRun:
         sources = {site.name: self._sources.open(site.data, site.role) for site in job.trial.sites}
         sources |= {
             f"{site.name}/{name}": self._sources.open(uri)
@@ -211,7 +211,7 @@ class Runner:
         }
         # Of a client that is asked in every round, in one phase of each.
         steps = simulated.round * steps_in_a_phase(job.resolved.training, job.trial, self._sources)
-        return Run(
+        return BenchRun(
             label=job.entry.label,
             seed=job.seed,
             trial=job.trial.name,

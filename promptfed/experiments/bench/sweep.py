@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel
 
-from promptfed.experiments.bench.entries import Entry
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.entries import BenchEntry
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import markdown_table, scores_of
 from promptfed.experiments.protocols.setting import with_options
@@ -93,15 +93,15 @@ def choosing(bench: Bench, grid: Grid) -> Bench:
     return replace(bench, entries=entries, setting=setting, seeds=grid.seeds)
 
 
-def _label(entry: Entry, rate: float) -> str:
+def _label(entry: BenchEntry, rate: float) -> str:
     return f"{entry.label}, rate {rate:g}"
 
 
-def _at(entry: Entry, rate: float, label: str) -> Entry:
-    return Entry(label, entry.method, merged(entry.changes, {"training": {"learning_rate": rate}}))
+def _at(entry: BenchEntry, rate: float, label: str) -> BenchEntry:
+    return BenchEntry(label, entry.method, merged(entry.changes, {"training": {"learning_rate": rate}}))
 
 
-def sweep(bench: Bench, grid: Grid, run: Callable[[Bench], list[Run]]) -> tuple[Bench, list[Swept]]:
+def sweep(bench: Bench, grid: Grid, run: Callable[[Bench], list[BenchRun]]) -> tuple[Bench, list[Swept]]:
     """``bench`` with every entry at its best rate, and how it was chosen; ``run`` carries out the choosing bench.
 
     Raises:
@@ -124,7 +124,7 @@ def best_rate(by_rate: Mapping[float, float]) -> tuple[float, bool]:
     return best, len(by_rate) > 1 and best in (min(by_rate), max(by_rate))
 
 
-def _score(bench: Bench, runs: Sequence[Run], label: str, column: str) -> float:
+def _score(bench: Bench, runs: Sequence[BenchRun], label: str, column: str) -> float:
     values = []
     for seed in bench.seeds:
         own = [run for run in runs if run.label == label and run.seed == seed]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import StatisticsError, fmean, stdev
 
-from promptfed.experiments.bench.results import VARIANT, Run
+from promptfed.experiments.bench.results import VARIANT, BenchRun
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.protocols.derived import ALONE, CENTRALISED, FEDERATED, ON_TARGET
 from promptfed.experiments.protocols.protocols import Protocol
@@ -46,7 +46,7 @@ class TableRow:
         return stdev(scores[column] for scores in self.scores) if len(self.scores) > 1 else None
 
 
-def rows_of(bench: Bench, runs: Sequence[Run]) -> list[TableRow]:
+def rows_of(bench: Bench, runs: Sequence[BenchRun]) -> list[TableRow]:
     """Zero-shot first, then the entries as given, each followed by its variants.
 
     Each method's federation measures zero-shot over the class names that the method chooses among. The first entry's
@@ -77,7 +77,9 @@ def rows_of(bench: Bench, runs: Sequence[Run]) -> list[TableRow]:
     return rows
 
 
-def scores_of(protocol: Protocol, runs: Sequence[Run]) -> tuple[dict[str, dict[str, float]], dict[str, float] | None]:
+def scores_of(
+    protocol: Protocol, runs: Sequence[BenchRun]
+) -> tuple[dict[str, dict[str, float]], dict[str, float] | None]:
     """Columns by variant ("" is the method's own classifier) for one entry and seed, and zero-shot's where known."""
     by_variant: dict[str, dict[str, list[Accuracy]]] = {}
     for run in runs:
@@ -178,7 +180,7 @@ def cell(row: TableRow, column: str, zero_shot: TableRow | None) -> str:
 
 
 @dataclass(frozen=True)
-class Room:
+class Headroom:
     """What a method gains of what there is to gain: fractions, means over the seeds.
 
     ``ceiling`` is the best of the columns beside the federation; ``share`` = (federated − zero-shot) / (ceiling −
@@ -193,7 +195,7 @@ class Room:
     share: float | None
 
 
-def rooms_of(rows: Sequence[TableRow]) -> list[Room]:
+def rooms_of(rows: Sequence[TableRow]) -> list[Headroom]:
     """Of each row that has a ceiling beside its federation, against the zero-shot row over the same names."""
     by_label = {row.label: row for row in rows}
     rooms = []
@@ -205,11 +207,11 @@ def rooms_of(rows: Sequence[TableRow]) -> list[Room]:
         best = max(beside, key=row.mean)
         low, own, high = template.mean(FEDERATED), row.mean(FEDERATED), row.mean(best)
         share = (own - low) / (high - low) if high - low >= LEAST_ROOM else None
-        rooms.append(Room(row.label, low, own, high, best, share))
+        rooms.append(Headroom(row.label, low, own, high, best, share))
     return rooms
 
 
-def rooms_table(rooms: Sequence[Room]) -> list[str]:
+def rooms_table(rooms: Sequence[Headroom]) -> list[str]:
     """The lines of the table in Markdown."""
     lines = []
     for room in rooms:

@@ -10,14 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from promptfed.experiments.bench.entries import Entry
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.entries import BenchEntry
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Job, Runner
 from promptfed.experiments.protocols.protocols import Trial
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 
-RUNS = TypeAdapter(list[Run])
+RUNS = TypeAdapter(list[BenchRun])
 
 
 class Verdict(BaseModel):
@@ -36,7 +36,7 @@ class Verdict(BaseModel):
         return self.same_backbone and self.same_data and self.apart <= tolerance
 
 
-def read_runs(path: Path) -> list[Run]:
+def read_runs(path: Path) -> list[BenchRun]:
     """The runs of a bench's folder, or of its ``results.json``.
 
     Raises:
@@ -54,7 +54,7 @@ def read_runs(path: Path) -> list[Run]:
     return read
 
 
-def chosen(runs: Sequence[Run], label: str | None, seed: int | None, trial: str | None) -> Run:
+def chosen(runs: Sequence[BenchRun], label: str | None, seed: int | None, trial: str | None) -> BenchRun:
     """The run of a cell; where several fit, the one that took least time.
 
     Raises:
@@ -74,7 +74,7 @@ def chosen(runs: Sequence[Run], label: str | None, seed: int | None, trial: str 
     return min(fitting, key=lambda run: run.wall_seconds)
 
 
-def verify(run: Run, device: str = "cpu", allow_backbone: bool = False) -> Verdict:
+def verify(run: BenchRun, device: str = "cpu", allow_backbone: bool = False) -> Verdict:
     """Run it again, in a folder of its own.
 
     Raises:
@@ -84,7 +84,7 @@ def verify(run: Run, device: str = "cpu", allow_backbone: bool = False) -> Verdi
         raise CommandError("the run was kept without its spec or its clients: it cannot be run again", Exit.BAD_INPUT)
     sites = tuple(TypeAdapter(Site).validate_python(client) for client in run.clients)
     spec: dict[str, Any] = dict(run.spec)
-    job = Job(Entry(run.label, spec["method"]), run.seed, Trial(run.trial, {}, sites), spec)
+    job = Job(BenchEntry(run.label, spec["method"]), run.seed, Trial(run.trial, {}, sites), spec)
     with tempfile.TemporaryDirectory() as folder:
         again = Runner(Path(folder), 1, device, allow_backbone).run(job)
     return Verdict(
@@ -98,7 +98,7 @@ def verify(run: Run, device: str = "cpu", allow_backbone: bool = False) -> Verdi
     )
 
 
-def _apart(kept: Run, again: Run) -> float:
+def _apart(kept: BenchRun, again: BenchRun) -> float:
     """The largest difference of two accuracies (fraction); 1 if other clients or test sets were measured."""
     new, old = ({(row.round, row.client, row.split): row.accuracy for row in run.accuracies} for run in (again, kept))
     if set(new) != set(old):

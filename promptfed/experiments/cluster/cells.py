@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from promptfed.experiments.bench.bench_folder import BENCH_FILE
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Job, Progress, Runner
 from promptfed.experiments.cluster.connection import Cluster, connected, expect_room
-from promptfed.experiments.cluster.run import Failed, expect_same, versions
+from promptfed.experiments.cluster.run import RemoteFailure, expect_same, versions
 from promptfed.sdk.errors import CommandError, Exit
 
 RETRIES = 5  # of a cell whose process or node dies
@@ -51,7 +51,7 @@ class RayRunner(Runner):
     ray: RayLater
     gpus_per_cell: float = 0.0
 
-    def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[Run]:
+    def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[BenchRun]:
         """As `Runner.run_each`, as many at once as the cluster has room for.
 
         Raises:
@@ -98,7 +98,7 @@ class RayRunner(Runner):
 
 def _expect_done(cluster: Cluster, ended: Any, job: Job) -> None:
     try:
-        failed: Failed | None = cluster.ray.get(ended)
+        failed: RemoteFailure | None = cluster.ray.get(ended)
     except cluster.ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[-1]
         raise CommandError(f"{job.title}: its process ended ({type(error).__name__}: {reason})", Exit.FAILED) from None
@@ -115,7 +115,7 @@ def _until_seen(path: Path) -> None:
         time.sleep(0.1)
 
 
-def run_cell(how: tuple[Path, int, str, bool], job: Job, theirs: dict[str, str]) -> Failed | None:
+def run_cell(how: tuple[Path, int, str, bool], job: Job, theirs: dict[str, str]) -> RemoteFailure | None:
     """Run one cell in this process and write its file; None, or why it cannot be run.
 
     ``how`` are the arguments of `Runner`.
@@ -128,7 +128,7 @@ def run_cell(how: tuple[Path, int, str, bool], job: Job, theirs: dict[str, str])
             raise CommandError(text, Exit.BAD_INPUT)
         runner.run(job)
     except CommandError as error:
-        return Failed(str(error), error.exit)
+        return RemoteFailure(str(error), error.exit)
     return None
 
 

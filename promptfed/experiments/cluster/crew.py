@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 from pydantic import TypeAdapter
 
-from promptfed.experiments.cluster.shared_poll import SOCKETS, Asked, SharedPoll, following
+from promptfed.experiments.cluster.shared_poll import SOCKETS, Announcements, SharedPoll, following
 from promptfed.experiments.simulation.preparation import SimulationSetup, choose_kernels, open_site, warm_all
 from promptfed.experiments.simulation.workers import run_workers
 from promptfed.runtime.services import Site
@@ -113,7 +113,7 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
 @asynccontextmanager
 async def _http(assignment: Assignment) -> AsyncIterator[httpx.AsyncClient]:
     """The clients' common HTTP client, with one poll for all of them."""
-    asked = Asked(site.name for site in assignment.sites)
+    asked = Announcements(site.name for site in assignment.sites)
     verify: ssl.SSLContext | bool = True
     if assignment.authority is not None:
         verify = ssl.create_default_context(cadata=assignment.authority)

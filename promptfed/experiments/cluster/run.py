@@ -55,7 +55,7 @@ class OnRay:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RemoteFailure:
     """What ended a crew, where it says so itself: an error would lose its exit code on the way."""
 
     text: str
@@ -82,12 +82,12 @@ class CrewActor:
         """The versions that it computes with."""
         return versions()
 
-    def work(self, assignment: Assignment) -> list[Outcomes] | Failed:
+    def work(self, assignment: Assignment) -> list[Outcomes] | RemoteFailure:
         """As `promptfed.experiments.cluster.crew.work`."""
         try:
             return work(assignment)
         except CommandError as error:
-            return Failed(str(error), error.exit)
+            return RemoteFailure(str(error), error.exit)
 
 
 def versions() -> dict[str, str]:
@@ -235,8 +235,8 @@ class RayCrews:
         return done, others
 
     def _result(self, reference: Any) -> list[Outcomes]:
-        result: list[Outcomes] | Failed = self._of(reference)
-        if isinstance(result, Failed):
+        result: list[Outcomes] | RemoteFailure = self._of(reference)
+        if isinstance(result, RemoteFailure):
             raise CommandError(result.text, result.exit)
         return result
 

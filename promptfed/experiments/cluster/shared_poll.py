@@ -39,7 +39,7 @@ class ServerEvent:
     data: Mapping[str, Any]
 
 
-class Asked:
+class Announcements:
     """Who of ``names`` has something to ask the coordinator for, as far as the events tell."""
 
     def __init__(self, names: Iterable[str]):
@@ -108,7 +108,7 @@ class SharedPoll(httpx.AsyncBaseTransport):
     ``names`` are the clients by the tokens that they send.
     """
 
-    def __init__(self, inner: httpx.AsyncBaseTransport, asked: Asked, names: Mapping[str, str]):
+    def __init__(self, inner: httpx.AsyncBaseTransport, asked: Announcements, names: Mapping[str, str]):
         self._inner, self._asked = inner, asked
         self._names = {f"Bearer {token}": name for token, name in names.items()}
         self._turns = asyncio.Semaphore(SOCKETS)
@@ -152,7 +152,7 @@ def _again(request: httpx.Request, seconds: int) -> httpx.Request:
 
 
 @asynccontextmanager
-async def following(http: httpx.AsyncClient, url: str, token: str, asked: Asked) -> AsyncIterator[None]:
+async def following(http: httpx.AsyncClient, url: str, token: str, asked: Announcements) -> AsyncIterator[None]:
     """A block during which ``asked`` hears the events of the stream at ``url``; ``token`` is an operator's."""
     tasks = {asyncio.create_task(_follow(http, url, token, asked)), asyncio.create_task(_look_again(asked))}
     try:
@@ -163,13 +163,13 @@ async def following(http: httpx.AsyncClient, url: str, token: str, asked: Asked)
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _look_again(asked: Asked) -> None:
+async def _look_again(asked: Announcements) -> None:
     while True:
         await asyncio.sleep(LOOK_AGAIN_SECONDS)
         asked.look()
 
 
-async def _follow(http: httpx.AsyncClient, url: str, token: str, asked: Asked) -> None:
+async def _follow(http: httpx.AsyncClient, url: str, token: str, asked: Announcements) -> None:
     last, pause = "", RECONNECT_SECONDS[0]
     while not asked.ended:
         headers = {"Authorization": f"Bearer {token}", **({"Last-Event-ID": last} if last else {})}

@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 
 from pydantic import BaseModel
 
-from promptfed.experiments.bench.results import VARIANT, Run, row_label
+from promptfed.experiments.bench.results import VARIANT, BenchRun, row_label
 from promptfed.experiments.bench.tables import markdown_table
 from promptfed.experiments.protocols.protocols import ELSEWHERE, UNSEEN
 from promptfed.shared.metrics import auroc, calibration_error, class_accuracies, false_positives, macro_f1, reliability
@@ -55,7 +55,7 @@ class Matrix(BaseModel):
         return fmean(self.accuracy[row][column] for row in size for column in size if row != column)
 
 
-def measures_of(runs: Sequence[Run]) -> list[Measures]:
+def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
     """For each entry, variant and test set, in the order of the runs; the template's rows stand as a variant."""
     groups: dict[tuple[str, str], dict[int, list[Outcomes]]] = {}
     for run in runs:
@@ -76,16 +76,16 @@ def _measured(label: str, split: str, by_seed: dict[int, list[Outcomes]]) -> Mea
 
 def figures(clients: Sequence[Outcomes]) -> dict[str, float]:
     """The figures of `Measures` for the outcomes of one test set, one for each client."""
-    accuracies = [fmean(a == b for a, b in zip(one.labels, one.predicted, strict=True)) for one in clients]
+    accuracies = [fmean(a == b for a, b in zip(own.labels, own.predicted, strict=True)) for own in clients]
     sure, right = _pooled(clients)
-    names = sorted({name for one in clients for name in one.class_names})
+    names = sorted({name for own in clients for name in own.class_names})
     place = {name: index for index, name in enumerate(names)}
-    labels = [place[one.class_names[k]] for one in clients for k in one.labels]
-    predicted = [place[one.class_names[k]] for one in clients for k in one.predicted]
+    labels = [place[own.class_names[k]] for own in clients for k in own.labels]
+    predicted = [place[own.class_names[k]] for own in clients for k in own.predicted]
     return {
         "accuracy": fmean(accuracies),
         "ece": calibration_error(sure, right),
-        "macro_f1": fmean(macro_f1(one.labels, one.predicted) for one in clients),
+        "macro_f1": fmean(macro_f1(own.labels, own.predicted) for own in clients),
         "worst_class": min(class_accuracies(labels, predicted).values()),
         "sd_clients": pstdev(accuracies),
         "worst_client": min(accuracies),
@@ -93,29 +93,27 @@ def figures(clients: Sequence[Outcomes]) -> dict[str, float]:
 
 
 def _pooled(clients: Sequence[Outcomes]) -> tuple[list[float], list[bool]]:
-    sure = [value for one in clients for value in one.confidence]
-    right = [a == b for one in clients for a, b in zip(one.labels, one.predicted, strict=True)]
+    """The confidences of all clients' answers, and whether each answer is right."""
+    sure = [value for own in clients for value in own.confidence]
+    right = [a == b for own in clients for a, b in zip(own.labels, own.predicted, strict=True)]
     return sure, right
 
 
-def matrices_of(runs: Sequence[Run]) -> list[Matrix]:
+def matrices_of(runs: Sequence[BenchRun]) -> list[Matrix]:
     """For each entry whose clients were tested on each other's images; a shared classifier's rows are all alike."""
     by_label: dict[str, dict[tuple[str, str], list[float]]] = {}
     for run in runs:
-        for accuracy in run.last():
-            if VARIANT in accuracy.split:
-                continue
-            if accuracy.split == "test" or accuracy.split.startswith(ELSEWHERE):
-                of = accuracy.client if accuracy.split == "test" else accuracy.split.removeprefix(ELSEWHERE)
-                cells = by_label.setdefault(run.label, {})
-                cells.setdefault((accuracy.client, of), []).append(accuracy.accuracy)
-    found = []
+        for row in run.last():
+            if row.split == "test" or (row.split.startswith(ELSEWHERE) and VARIANT not in row.split):
+                owner = row.client if row.split == "test" else row.split.removeprefix(ELSEWHERE)
+                by_label.setdefault(run.label, {}).setdefault((row.client, owner), []).append(row.accuracy)
+    matrices = []
     for label, cells in by_label.items():
         clients = sorted({client for client, _ in cells})
         if len(clients) > 1 and len(cells) == len(clients) ** 2:
             rows = [[fmean(cells[row, column]) for column in clients] for row in clients]
-            found.append(Matrix(label=label, clients=clients, accuracy=rows))
-    return found
+            matrices.append(Matrix(label=label, clients=clients, accuracy=rows))
+    return matrices
 
 
 def measures_table(rows: Sequence[Measures]) -> list[str]:
@@ -156,7 +154,7 @@ class OpenSet(BaseModel):
     fpr95: list[float]
 
 
-def open_sets_of(runs: Sequence[Run]) -> list[OpenSet]:
+def open_sets_of(runs: Sequence[BenchRun]) -> list[OpenSet]:
     """For each entry and variant that was shown unseen classes, in the order of the runs."""
     groups: dict[str, dict[int, list[tuple[Outcomes, Outcomes]]]] = {}
     for run in runs:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from scipy import stats
 
-from promptfed.experiments.bench.results import VARIANT, Run, row_label
+from promptfed.experiments.bench.results import VARIANT, BenchRun, row_label
 from promptfed.experiments.protocols.protocols import ELSEWHERE
 from promptfed.sdk.errors import CommandError, Exit
 
@@ -78,7 +78,7 @@ def paired_bootstrap(differences: Sequence[Floats], seed: int = 0, draws: int = 
     return low, high, min(1.0, 2 * min(tails))
 
 
-def answers_of(runs: Sequence[Run], label: str) -> Answers:
+def answers_of(runs: Sequence[BenchRun], label: str) -> Answers:
     """The answers of the row ``label``: an entry's, or ``entry (variant)``.
 
     Raises:

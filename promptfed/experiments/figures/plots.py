@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import TableRow
 from promptfed.experiments.figures.bench_metrics import Measures, measures_of
@@ -26,7 +26,7 @@ BY_ROUND: tuple[str, Mapping[str, float]] = ("round", {})
 COSTS = {"bytes": ("kB up and down for each client", 1000.0), "seconds": ("seconds of training for each client", 1.0)}
 
 
-def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[Run], out: Path) -> list[Path]:
+def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[BenchRun], out: Path) -> list[Path]:
     """Write the plots that fit the bench as PNG and PDF into ``out``; the paths of the PNGs.
 
     Accuracy by round needs more than the evaluations before the first and after the last round
@@ -116,7 +116,7 @@ def _over_bytes(rows: Sequence[TableRow], points: Sequence[Point]) -> Figure:
     return figure
 
 
-def _by_round(bench: Bench, runs: Sequence[Run], role: str) -> dict[str, dict[int, list[float]]]:
+def _by_round(bench: Bench, runs: Sequence[BenchRun], role: str) -> dict[str, dict[int, list[float]]]:
     """For each entry the seeds' and trials' mean accuracies (percent) on the split ``test``, by round."""
     curves: dict[str, dict[int, list[float]]] = {entry.label: {} for entry in bench.entries}
     for run in runs:
@@ -127,7 +127,7 @@ def _by_round(bench: Bench, runs: Sequence[Run], role: str) -> dict[str, dict[in
     return {label: points for label, points in curves.items() if points}
 
 
-def _prices(runs: Sequence[Run], cost: str, unit: float) -> dict[str, float]:
+def _prices(runs: Sequence[BenchRun], cost: str, unit: float) -> dict[str, float]:
     """What a round costs a client, by entry: the mean over seeds and trials, in units."""
     spent: dict[str, list[float]] = {}
     for run in runs:
@@ -182,7 +182,7 @@ def _reliability(rows: Sequence[Measures]) -> Figure:
     return figure
 
 
-def _clients(bench: Bench, runs: Sequence[Run]) -> Figure:
+def _clients(bench: Bench, runs: Sequence[BenchRun]) -> Figure:
     """One dot for each client and seed, in a column for each entry; a bar marks the mean."""
     figure, axes = _axes("", "accuracy (%) of each client")
     for place, entry in enumerate(bench.entries):

@@ -26,7 +26,7 @@ class InProcess(httpx.AsyncBaseTransport):
         Raises:
             httpx.RemoteProtocolError: it broke off.
         """
-        exchange = _Exchange(await request.aread())
+        exchange = _AsgiExchange(await request.aread())
         # What breaks in the app is answered by it with a 500, and then raised for a server's log.
         with suppress(Exception):
             await self._app(_scope(request), exchange.receive, exchange.send)
@@ -35,7 +35,7 @@ class InProcess(httpx.AsyncBaseTransport):
         return httpx.Response(exchange.status, headers=exchange.headers, content=bytes(exchange.body), request=request)
 
 
-class _Exchange:
+class _AsgiExchange:
     """One request and its answer, as ASGI messages."""
 
     def __init__(self, content: bytes):

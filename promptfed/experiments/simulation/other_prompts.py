@@ -1,6 +1,6 @@
-"""Another client's prompts under one's own head: what a client's own prompts are worth beside what it keeps.
+"""The answers of clients with other clients' prompts and their own head: what prompts hold beside the private head.
 
-Where accuracies stay what they were, prompts carry nothing of their client, and a method's gain is its heads'.
+If the accuracies stay the same, the prompts hold nothing specific to their client, and a method's gain is its heads'.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from promptfed.client_service.training.trainer import TaskWork, torch_settings
 from promptfed.shared.methods.core.heads import BIAS, CLASSES, WEIGHT
 from promptfed.shared.outcomes import Outcomes
 
-SWAPPED = "prompts of others"  # of an outcome's split, as a further classifier's
-_OWN = (WEIGHT, BIAS, CLASSES)  # of private tensors, what stays at home
+SWAPPED = "prompts of others"  # the name of the variant in an outcome's split
+_OWN = (WEIGHT, BIAS, CLASSES)  # the private tensors of a head
 
 
 def swapped_outcomes(works: Mapping[str, TaskWork]) -> list[Outcomes]:
-    """What each trainer answers on its own test images with every other trainer's prompts and its own head.
+    """Each trainer's answers on its own test images, with the prompts of every other trainer and its own head.
 
-    Empty for methods of which everybody has the same prompts and nothing private. Call it after the last evaluation.
+    Empty for methods that share their prompts and keep nothing private. Call it after the last evaluation.
     """
     parts = {name: work.served for name, work in works.items() if work.role == "trainer" and work.served is not None}
-    found = []
+    swapped = []
     for name, (method, context, _, own) in parts.items():
         if not method.personal:
             return []
@@ -34,7 +34,7 @@ def swapped_outcomes(works: Mapping[str, TaskWork]) -> list[Outcomes]:
                 continue
             with torch_settings(context.training, context.backbone), torch.no_grad():
                 predicted, confidence = answers(method.classifier(context, payload, {**private, **kept}), test)
-            told = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
+            rows = tuple(test.labels.tolist()), tuple(predicted.tolist()), tuple(confidence.tolist())
             images = works[name].data.images_hash("test")
-            found.append(Outcomes(context.round, name, f"test@{SWAPPED}", context.class_names, *told, images))
-    return found
+            swapped.append(Outcomes(context.round, name, f"test@{SWAPPED}", context.class_names, *rows, images))
+    return swapped

@@ -15,7 +15,7 @@ from promptfed.cli.bench_output import fitted, letters, remarks_on
 from promptfed.cli.main import app
 from promptfed.experiments.bench.bench_folder import BENCH_FILE, claim, results_csv
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import TableRow
 from promptfed.experiments.protocols.protocols import PROTOCOLS
@@ -118,10 +118,10 @@ def test_a_table_that_fits_stays_as_it_is() -> None:
 
 
 def test_a_bench_remarks_a_template_that_is_near_chance() -> None:
-    def run(zero_shot: float) -> Run:
+    def run(zero_shot: float) -> BenchRun:
         rows = [Accuracy(1, "a", "trainer", None, "test", 0.5, zero_shot, 10)]
         spec: Any = {"class_names": [f"class {k}" for k in range(50)], "backbone": {"model": "promptfed-tiny"}}
-        return Run(
+        return BenchRun(
             label="x",
             seed=0,
             trial="all",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.figures.bench_metrics import figures, matrices_of, measures_of
 from promptfed.experiments.figures.comparison import answers_of, compare, mcnemar, paired_bootstrap
 from promptfed.sdk.errors import CommandError
@@ -23,8 +23,8 @@ def told(client: str, split: str, labels: str, predicted: str, images: str = "x"
     return Outcomes(2, client, split, NAMES, *answers, (sure,) * len(labels), images)
 
 
-def run(label: str, *outcomes: Outcomes, seed: int = 0, trial: str = "all", accuracies: Any = ()) -> Run:
-    return Run(
+def run(label: str, *outcomes: Outcomes, seed: int = 0, trial: str = "all", accuracies: Any = ()) -> BenchRun:
+    return BenchRun(
         label=label, seed=seed, trial=trial, accuracies=list(accuracies), rounds=2, costs={}, wall_seconds=1.0,
         setup_seconds=1.0, outcomes=list(outcomes),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.tables import TableRow, rows_of
 from promptfed.experiments.figures import plots
@@ -25,7 +25,7 @@ def bench(protocol: str, **setting: Any) -> Bench:
     return Bench(PROTOCOLS[protocol], parse_entries("promptfl,coop"), Setting(("digits",), **setting), (0,))
 
 
-def results(rounds: tuple[int, ...] = (0, 1, 2)) -> list[Run]:
+def results(rounds: tuple[int, ...] = (0, 1, 2)) -> list[BenchRun]:
     return [
         run_of(*(accuracy("test", base + 0.1 * round, 0.2, round) for round in rounds), label=label)
         for label, base in (("promptfl", 0.3), ("coop", 0.5))

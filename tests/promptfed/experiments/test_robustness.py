@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.client_service.settings import NAME_PATTERN
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.figures.bench_metrics import open_sets_of
 from promptfed.experiments.protocols.derived import CORRUPTED
 from promptfed.experiments.protocols.setting import Setting
@@ -33,9 +33,9 @@ def told(split: str, confidence: tuple[float, ...], client: str = "a") -> Outcom
     return Outcomes(2, client, split, ("sun", "moon"), zeros, zeros, confidence, "same")
 
 
-def run(outcomes: list[Outcomes], seed: int = 0) -> Run:
+def run(outcomes: list[Outcomes], seed: int = 0) -> BenchRun:
     costs = {"bytes_up": 0.0, "bytes_down": 0.0, "seconds": 0.0}
-    return Run(
+    return BenchRun(
         label="coop",
         seed=seed,
         trial="all",

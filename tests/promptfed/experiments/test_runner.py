@@ -16,7 +16,7 @@ from promptfed.cli.main import app
 from promptfed.experiments.bench import runner as bench_module
 from promptfed.experiments.bench.entries import parse_entries
 from promptfed.experiments.bench.provenance import data_hash
-from promptfed.experiments.bench.results import Run, read_run, write_json
+from promptfed.experiments.bench.results import BenchRun, read_run, write_json
 from promptfed.experiments.bench.runner import Bench, Runner, costs, measured
 from promptfed.experiments.bench.tables import TableRow, cell, markdown, rows_of, scores_of
 from promptfed.experiments.protocols.protocols import PROTOCOLS
@@ -119,9 +119,9 @@ def accuracy(split: str, value: float, zero_shot: float | None, round: int = 2) 
     return Accuracy(round, "a", "trainer", None, split, value, zero_shot, num_samples=5)
 
 
-def run_of(*rows: Accuracy, label: str = "promptfl", seed: int = 0) -> Run:
+def run_of(*rows: Accuracy, label: str = "promptfl", seed: int = 0) -> BenchRun:
     cost = {"bytes_up": 2000.0, "bytes_down": 10.0, "seconds": 0.5, "trained": 7.0}
-    return Run(
+    return BenchRun(
         label=label, seed=seed, trial="all", rounds=2, accuracies=list(rows), costs=cost,
         wall_seconds=1.0, setup_seconds=1.0,
     )  # fmt: skip

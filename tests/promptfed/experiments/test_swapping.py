@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from promptfed.cli.main import app
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.verification import read_runs
 from promptfed.experiments.simulation.other_prompts import SWAPPED
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def answers(run: Run, split: str) -> dict[str, list[tuple[float, ...]]]:
+def answers(run: BenchRun, split: str) -> dict[str, list[tuple[float, ...]]]:
     told: dict[str, list[tuple[float, ...]]] = {}
     for one in run.outcomes:
         if one.split == split:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from promptfed.cli.main import app
 from promptfed.experiments.bench.entries import parse_entries
-from promptfed.experiments.bench.results import Run
+from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench
 from promptfed.experiments.bench.sweep import DECIDES, Grid, rates_of, sweep, sweep_table
 from promptfed.experiments.protocols.derived import KNOWN
@@ -32,7 +32,7 @@ def test_the_best_rate_on_the_clients_own_held_out_images_is_taken() -> None:
     """The target's accuracy does not count: it says the opposite here."""
     best = {"promptfl": 0.01, "coop": 0.1}
 
-    def run(trial: Bench) -> list[Run]:
+    def run(trial: Bench) -> list[BenchRun]:
         runs = []
         for job in trial.jobs():
             assert all("validation=0.25" in site.data for site in job.trial.sites)
@@ -41,7 +41,7 @@ def test_the_best_rate_on_the_clients_own_held_out_images_is_taken() -> None:
             rows = [Accuracy(1, "a", "trainer", None, "test", good, 0.1, 4)]
             rows.append(Accuracy(1, "t", "evaluator", None, "test", 1 - good, 0.1, 4))
             rows.append(Accuracy(1, "a", "trainer", None, "target", 1 - good, 0.1, 4))
-            runs.append(Run(label=job.entry.label, seed=job.seed, trial=job.trial.name, accuracies=rows, rounds=1,
+            runs.append(BenchRun(label=job.entry.label, seed=job.seed, trial=job.trial.name, accuracies=rows, rounds=1,
                             costs={}, wall_seconds=0.0, setup_seconds=0.0))  # fmt: skip
         assert len(runs) == 2 * 3 * 2 * 2
         return runs

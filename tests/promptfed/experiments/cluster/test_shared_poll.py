@@ -10,7 +10,14 @@ import httpx
 import pytest
 
 from promptfed.experiments.cluster import shared_poll
-from promptfed.experiments.cluster.shared_poll import SHORT_POLL, Asked, ServerEvent, SharedPoll, events_of, following
+from promptfed.experiments.cluster.shared_poll import (
+    SHORT_POLL,
+    Announcements,
+    ServerEvent,
+    SharedPoll,
+    events_of,
+    following,
+)
 from tests.support.waiting import PATIENCE
 
 POLL = "http://coordinator/v1/federations/f/task?wait=30"
@@ -44,9 +51,9 @@ async def poll(http: httpx.AsyncClient, token: str = "a" * 64, url: str = POLL) 
     return (await http.get(url, headers={"Authorization": f"Bearer {token}"})).status_code
 
 
-def sure(*names: str) -> Asked:
+def sure(*names: str) -> Announcements:
     """Of clients who have looked once."""
-    asked = Asked(names)
+    asked = Announcements(names)
     for name in names:
         assert asyncio.run(asked.wait(name, 0)) == 0
     return asked
@@ -62,7 +69,7 @@ def test_a_client_looks_once_and_then_waits_until_it_is_named() -> None:
 
 def test_who_waits_is_woken() -> None:
     async def played() -> int | None:
-        asked = Asked(["north"])
+        asked = Announcements(["north"])
         await asked.wait("north", 0)
         waiting = asyncio.create_task(asked.wait("north", PATIENCE))
         await asyncio.sleep(0.01)
@@ -149,7 +156,7 @@ def test_requests_share_a_bounded_number_of_sockets() -> None:
 
     async def played() -> None:
         names = {f"{number:064x}": f"site-{number}" for number in range(100)}
-        asked = Asked(names.values())
+        asked = Announcements(names.values())
         async with httpx.AsyncClient(transport=SharedPoll(Slow(), asked, names)) as http:
             await asyncio.gather(*(poll(http, token) for token in names))
 
@@ -193,7 +200,7 @@ def test_a_stream_that_breaks_off_goes_on_after_the_last_event_and_all_look(monk
         return httpx.Response(200, text="".join(told))
 
     async def played() -> None:
-        asked = Asked(["north", "south"])
+        asked = Announcements(["north", "south"])
         await asked.wait("south", 0)
         async with (
             httpx.AsyncClient(transport=Recorded(answer)) as http,
