@@ -1,1 +1,1 @@
-"""Experiments: whole federations in one process, and the protocols, tables and presets that stand on them."""
+"""Experiments: federations in one process, and the protocols, tables and presets that use them."""

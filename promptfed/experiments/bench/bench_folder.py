@@ -1,4 +1,4 @@
-"""The folder of a bench: whose it is, and what of the bench is done already."""
+"""The folder of a bench: which bench it belongs to, and which of its federations are finished."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from promptfed.sdk.pace import duration
 from promptfed.shared.files import write_whole
 
 BENCH_FILE, RESULTS_FILE = "bench.json", "results.json"
-GROWS = ("targets",)  # of a setting: a bench may be run with more of them later, as with more methods and seeds
+GROWS = ("targets",)  # fields of a setting that may grow later, as methods and seeds may
 
 
 def identity(bench: Bench) -> JsonObject:
-    """What makes a bench another one, so that a table of both would compare what cannot be compared."""
+    """The settings that must be the same for all runs of a folder, so that one table can compare them."""
     setting = {name: value for name, value in asdict(bench.setting).items() if name not in GROWS}
     about = {"protocol": bench.protocol.name, "setting": setting, "spec": dict(bench.base)}
     whole = about | {"m": bench.m, "steps": bench.steps}
@@ -35,7 +35,7 @@ def claim(out: Path, bench: Bench) -> None:
     """Make ``out`` the bench's folder.
 
     Raises:
-        CommandError: it is another bench's, with what differs, or cannot be written.
+        CommandError: it belongs to another bench, with the differences, or cannot be written.
     """
     own, there = identity(bench), _identity_in(out)
     if there is not None:
@@ -53,7 +53,7 @@ def claim(out: Path, bench: Bench) -> None:
 
 
 def _identity_in(out: Path) -> JsonObject | None:
-    """What the folder says of its bench, setting by setting; None where it says nothing."""
+    """The identity of the folder's bench; None for a new folder."""
     for name in (BENCH_FILE, RESULTS_FILE):
         path = out / name
         if not path.exists():
@@ -74,7 +74,7 @@ def _short(value: Any) -> str:
 
 
 def left(jobs: Sequence[Job], runner: Runner) -> tuple[list[Job], float | None]:
-    """Those of ``jobs`` that are still to be run, and how many seconds they will take by those that are done."""
+    """The unfinished jobs, and an estimate of their seconds from the finished ones (None without any)."""
     seconds: dict[str, list[float]] = {}
     open_jobs = []
     for job in jobs:
@@ -91,7 +91,7 @@ def left(jobs: Sequence[Job], runner: Runner) -> tuple[list[Job], float | None]:
 
 
 def resumed(jobs: Sequence[Job], runner: Runner) -> str | None:
-    """What is done already and how long the rest takes, in a sentence; None where nothing is done."""
+    """A sentence about finished jobs and the time for the rest; None if no job is finished."""
     rest, seconds = left(jobs, runner)
     if seconds is None:
         return None
@@ -100,7 +100,7 @@ def resumed(jobs: Sequence[Job], runner: Runner) -> str | None:
 
 
 def results_csv(rows: Sequence[TableRow], seeds: Sequence[int]) -> bytes:
-    """The table's accuracies (fractions) one to a line: method, seed, column, accuracy; a paper's rows have no seed."""
+    """The table as CSV, one accuracy (fraction) in each line. Rows of papers have no seed."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["method", "seed", "column", "accuracy"])

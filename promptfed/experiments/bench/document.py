@@ -1,4 +1,4 @@
-"""The embedded benchmark's document, made of its presets and its results alone: it can be made again without a run."""
+"""The document of the embedded benchmark, made from presets and results; no federation is run for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from promptfed.sdk.errors import CommandError, Exit
 
 
 class Origin(BaseModel):
-    """Where one of a table's runs came from."""
+    """The origin of one of a table's runs."""
 
     label: str
     seed: int
@@ -30,9 +30,9 @@ class Origin(BaseModel):
 
 
 class PresetRecord(BaseModel):
-    """What of a preset's runs is kept beside the document: every row by seed, and where each run came from.
+    """The results of a preset in ``benchmark.json``: every row by seed, and the origin of each run.
 
-    ``commit`` is that of the code which ran it; ``rooms`` are there where the protocol has ceilings.
+    ``commit`` is the commit of the code that ran it. ``rooms`` are empty unless the protocol has ceilings.
     """
 
     title: str
@@ -59,7 +59,7 @@ class BenchmarkRecord(BaseModel):
 def record(
     preset: Preset, bench: Bench, rows: Sequence[TableRow], runs: Sequence[BenchRun], rooms: Sequence[Headroom] = ()
 ) -> PresetRecord:
-    """What is kept of a preset that was run."""
+    """The record of a preset that was run."""
     return PresetRecord(
         title=preset.title,
         caption=caption(bench),
@@ -77,10 +77,10 @@ def record(
 
 
 def chosen_panels(presets: Mapping[str, Preset], numbers: str) -> list[str]:
-    """The presets whose numbers stand in ``1,7``; all of an empty text.
+    """The presets with the numbers in a text such as ``1,7``; all presets if it is empty.
 
     Raises:
-        CommandError: there is none of such a number.
+        CommandError: no preset has such a number.
     """
     by_number = {str(number_of(name)): name for name in presets}
     wanted = [number.strip() for number in numbers.split(",")] if numbers else list(by_number)
@@ -91,7 +91,7 @@ def chosen_panels(presets: Mapping[str, Preset], numbers: str) -> list[str]:
 
 
 def kept_panels(path: Path) -> dict[str, PresetRecord]:
-    """The panels of a ``benchmark.json``, none where there is no file.
+    """The panels of a ``benchmark.json``; none if there is no file.
 
     Raises:
         CommandError: it cannot be read.
@@ -106,7 +106,7 @@ def kept_panels(path: Path) -> dict[str, PresetRecord]:
 
 
 def _commit(runs: Sequence[BenchRun]) -> str | None:
-    """Of the code that made them: several where they were made with several, the newest last."""
+    """The commits of the code that made the runs, the newest last."""
     told = dict.fromkeys(str(run.provenance["commit"]) for run in runs if run.provenance.get("commit"))
     return ", ".join(told) or None
 

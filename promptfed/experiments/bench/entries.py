@@ -14,12 +14,12 @@ from promptfed.shared.spec.spec import FederationSpec, SpecError, merged
 
 OPTION, ENTRY = (re.compile(rf"{mark}(?![^{{}}]*\}})") for mark in ":,")  # outside of braces, which hold a mapping
 
-RawSpec = dict[str, Any]  # a spec, or some of its keys, as written: its method's defaults are not yet laid under it
+RawSpec = dict[str, Any]  # a spec, or some of its keys, as written, without its method's defaults
 
 
 @dataclass(frozen=True)
 class BenchEntry:
-    """One row of a table: ``label`` as it was given, the method's hyperparameters, and what of the spec it changes."""
+    """One row of a table: its label, the method with its hyperparameters, and the changes to the spec."""
 
     label: str
     method: RawSpec
@@ -27,7 +27,7 @@ class BenchEntry:
 
     @property
     def personal(self) -> bool:
-        """Whether each client's classifier is its own. Raises CommandError for hyperparameters that are wrong."""
+        """Whether each client has its own classifier. Raises CommandError for wrong hyperparameters."""
         try:
             return make_method(self.method).personal
         except SpecError as error:
@@ -41,10 +41,10 @@ class BenchEntry:
         return least
 
     def spec(self, base: RawSpec, m: int | None = None) -> RawSpec:
-        """``base`` with this method, its changes laid over it; ``m`` prompt tokens for methods that have them.
+        """``base`` with this method and the entry's changes; ``m`` prompt tokens for methods that have them.
 
         Raises:
-            CommandError: the spec is not one that can be run, with the entry's label.
+            CommandError: the spec cannot be run. The text names the entry.
         """
         method = dict(self.method)
         if m is not None and "m" in method_class(method["name"]).Hyper.model_fields:
@@ -58,9 +58,9 @@ class BenchEntry:
 
 
 def parse_entry(text: str, label: str = "") -> BenchEntry:
-    """An entry of ``name[:key=value]...``; a key of the spec (``rounds``, ``training.epochs``) changes the spec.
+    """The entry of a text ``name[:key=value]...``. Keys of the spec (``rounds``, ``training.epochs``) change the spec.
 
-    ``label`` names its row; default: the text.
+    ``label`` names its row; the default is the text.
 
     Raises:
         CommandError: an unknown method, or an option that is not ``key=value``.
@@ -90,7 +90,7 @@ def parse_entries(text: str) -> list[BenchEntry]:
     """Entries separated by commas.
 
     Raises:
-        CommandError: none, one twice, or one that cannot be read.
+        CommandError: there is no entry, one occurs twice, or one cannot be read.
     """
     entries = [parse_entry(entry) for entry in ENTRY.split(text) if entry.strip()]
     labels = [entry.label for entry in entries]

@@ -1,8 +1,8 @@
-"""Benches that are described in files: the papers' tables and the embedded benchmark.
+"""Benches described in files: the papers' tables and the embedded benchmark.
 
-A file names a protocol, a setting with data under ``{root}``, methods and what they have in common of the spec. Those
-of ``papers`` (``paper:plan-pacs``) also hold the figures that the paper prints in the table's columns (percent; null
-where it prints a slip); those of ``embedded`` take data that everybody has, and make one document.
+A file names a protocol, a setting with data below ``{root}``, the methods, and the spec that they share. Files in
+``papers`` (``paper:plan-pacs``) also hold the figures that the paper prints in the table's columns (percent; null for a
+misprint). Files in ``embedded`` use data that come with promptfed; together they make one document.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def _labelled(methods: object) -> object:
 
 
 class Preset(BaseModel):
-    """One table. ``methods``: entries by the label that the table shows, which a list leaves to be the entry itself.
+    """One table. ``methods`` are entries by their label in the table; in a list, each entry is its own label.
 
-    ``each`` runs one panel for each of several data sets, by name in the place of ``{data}``, with ``clients`` and
-    ``domains`` where theirs differ. ``columns`` are those of ``paper``, the printed figures by panel and label;
-    ``reduced_targets`` the targets of a reduced run, all by default; ``notes`` stand below the table.
+    ``each`` names several data sets and runs one panel for each: the name replaces ``{data}``, and ``clients`` and
+    ``domains`` hold numbers of clients and domains that differ from the setting's. ``paper`` has the printed figures by
+    panel and label, in the order of ``columns``. ``reduced_targets`` are the targets of a reduced run, all by default.
+    ``notes`` are printed below the table.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -103,13 +104,13 @@ class Preset(BaseModel):
         reduced: bool = False,
         changes: Mapping[str, Any] | None = None,
     ) -> Bench:
-        """What runs a panel; ``changes`` are laid over the preset's spec."""
+        """The bench of a panel; ``changes`` are applied to the preset's spec."""
         entries = [parse_entry(text, label) for label, text in self.methods.items()]
         spec = merged(self.spec, dict(changes or {}))
         return Bench(KNOWN[self.protocol], entries, self.setting_of(panel, root, reduced), seeds, spec, self.m)
 
     def wanted(self, root: str) -> str:
-        """Where below ``root`` the data are looked for, in which layout, and where they come from."""
+        """A sentence for people: the folders below ``root`` that the preset reads, their layout, and their sources."""
         told: list[str] = []
         for panel in self.panels():
             setting = self.setting_of(panel, root)
@@ -126,7 +127,7 @@ class Preset(BaseModel):
         return f"this table wants below --root {root}: {'; '.join(dict.fromkeys(told))}"
 
     def figures(self, panel: str) -> list[TableRow]:
-        """The paper's rows of a panel, for our methods and for those that we do not have."""
+        """The paper's rows of a panel, including methods that promptfed does not have."""
         rows = []
         for label, values in self.paper.get(panel, {}).items():
             known = {name: value / 100 for name, value in zip(self.columns, values, strict=True) if value is not None}
@@ -135,7 +136,7 @@ class Preset(BaseModel):
 
 
 def preset_names() -> list[str]:
-    """The papers' presets, as they are asked for."""
+    """The names of the papers' presets on the command line."""
     return sorted(PREFIX + path.stem for path in PAPERS.glob("*.yaml"))
 
 
@@ -143,7 +144,7 @@ def read_preset(name: str) -> Preset:
     """The preset ``paper:NAME``.
 
     Raises:
-        CommandError: there is none of that name.
+        CommandError: there is no such preset.
     """
     if name not in preset_names():
         raise CommandError(f"there is no preset {name!r}: use one of {', '.join(preset_names())}", Exit.BAD_INPUT)
@@ -151,12 +152,12 @@ def read_preset(name: str) -> Preset:
 
 
 def embedded_presets() -> dict[str, Preset]:
-    """The embedded benchmark's presets by name, in its document's order, which their numbers give."""
+    """The embedded benchmark's presets by name, in the order of their numbers."""
     return {path.stem: _read(path) for path in sorted(EMBEDDED.glob("*.yaml"), key=lambda path: number_of(path.stem))}
 
 
 def number_of(name: str) -> int:
-    """Of a preset of the embedded benchmark: 2 of ``2-leave-one-domain-out``."""
+    """The number of a preset of the embedded benchmark: 2 for ``2-leave-one-domain-out``."""
     return int(name.partition("-")[0])
 
 

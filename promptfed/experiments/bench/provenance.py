@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, machine, and a hash of the data that was looked at."""
+"""Where a result comes from: versions, machine, commit, and a hash of the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("promptfed", "torch", "open_clip_torch", "timm", "numpy", "pillow", 
 
 
 class ResultProvenance(BaseModel):
-    """Versions of what computes, and the machine: nothing that names its owner or its folders."""
+    """Versions of packages, and the machine without its owner's name or folders."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -30,7 +30,7 @@ class ResultProvenance(BaseModel):
 
 
 def provenance() -> ResultProvenance:
-    """Of what runs here."""
+    """The provenance of results that this process computes."""
     return ResultProvenance(
         python=platform.python_version(),
         packages={name: metadata.version(name) for name in PACKAGES},
@@ -41,7 +41,7 @@ def provenance() -> ResultProvenance:
 
 @cache
 def commit() -> str | None:
-    """The commit of the checkout that this code lies in, with ``-dirty`` where it was changed; None outside of one."""
+    """The commit of the checkout of this code, with ``-dirty`` if it was changed; None outside a checkout."""
     top = Path(__file__).resolve().parents[3]
     if Path(_git(top, "rev-parse", "--show-toplevel")).resolve() != top:  # this is installed in another repository
         return None

@@ -1,4 +1,4 @@
-"""What is kept of a bench: a file for each federation, from which its tables, plots and documents are made."""
+"""Stored results of a bench: one file for each federation. Tables, plots and documents are made from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ VARIANT = "@"  # between the name of a test set and that of a further classifier
 
 
 class BenchRun(BaseModel):
-    """One federation: whose it is, what its clients measured (`costs`: of a client and round), where it comes from.
+    """One federation: its entry, its clients' accuracies, its costs (of a client and round), and its provenance.
 
-    Fields with a default are kept for people and other programs: files of earlier versions may lack some, or hold more.
+    Files of earlier versions may lack fields that have a default, and may hold more fields.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -43,7 +43,7 @@ class BenchRun(BaseModel):
     outcomes: list[Outcomes] = []
 
     def last(self) -> list[Accuracy]:
-        """What was measured after the last round."""
+        """The accuracies after the last round."""
         return [accuracy for accuracy in self.accuracies if accuracy.round == self.rounds]
 
 

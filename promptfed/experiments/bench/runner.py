@@ -1,4 +1,4 @@
-"""A protocol run for several methods and seeds, one file per finished federation: it goes on where it stopped."""
+"""Runs a protocol for several methods and seeds, with one file per finished federation, so that it can continue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Names the result: the same spec and sites under the same protocol have the same."""
+        """The name of the result, which depends only on the spec and the sites."""
         # Words for a domain came later: sites without any keep the key that they had.
         sites = [
             {key: value for key, value in asdict(site).items() if (key, value) != ("domain", None)}
@@ -85,10 +85,10 @@ class Bench:
         return self.protocol.columns(self.setting)
 
     def jobs(self) -> list[Job]:
-        """In an order in which every method has been seen early: by seed, then by entry.
+        """All jobs, by seed and then by entry, so that each method has its first results early.
 
         Raises:
-            CommandError: a spec that cannot be run, or data that cannot be opened.
+            CommandError: a spec cannot be run, or data cannot be opened.
         """
         forget_names()
         jobs, sources = [], SharedSources()
@@ -100,7 +100,7 @@ class Bench:
         return jobs
 
     def _spec(self, entry: BenchEntry, seed: int, trial: Trial, sources: SharedSources) -> RawSpec:
-        """Unless it says otherwise: each data set's own template, everybody asked, ``evaluations`` beside the first."""
+        """The entry's spec. Defaults of a bench: each data set's own template, all clients asked, ``evaluations``."""
         added = {name: value for name, value in trial.spec.items() if value is not None}
         raw = entry.spec(merged({"name": "bench", "template": None, "seed": seed} | added, dict(self.base)), self.m)
         resolved = resolve(raw)
@@ -119,7 +119,7 @@ Progress = Callable[[int, int, Job], None]
 
 @dataclass
 class Runner:
-    """Runs jobs in ``out``. All share one backbone, one feature cache, and each data set opened once."""
+    """Runs jobs and keeps their results in ``out``. Jobs share backbones, one feature cache, and opened data."""
 
     out: Path
     pool: int = 1
@@ -129,14 +129,14 @@ class Runner:
     _sources: SharedSources = field(default_factory=SharedSources)
 
     def path(self, job: Job) -> Path:
-        """The job's file, which is there once it has been run."""
+        """The file of the job's result. It exists only if the job is finished."""
         return self.out / "runs" / f"{job.key}.json"
 
     def look_at_data(self, jobs: Sequence[Job]) -> None:
-        """Open all data of ``jobs``, before minutes of work end at a picture that cannot be read.
+        """Open all data of ``jobs``, so that unreadable data are found before any federation runs.
 
         Raises:
-            CommandError: what is wrong with any of it, told at once.
+            CommandError: data cannot be opened. The text names all problems.
         """
         wanted = {(uri, role) for job in jobs for site in job.trial.sites for uri, role in site.uris()}
         problems: dict[str, None] = {}
@@ -170,10 +170,10 @@ class Runner:
         return runs
 
     def run(self, job: Job) -> BenchRun:
-        """The job's run: read where there is one, else run and written.
+        """The job's result: read from its file, or computed and written.
 
         Raises:
-            CommandError: the federation cannot be run, with the job's name.
+            CommandError: the federation cannot be run. The text names the job.
         """
         path = self.path(job)
         if path.exists():
@@ -245,7 +245,7 @@ def steps_in_a_phase(training: TrainingSpec, trial: Trial, sources: SharedSource
 
 
 def _rounded(outcomes: Outcomes) -> Outcomes:
-    """With confidences to six places, since a file holds one for each image."""
+    """The outcomes with confidences rounded to six places, since a file holds one for each image."""
     return replace(outcomes, confidence=tuple(round(value, 6) for value in outcomes.confidence))
 
 
@@ -273,7 +273,7 @@ def costs(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def measured(reports: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
-    """What the method measured at the coordinator, phase by phase, such as PLAN's attention shares."""
+    """The method's measurements at the coordinator by phase, such as PLAN's attention shares."""
     return [
         {"round": report["round"], "phase": phase["phase"], **phase["measured"]}
         for report in reports

@@ -36,13 +36,13 @@ DECIDES = {
     "cross-dataset": "source",
     "combined:base-to-novel": "CM",
 }
-"""By protocol the column that chooses."""
+"""The column that decides, by protocol."""
 
 
 class Swept(BaseModel):
-    """One entry's accuracy on held-out images (fraction, mean over the sweep's seeds) by rate, and the rate chosen.
+    """An entry's accuracy on held-out images by rate (fraction, mean over the sweep's seeds), and the chosen rate.
 
-    ``at_edge``: the best rate is the smallest or the largest of the grid, so that a better one may lie beyond.
+    ``at_edge``: the chosen rate is the smallest or the largest of the grid, so a better one may lie outside.
     """
 
     label: str
@@ -54,7 +54,7 @@ class Swept(BaseModel):
 
 @dataclass(frozen=True)
 class Grid:
-    """Learning rates, the same for all; the seeds and the share of held-out images that choose among them."""
+    """The learning rates, the same for all entries, and the seeds and share of held-out images that choose one."""
 
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -62,10 +62,10 @@ class Grid:
 
 
 def rates_of(text: str, option: str = "--sweep") -> tuple[float, ...]:
-    """Different rates above 0, in order, of ``0.001,0.01``.
+    """The rates of a text such as ``0.001,0.01`` in ascending order.
 
     Raises:
-        CommandError: the text is something else.
+        CommandError: the text does not hold different rates above 0.
     """
     try:
         rates = tuple(sorted(float(part) for part in text.split(",")))
@@ -77,10 +77,10 @@ def rates_of(text: str, option: str = "--sweep") -> tuple[float, ...]:
 
 
 def choosing(bench: Bench, grid: Grid) -> Bench:
-    """The bench that chooses: every entry at every rate, on held-out training images.
+    """The bench that chooses the rates: every entry at every rate, on held-out training images.
 
     Raises:
-        CommandError: the protocol has no column to choose by, or an entry names its rate itself.
+        CommandError: the protocol has no column that decides, or an entry sets its rate itself.
     """
     if bench.protocol.name not in DECIDES:
         raise CommandError(f"--sweep is for {', '.join(DECIDES)}, not for {bench.protocol.name}", Exit.BAD_INPUT)
@@ -102,10 +102,10 @@ def _at(entry: BenchEntry, rate: float, label: str) -> BenchEntry:
 
 
 def sweep(bench: Bench, grid: Grid, run: Callable[[Bench], list[BenchRun]]) -> tuple[Bench, list[Swept]]:
-    """``bench`` with every entry at its best rate, and how it was chosen; ``run`` carries out the choosing bench.
+    """``bench`` with every entry at its best rate, and how it was chosen; ``run`` runs the choosing bench.
 
     Raises:
-        CommandError: as `choosing`, and what ``run`` raises.
+        CommandError: as `choosing`, or raised by ``run``.
     """
     trial = choosing(bench, grid)
     runs, column = run(trial), DECIDES[bench.protocol.name]
@@ -119,7 +119,7 @@ def sweep(bench: Bench, grid: Grid, run: Callable[[Bench], list[BenchRun]]) -> t
 
 
 def best_rate(by_rate: Mapping[float, float]) -> tuple[float, bool]:
-    """The rate with the highest accuracy, of equals the lowest; and whether it lies at an edge of several rates."""
+    """The rate with the highest accuracy, or the lowest of equals, and whether it is at an edge of several rates."""
     best = max(by_rate, key=lambda rate: (by_rate[rate], -rate))
     return best, len(by_rate) > 1 and best in (min(by_rate), max(by_rate))
 
@@ -133,7 +133,7 @@ def _score(bench: Bench, runs: Sequence[BenchRun], label: str, column: str) -> f
 
 
 def sweep_table(rows: Sequence[Swept]) -> list[str]:
-    """The lines of the table in Markdown, percent; the chosen rate is bold."""
+    """The lines of the table in Markdown: percent, with the chosen rate in bold."""
     lines = []
     for row in rows:
         cells = {rate: f"{100 * value:.1f}" for rate, value in row.by_rate.items()}
@@ -148,9 +148,9 @@ def sweep_table(rows: Sequence[Swept]) -> list[str]:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Accuracies (fractions, mean over trainers and seeds) on held-out images by rate, the template's, and the choice.
+    """Accuracies on held-out images by rate (fractions, mean over trainers and seeds), the template's, and the choice.
 
-    ``at_edge``: the best rate is the smallest or the largest that was tried, so that a better one may lie beyond.
+    ``at_edge``: the chosen rate is the smallest or the largest that was tried, so a better one may lie outside.
     """
 
     by_rate: dict[float, float]
@@ -160,7 +160,7 @@ class Tuned:
 
 
 def held_out_sites(sites: Sequence[Site], share: float) -> list[Site]:
-    """The trainers, each tested on a share of its own training images: no test image is looked at."""
+    """The trainers, each tested on a share of its own training images. No test image is used."""
     trainers = [site for site in sites if site.role == "trainer"]
     return [replace(site, data=with_options(site.data, {"validation": share}), tests={}) for site in trainers]
 
@@ -174,12 +174,12 @@ def tune(
     allow_backbone: bool = False,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Tuned:
-    """The rate of ``grid`` with the highest accuracy on held-out training images; of equals the lowest.
+    """The rate of ``grid`` with the highest accuracy on held-out training images, or the lowest of equals.
 
-    ``progress`` receives how many federations are done, how many there are, and which comes next.
+    ``progress`` receives how many federations are done, how many there are, and the next one in words.
 
     Raises:
-        CommandError: the run cannot be simulated, or nothing can be told on held-out images.
+        CommandError: the run cannot be simulated, or all rates have the same accuracy.
     """
     sites, sources = held_out_sites(run.sites, grid.share), SharedSources()
     spec = resolve(run.spec)
@@ -216,6 +216,6 @@ def tune(
 
 
 def _has_diverged(error: CommandError) -> bool:
-    """Whether the federation ended since a change was too long or the state grew without bound."""
+    """Whether the federation ended because a change was too long or the state grew without bound."""
     ended = error.exit is Exit.FEDERATION_ENDED_BADLY
     return ended and ("norm-too-large" in str(error) or "grown: " in str(error))

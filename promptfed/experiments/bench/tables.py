@@ -1,4 +1,4 @@
-"""The table of a bench: accuracies in percent, mean and standard deviation over seeds, beside what they cost."""
+"""The table of a bench: accuracies in percent (mean and standard deviation over seeds) and costs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LEAST_ROOM = 0.01  # below a point, a share of the room says nothing
 
 @dataclass(frozen=True)
 class TableRow:
-    """One line: fractions by column for every seed, and the costs of a client (`runner.costs`; none: zero-shot).
+    """One row: fractions by column for every seed, and the costs of a client (`runner.costs`; None for zero-shot).
 
-    ``zero_shot`` is the label of the zero-shot row over the same class names, below which it is flagged.
+    ``zero_shot`` is the label of the zero-shot row over the same class names, with which the row is compared.
     """
 
     label: str
@@ -34,11 +34,11 @@ class TableRow:
 
     @property
     def is_zero_shot(self) -> bool:
-        """Whether this is the template's row, and no method's."""
+        """Whether this is a row of the template, not of a method."""
         return self.label == self.zero_shot
 
     def mean(self, column: str) -> float:
-        """Over the seeds."""
+        """Mean over the seeds (fraction)."""
         return fmean(scores[column] for scores in self.scores)
 
     def sd(self, column: str) -> float | None:
@@ -47,10 +47,10 @@ class TableRow:
 
 
 def rows_of(bench: Bench, runs: Sequence[BenchRun]) -> list[TableRow]:
-    """Zero-shot first, then the entries as given, each followed by its variants.
+    """Zero-shot first, then the entries in order, each followed by its variants.
 
-    Each method's federation measures zero-shot over the class names that the method chooses among. The first entry's
-    comes first; an entry whose ``label_space`` or template makes another one has that one in front of it.
+    Each federation measures zero-shot over the class names of its method. The table begins with that of the first
+    entry. An entry whose ``label_space`` or template gives another zero-shot result has that row in front of it.
     """
     rows: list[TableRow] = []
     templates: list[TableRow] = []
@@ -80,7 +80,7 @@ def rows_of(bench: Bench, runs: Sequence[BenchRun]) -> list[TableRow]:
 def scores_of(
     protocol: Protocol, runs: Sequence[BenchRun]
 ) -> tuple[dict[str, dict[str, float]], dict[str, float] | None]:
-    """Columns by variant ("" is the method's own classifier) for one entry and seed, and zero-shot's where known."""
+    """Columns of one entry and seed by variant ("" is the method's own classifier), and zero-shot's if it is known."""
     by_variant: dict[str, dict[str, list[Accuracy]]] = {}
     for run in runs:
         for accuracy in run.last():
@@ -102,7 +102,7 @@ def scores_of(
 
 
 def interleaved(ours: Sequence[TableRow], paper: Sequence[TableRow]) -> list[TableRow]:
-    """Our rows, each followed by the paper's of the same label, then the paper's that we have none for."""
+    """Our rows, each followed by the paper's row of the same label, then the paper's other rows."""
     theirs = {row.label.removesuffix(PAPER): row for row in paper}
     rows: list[TableRow] = []
     for row in ours:
@@ -135,12 +135,12 @@ def markdown_table(
 
 
 def markdown(bench: Bench, rows: Sequence[TableRow]) -> str:
-    """The table in Markdown, with what it was made of above it."""
+    """The table in Markdown below its caption."""
     return "\n".join([caption(bench), "", *table_of(bench.columns, rows)]) + "\n"
 
 
 def caption(bench: Bench) -> str:
-    """What the table shows, and of what."""
+    """A sentence about the table: protocol, data, seeds and units."""
     data, seeds = ", ".join(map(markdown_code, bench.setting.data)), ", ".join(str(seed) for seed in bench.seeds)
     spread = ", mean ± standard deviation over seeds" if len(bench.seeds) > 1 else ""
     held_out = " on training images held out" if bench.setting.validation is not None else ""
@@ -170,7 +170,7 @@ def _line(row: TableRow, columns: Sequence[str], zero_shot: TableRow | None) -> 
 
 
 def cell(row: TableRow, column: str, zero_shot: TableRow | None) -> str:
-    """One accuracy, flagged where it lies below zero-shot. Spreads have no better and worse, so they get no flag."""
+    """One accuracy, flagged if it is below zero-shot. Standard deviations get no flag."""
     if column not in row.scores[0]:
         return "-"
     value, sd = row.mean(column), row.sd(column)
@@ -181,10 +181,10 @@ def cell(row: TableRow, column: str, zero_shot: TableRow | None) -> str:
 
 @dataclass(frozen=True)
 class Headroom:
-    """What a method gains of what there is to gain: fractions, means over the seeds.
+    """The part of the possible gain that a method reaches: fractions, means over the seeds.
 
     ``ceiling`` is the best of the columns beside the federation; ``share`` = (federated − zero-shot) / (ceiling −
-    zero-shot), None where that is less than a point.
+    zero-shot), None if the denominator is less than a point.
     """
 
     label: str
@@ -196,7 +196,7 @@ class Headroom:
 
 
 def rooms_of(rows: Sequence[TableRow]) -> list[Headroom]:
-    """Of each row that has a ceiling beside its federation, against the zero-shot row over the same names."""
+    """The headroom of each row with a ceiling, compared with the zero-shot row over the same names."""
     by_label = {row.label: row for row in rows}
     rooms = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""A cell of a bench computed again from what its results say, and compared with what they hold."""
+"""Computes a cell of a bench again from its stored results, and compares both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS = TypeAdapter(list[BenchRun])
 
 
 class Verdict(BaseModel):
-    """Whether a run came out again. ``apart`` is the largest difference of two accuracies (fraction)."""
+    """Whether a repeated run has the same results. ``apart``: the largest difference of two accuracies (fraction)."""
 
     label: str
     seed: int
@@ -32,7 +32,7 @@ class Verdict(BaseModel):
     apart: float
 
     def holds(self, tolerance: float) -> bool:
-        """Whether backbone and data are the same, and no accuracy is further apart than ``tolerance``."""
+        """Whether backbone and data are the same, and accuracies differ by at most ``tolerance``."""
         return self.same_backbone and self.same_data and self.apart <= tolerance
 
 
@@ -40,7 +40,7 @@ def read_runs(path: Path) -> list[BenchRun]:
     """The runs of a bench's folder, or of its ``results.json``.
 
     Raises:
-        CommandError: it holds none.
+        CommandError: there are no runs.
     """
     file = path / "results.json" if path.is_dir() else path
     try:
@@ -55,7 +55,7 @@ def read_runs(path: Path) -> list[BenchRun]:
 
 
 def chosen(runs: Sequence[BenchRun], label: str | None, seed: int | None, trial: str | None) -> BenchRun:
-    """The run of a cell; where several fit, the one that took least time.
+    """The run of a cell; of several, the fastest one.
 
     Raises:
         CommandError: there is no such run.
@@ -75,10 +75,10 @@ def chosen(runs: Sequence[BenchRun], label: str | None, seed: int | None, trial:
 
 
 def verify(run: BenchRun, device: str = "cpu", allow_backbone: bool = False) -> Verdict:
-    """Run it again, in a folder of its own.
+    """Repeat a run in a temporary folder, and compare.
 
     Raises:
-        CommandError: it cannot be run here: its data are not there, or it was kept without what it needs.
+        CommandError: it cannot be run here: data are missing, or the run was stored without its spec.
     """
     if not run.spec or not run.clients:
         raise CommandError("the run was kept without its spec or its clients: it cannot be run again", Exit.BAD_INPUT)

@@ -1,1 +1,1 @@
-"""Simulations and benches on a Ray cluster: placement, restarts and resources are Ray's, the federation is our own."""
+"""Simulations and benches on a Ray cluster: Ray places and restarts processes; the federation is promptfed's."""

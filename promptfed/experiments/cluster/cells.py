@@ -1,7 +1,7 @@
-"""A bench whose cells (a method under a seed in one trial) are tasks of Ray's: the folder of results is the same.
+"""A bench whose cells (a method with a seed in one trial) are Ray tasks. The folder of results is the same.
 
-Each task runs its federation in one process, as ever, and writes its own file into the bench's folder; a bench that
-was interrupted goes on with the cells that have none.
+Each task runs one federation in its process and writes its file into the bench's folder. An interrupted bench continues
+with the cells that have no file.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from promptfed.experiments.bench.bench_folder import BENCH_FILE
 from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Job, Progress, Runner
-from promptfed.experiments.cluster.connection import Cluster, connected, expect_room
-from promptfed.experiments.cluster.run import RemoteFailure, expect_same, versions
+from promptfed.experiments.cluster.connection import Cluster, RemoteFailure, caught, connected, expect_room, result_of
+from promptfed.experiments.cluster.run import expect_same, versions
 from promptfed.sdk.errors import CommandError, Exit
 
 RETRIES = 5  # of a cell whose process or node dies
-SEEN_SECONDS = 60.0  # until a file that another node wrote is seen here
+SEEN_SECONDS = 60.0  # until a file of another node must be visible here
 
 
 @dataclass
 class RayLater:
-    """A cluster that is connected to once it is needed, and left with the block."""
+    """A connection that is opened when it is first needed, and closed at the end of the block."""
 
     address: str | None
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -46,16 +46,16 @@ class RayLater:
 
 @dataclass(kw_only=True)
 class RayRunner(Runner):
-    """Runs jobs as tasks of Ray's, each with its torch threads as CPUs, and so much of a GPU."""
+    """Runs jobs as Ray tasks, each with one CPU for each torch thread and ``gpus_per_cell`` GPUs."""
 
     ray: RayLater
     gpus_per_cell: float = 0.0
 
     def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[BenchRun]:
-        """As `Runner.run_each`, as many at once as the cluster has room for.
+        """As `Runner.run_each`, with as many jobs at once as the cluster has room for.
 
         Raises:
-            CommandError: a cell that cannot be run, or no room for any. What was finished before stays.
+            CommandError: a job cannot be run, or the cluster has no room. Finished runs stay in the folder.
         """
         missing = {self.path(job): job for job in jobs if not self.path(job).exists()}
         if missing:
@@ -87,23 +87,13 @@ class RayRunner(Runner):
                 progress(min(done, len(jobs) - 1), len(jobs), next(iter(running.values())))
                 [ended], _ = cluster.ray.wait(list(running), num_returns=1)
                 job = running.pop(ended)
-                _expect_done(cluster, ended, job)
+                result_of(cluster.ray, ended, f"{job.title}: its process ended")
         finally:
             for task in running:
                 cluster.ray.cancel(task, force=True)
 
     def _cpus(self, job: Job) -> int:
         return self.pool * job.resolved.training.threads
-
-
-def _expect_done(cluster: Cluster, ended: Any, job: Job) -> None:
-    try:
-        failed: RemoteFailure | None = cluster.ray.get(ended)
-    except cluster.ray.exceptions.RayError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise CommandError(f"{job.title}: its process ended ({type(error).__name__}: {reason})", Exit.FAILED) from None
-    if failed is not None:
-        raise CommandError(failed.text, failed.exit)
 
 
 def _until_seen(path: Path) -> None:
@@ -120,16 +110,16 @@ def run_cell(how: tuple[Path, int, str, bool], job: Job, theirs: dict[str, str])
 
     ``how`` are the arguments of `Runner`.
     """
-    try:
+
+    def run() -> None:
         expect_same(versions(), theirs)
         runner = _runner(*how)
         if not (runner.out / BENCH_FILE).exists():
             text = f"a node of the Ray cluster does not see {runner.out}: give --out a folder that all nodes see"
             raise CommandError(text, Exit.BAD_INPUT)
         runner.run(job)
-    except CommandError as error:
-        return RemoteFailure(str(error), error.exit)
-    return None
+
+    return caught(run)
 
 
 _runner = cache(Runner)  # one for all cells that this process runs, with one backbone

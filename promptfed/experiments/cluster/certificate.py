@@ -1,4 +1,4 @@
-"""A certificate for one run's coordinator, where other machines reach it: made here, believed by its crews."""
+"""A self-signed certificate for the coordinator of one run, so that crews on other machines can reach it by TLS."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ DAYS = 365
 
 @dataclass(frozen=True)
 class Certificate:
-    """PEM files: the certificate, which is its own authority, and its key."""
+    """PEM files of a self-signed certificate and its key."""
 
     certificate: Path
     key: Path
 
     @property
     def authority(self) -> str:
-        """What crews believe, as PEM."""
+        """The PEM text that crews trust."""
         return self.certificate.read_text()
 
 
 def make_certificate(address: str, folder: Path) -> Certificate:
-    """A new certificate for the IP ``address``, in ``folder``; its key can be read by its owner alone."""
+    """A new certificate for the IP ``address`` in ``folder``. Only the owner can read the key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator of a promptfed run")])
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""The connection to Ray: one that is started here for a while, or a cluster that is there; and whether it has room."""
+"""The connection to Ray, which is started here or is a running cluster, and a check of its resources."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.service.net import is_loopback
 
-OBJECT_STORE_BYTES = 200 << 20  # of a Ray that is started here: assignments and results are small
+OBJECT_STORE_BYTES = 200 << 20  # of a Ray started here: assignments and results are small
 CONNECT_SECONDS = 5.0
 STARTS = 3
-LONGEST_TEMP_DIR = 40  # characters: Ray puts sockets far below, whose paths have 107 at most
+LONGEST_TEMP_DIR = 40  # characters: Ray's socket paths below it have at most 107
 LOOPBACK = "127.0.0.1"
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster and what it has for tasks and actors."""
+    """A machine of the cluster and its resources for tasks and actors."""
 
     address: str
     cpus: float
     gpus: float
 
     def holds(self, cpus: float, gpus: float) -> int:
-        """How many there is room for that take ``cpus`` and ``gpus`` each."""
+        """How many crews or cells with ``cpus`` and ``gpus`` each fit."""
         by_cpu = self.cpus / cpus if cpus else math.inf
         by_gpu = self.gpus / gpus if gpus else math.inf
         return math.floor(min(by_cpu, by_gpu) + 1e-9)
@@ -49,13 +49,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connection. ``ray`` is the package, ``here`` this machine's address in the cluster."""
+    """A connection. ``ray`` is the package; ``here`` is this machine's address in the cluster."""
 
     ray: Any
     here: str
 
     def nodes(self) -> list[Node]:
-        """The machines that are there now."""
+        """The machines that are alive."""
         return [
             Node(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
             for node in self.ray.nodes()
@@ -64,20 +64,20 @@ class Cluster:
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether all nodes see this machine's files."""
+        """Whether all nodes share this machine's files."""
         return len(self.nodes()) <= 1
 
     def free(self) -> str:
-        """What nobody uses now, in words."""
+        """The free resources in words."""
         resources = self.ray.available_resources()
         return _words(resources.get("CPU", 0.0), resources.get("GPU", 0.0))
 
 
 def expect_room(nodes: Sequence[Node], what: str, count: int, cpus: float, gpus: float) -> None:
-    """Refuse ``count`` of ``what`` (crews, cells) for which there is no room, with what there is.
+    """Check that the nodes have room for ``count`` crews or cells (``what``) with ``cpus`` and ``gpus`` each.
 
     Raises:
-        CommandError: the nodes together hold fewer.
+        CommandError: there is room for fewer. The text lists the nodes.
     """
     room = sum(node.holds(cpus, gpus) for node in nodes)
     if room >= count:
@@ -91,8 +91,41 @@ def expect_room(nodes: Sequence[Node], what: str, count: int, cpus: float, gpus:
     raise CommandError(f"{text}; give {fewer}, or a larger cluster with --address", Exit.BAD_INPUT)
 
 
+@dataclass(frozen=True)
+class RemoteFailure:
+    """A CommandError as the result of a task: raised in the task, it would lose its exit code."""
+
+    text: str
+    exit: Exit
+
+
+def caught(function: Callable[[], T]) -> T | RemoteFailure:
+    """What ``function`` returns, or the CommandError that it raises."""
+    try:
+        return function()
+    except CommandError as error:
+        return RemoteFailure(str(error), error.exit)
+
+
+def result_of(ray: Any, reference: Any, ended: str) -> Any:
+    """What a task returned.
+
+    Raises:
+        CommandError: the task failed, or its process ended, which ``ended`` says in words.
+    """
+    try:
+        result = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        text = f"{ended} ({type(error).__name__}: {reason}): Ray's own logs say more"
+        raise CommandError(text, Exit.FAILED) from None
+    if isinstance(result, RemoteFailure):
+        raise CommandError(result.text, result.exit)
+    return result
+
+
 def import_ray() -> Any:
-    """The package; it tells its makers nothing of how it is used here.
+    """The package, with its usage statistics switched off.
 
     Raises:
         CommandError: it is not installed.
@@ -107,10 +140,10 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Cluster]:
-    """A block with Ray: started here and taken away (None), or a cluster's (``auto``, or HOST:PORT).
+    """Connect to the cluster at ``address`` (``auto`` or HOST:PORT), or start Ray here for the block (None).
 
     Raises:
-        CommandError: Ray is not installed, does not start, or nobody answers there.
+        CommandError: Ray is not installed or does not start, or no cluster answers.
     """
     ray = import_ray()
     if address is not None:
@@ -150,10 +183,10 @@ def _initialise(ray: Any, options: dict[str, object], address: str | None) -> No
 
 
 def started(start: Callable[[], T], undo: Callable[[], object], times: int = STARTS) -> T:
-    """What ``start`` returns, tried ``times``: on a busy machine a node may take longer than Ray's 30 s.
+    """What ``start`` returns, with ``times`` attempts: on a busy machine a node may need longer than Ray's 30 s.
 
     Raises:
-        Exception: as ``start``, the last time.
+        Exception: the last attempt's.
     """
     for _ in range(times - 1):
         try:
@@ -165,7 +198,7 @@ def started(start: Callable[[], T], undo: Callable[[], object], times: int = STA
 
 
 def _expect_answer(address: str, here: str) -> None:
-    """Look before Ray does, which would never stop trying; a loopback address is to Ray this machine's, ``here``."""
+    """Connect once, since Ray would never stop trying. Ray replaces a loopback address by this machine's, ``here``."""
     if "://" in address:
         text = f"--address {address} is a remote client's: run the command on a machine of the cluster"
         raise CommandError(f"{text} (or submit it there as a job) with --address auto", Exit.BAD_INPUT)

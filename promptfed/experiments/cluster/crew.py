@@ -1,6 +1,6 @@
-"""A crew: one process with one backbone that plays a share of a federation's clients, over HTTP.
+"""A crew: one process with one backbone that plays some of a federation's clients over HTTP.
 
-Nothing here knows Ray: a crew is told all that it needs by its `Assignment`, and can be started again from it anywhere.
+This module does not know Ray. A crew gets everything from its `Assignment` and can be restarted from it anywhere.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from promptfed.shared.files import write_whole
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.spec.spec import FederationSpec
 
-PATIENCE_SECONDS = 1800.0  # without any answer of the coordinator, which may be starting again
+PATIENCE_SECONDS = 1800.0  # without an answer of the coordinator, which may be restarting
 OUTCOMES = "outcomes"
 _READER = TypeAdapter(Outcomes)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one crew is to do. ``storage`` is a folder that whoever goes on with it sees too.
+    """The work of one crew.
 
-    ``synced``: what is kept there is to stand the end of a machine.
-    ``federation``, ``url``, ``authority`` (PEM, None for plain HTTP on loopback), ``enrolment_token`` and
-    ``viewer_token`` say where the coordinator is and how it is entered; from ``key`` every client's secret derives.
+    ``authority`` is the certificate in PEM (None: plain HTTP on loopback). ``key`` is the key from which all clients'
+    secrets are derived. ``storage`` is a folder that a restarted crew sees too; if ``synced``, its files survive the
+    end of the machine.
     """
 
     spec: FederationSpec
@@ -61,20 +61,20 @@ class Assignment:
 
 
 def secret_of(key: str, name: str) -> str:
-    """The secret of a run's client (256 bits, hex): the same wherever its crew is started, unknown without ``key``."""
+    """The secret of a run's client (256 bits, hex), derived from ``key`` so that a restarted crew has the same one."""
     return hmac.new(bytes.fromhex(key), name.encode(), hashlib.sha256).hexdigest()
 
 
 def shares(sites: tuple[Site, ...], crews: int) -> list[tuple[Site, ...]]:
-    """The sites dealt out in turn, so that each crew has as many as any other, give or take one."""
+    """The sites dealt out in turn: the numbers of clients of two crews differ by at most one."""
     return [sites[number::crews] for number in range(crews)]
 
 
 def work(assignment: Assignment) -> list[Outcomes]:
-    """Play the clients of ``assignment`` until their federation has ended; their last answers on their test sets.
+    """Play the clients of ``assignment`` until their federation ends; return their last answers on their test sets.
 
     Raises:
-        CommandError: their data or backbone cannot be used, or one of them failed.
+        CommandError: data or backbone cannot be used, or a client failed.
     """
     return asyncio.run(_work(assignment))
 
@@ -112,7 +112,7 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
 
 @asynccontextmanager
 async def _http(assignment: Assignment) -> AsyncIterator[httpx.AsyncClient]:
-    """The clients' common HTTP client, with one poll for all of them."""
+    """The HTTP client of all clients, which polls once for all of them."""
     asked = Announcements(site.name for site in assignment.sites)
     verify: ssl.SSLContext | bool = True
     if assignment.authority is not None:
@@ -133,16 +133,16 @@ async def _http(assignment: Assignment) -> AsyncIterator[httpx.AsyncClient]:
 
 @dataclass(frozen=True)
 class _Outcomes:
-    """Clients' last answers on their test sets as files, since a crew may be started again after its last evaluation.
+    """Clients' last answers on their test sets as files, since a crew may be restarted after its last evaluation.
 
-    A file's name is a digest: names of splits hold what names of files may not.
+    A file is named by a digest, since names of splits are not valid file names.
     """
 
     folder: Path
     names: set[str]
 
     def write(self, outcomes: Outcomes) -> None:
-        """Keep one, in the place of an earlier one of the same client and split."""
+        """Keep the answers, which replace earlier ones of the same client and split."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = hashlib.sha256(f"{outcomes.client}\n{outcomes.split}".encode()).hexdigest()
         write_whole(self.folder / f"{name}.json", json.dumps(asdict(outcomes)).encode(), synced=False)

@@ -1,7 +1,7 @@
-"""A federation whose clients are played by crews on a Ray cluster, against a coordinator process beside the command.
+"""A federation with a coordinator process beside the command, and clients played by crews on a Ray cluster.
 
-Spec, clients and seed are those of `experiments.simulation.simulation.simulate`, and so is the result: on one kind of
-CPU the state is the same, bit for bit, whatever the number of crews.
+The result is that of `experiments.simulation.simulation.simulate` with the same spec and clients. On one kind of CPU
+the state is the same, bit for bit, for any number of crews.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from promptfed.experiments.cluster.certificate import make_certificate
-from promptfed.experiments.cluster.connection import LOOPBACK, Cluster, connected, expect_room
+from promptfed.experiments.cluster.connection import (
+    LOOPBACK,
+    Cluster,
+    RemoteFailure,
+    caught,
+    connected,
+    expect_room,
+    result_of,
+)
 from promptfed.experiments.cluster.crew import Assignment, shares, work
 from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.preparation import prepare
@@ -33,19 +41,20 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.spec.spec import FederationSpec
 
-MAX_RESTARTS = 100  # of one crew, by Ray
-START_SECONDS = 300.0  # that crews may take to begin
-END_SECONDS = 120.0  # that they may take to see that their federation has ended
+MAX_RESTARTS = 100  # of one crew
+START_SECONDS = 300.0  # until all crews must have started
+END_SECONDS = 120.0  # until all crews must have ended after their federation
 POLL_SECONDS = 0.2
-VIEWER = "crews"  # the operator's name under which crews follow the events
-PACKAGES = ("promptfed", "torch")  # that must be the same everywhere: bits depend on them
+CREW = "a crew ended for good"
+VIEWER = "crews"  # the operator that follows the events for the crews
+PACKAGES = ("promptfed", "torch")  # whose versions must be the same everywhere: bits depend on them
 
 
 @dataclass(frozen=True)
 class OnRay:
-    """``crews`` on the cluster at ``address`` (None: a Ray that is started here), each with so much of a GPU.
+    """``crews`` on the cluster at ``address`` (None: start Ray here), each with ``gpus_per_crew`` GPUs.
 
-    ``storage`` is a folder that all machines see; it stays.
+    ``storage`` is a permanent folder that all machines see.
     """
 
     crews: int = 1
@@ -54,44 +63,33 @@ class OnRay:
     storage: Path | None = None
 
 
-@dataclass(frozen=True)
-class RemoteFailure:
-    """What ended a crew, where it says so itself: an error would lose its exit code on the way."""
-
-    text: str
-    exit: Exit
-
-
 class Crews(Protocol):
-    """Crews at work somewhere."""
+    """The interface to running crews."""
 
     def begin(self, assignments: Sequence[Assignment]) -> None:
-        """Let each crew have its assignment."""
+        """Give each crew its assignment."""
 
     def check(self) -> None:
-        """Raise CommandError for a crew that has failed."""
+        """Raise CommandError if a crew has failed."""
 
     def outcomes(self, seconds: float) -> list[Outcomes]:
-        """What all have kept, once they have ended. Raises CommandError where that takes longer."""
+        """The outcomes of all crews after their end. Raises CommandError if that takes longer than ``seconds``."""
 
 
 class CrewActor:
-    """A crew as an actor of Ray's, which starts it again with the same assignment where it dies."""
+    """A crew as a Ray actor. If it dies, Ray restarts it with the same assignment."""
 
     def about(self) -> dict[str, str]:
-        """The versions that it computes with."""
+        """The versions of the packages in its process."""
         return versions()
 
     def work(self, assignment: Assignment) -> list[Outcomes] | RemoteFailure:
         """As `promptfed.experiments.cluster.crew.work`."""
-        try:
-            return work(assignment)
-        except CommandError as error:
-            return RemoteFailure(str(error), error.exit)
+        return caught(lambda: work(assignment))
 
 
 def versions() -> dict[str, str]:
-    """Of what computes here."""
+    """The versions of the packages in this process."""
     return {name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}
 
 
@@ -108,8 +106,8 @@ def simulate_on_ray(
     """Run a federation to its end; ``pool`` clients of each crew compute at once, on ``device``.
 
     Raises:
-        CommandError: one line: what `simulate` refuses; Ray that is not installed, not reachable or too small; a crew
-            that failed; a folder that not all crews see.
+        CommandError: one line: as `simulate`; or Ray is not installed, not reachable or too small, a crew failed, or
+            not all crews see the folder.
     """
     started = time.monotonic()
     _check(on, len(sites), device)
@@ -150,7 +148,7 @@ def _expect_storage(cluster: Cluster, on: OnRay) -> None:
 
 @contextmanager
 def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederation, str | None]]:
-    """A coordinator process on this machine, and the authority of its certificate where others have to reach it."""
+    """A coordinator process on this machine, and the PEM of its certificate if other machines must reach it."""
     options, authority = [], None
     before = os.environ.get(CA_VARIABLE)
     if address != LOOPBACK:
@@ -172,7 +170,7 @@ def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederat
 
 @contextmanager
 def _crews(cluster: Cluster, on: OnRay, cpus: float) -> Iterator[RayCrews]:
-    """Actors that begin to start, and end with the block."""
+    """Start the actors, which end with the block."""
     ray = cluster.ray
     actor = ray.remote(CrewActor).options(
         num_cpus=cpus,
@@ -191,7 +189,7 @@ def _crews(cluster: Cluster, on: OnRay, cpus: float) -> Iterator[RayCrews]:
 
 @dataclass
 class RayCrews:
-    """Crews as actors."""
+    """Crews as Ray actors."""
 
     cluster: Cluster
     handles: list[Any]
@@ -199,15 +197,15 @@ class RayCrews:
     _working: list[Any] | None = None
 
     def begin(self, assignments: Sequence[Assignment]) -> None:
-        """Wait for all to be there, and give them their work.
+        """Wait until all crews have started, and give them their work.
 
         Raises:
-            CommandError: others have what they need, or they are not of this version.
+            CommandError: a crew does not start in time, or has other versions than this command.
         """
         ray = self.cluster.ray
         ready, missing = ray.wait(self.abouts, num_returns=len(self.abouts), timeout=START_SECONDS)
         for about in ready:
-            expect_same(self._of(about), versions())
+            expect_same(result_of(ray, about, CREW), versions())
         if missing:
             text = f"{len(missing)} of {len(self.abouts)} crews have not started in {START_SECONDS:.0f} s"
             raise CommandError(f"{text}: the cluster has {self.cluster.free()} free", Exit.FAILED)
@@ -215,42 +213,28 @@ class RayCrews:
         self._working = [handle.work.remote(assignment) for handle, assignment in pairs]
 
     def check(self) -> None:
-        """Raise CommandError for one that has failed."""
+        """Raise CommandError if a crew has failed."""
         for reference in self._ended(0)[0]:
-            self._result(reference)
+            result_of(self.cluster.ray, reference, CREW)
 
     def outcomes(self, seconds: float) -> list[Outcomes]:
-        """All that they have kept, once they have ended."""
+        """The outcomes of all crews after their end."""
         done, missing = self._ended(seconds)
         if missing:
             text = f"{len(missing)} crews go on {seconds:.0f} s after their federation has ended"
             raise CommandError(text, Exit.FAILED)
-        return [outcomes for reference in done for outcomes in self._result(reference)]
+        return [outcomes for reference in done for outcomes in result_of(self.cluster.ray, reference, CREW)]
 
     def _ended(self, seconds: float) -> tuple[list[Any], list[Any]]:
-        """Those that have ended within so many seconds, and the others; none where there was nothing left to do."""
+        """The crews that end within so many seconds, and the others; both empty if no work was left to do."""
         if not self._working:
             return [], []
         done, others = self.cluster.ray.wait(self._working, num_returns=len(self._working), timeout=seconds)
         return done, others
 
-    def _result(self, reference: Any) -> list[Outcomes]:
-        result: list[Outcomes] | RemoteFailure = self._of(reference)
-        if isinstance(result, RemoteFailure):
-            raise CommandError(result.text, result.exit)
-        return result
-
-    def _of(self, reference: Any) -> Any:
-        try:
-            return self.cluster.ray.get(reference)
-        except self.cluster.ray.exceptions.RayError as error:
-            reason = str(error).strip().splitlines()[-1]
-            text = f"a crew ended for good ({type(error).__name__}: {reason})"
-            raise CommandError(f"{text}: Ray's own logs say more", Exit.FAILED) from None
-
 
 def expect_same(theirs: dict[str, str], ours: dict[str, str]) -> None:
-    """Raise CommandError where a node computes with another version than this command."""
+    """Raise CommandError if a node has other versions than this command."""
     differing = [
         f"{name} {theirs.get(name)} instead of {ours[name]}" for name in ours if theirs.get(name) != ours[name]
     ]
@@ -261,7 +245,7 @@ def expect_same(theirs: dict[str, str], ours: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """How the clients are shared out, and on what each crew computes."""
+    """The number of crews, and how each of them computes."""
 
     crews: int
     pool: int
@@ -271,7 +255,7 @@ class Share:
 
 @dataclass
 class Conductor:
-    """Leads a federation from its creation, or from where it stood when an earlier command died, to its result."""
+    """Runs a federation from its creation, or from where an earlier command ended, to its result."""
 
     local: LocalFederation
     crews: Crews
@@ -282,7 +266,7 @@ class Conductor:
     def conduct(
         self, spec: FederationSpec, initial: bytes | None, sites: tuple[Site, ...], share: Share
     ) -> FederationResult:
-        """The result.
+        """Create or continue the federation, and return its result.
 
         Raises:
             CommandError: a crew failed, or the federation did not finish.

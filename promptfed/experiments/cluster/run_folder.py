@@ -1,7 +1,6 @@
-"""The folder of a run on a cluster: what its coordinator and clients keep, and whose run it is.
+"""The folder of a run on a cluster: the state of its coordinator and clients, and the run's identity.
 
-A run that lost the machine on which the command ran goes on from it: the coordinator has all that it had accepted, and
-clients are the same ones.
+If the command's machine is lost, the run continues from this folder with the coordinator's state and the same clients.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ RUN_FILE, KEY_FILE, CLIENTS = "run.json", "run.key", "clients"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """``key`` (256 bits, hex): the seed of all clients' secrets. ``lasting``: the folder stays after the command."""
+    """``key`` (256 bits, hex): the source of all clients' secrets. ``lasting``: the folder stays after the command."""
 
     path: Path
     key: str = field(repr=False)
     lasting: bool
 
     def forget_clients(self) -> None:
-        """Remove what clients keep, where their federation never began."""
+        """Remove the clients' state, for a federation that never started."""
         shutil.rmtree(self.path / CLIENTS, ignore_errors=True)
 
 
 def identity(spec: FederationSpec, sites: Sequence[Site]) -> str:
-    """What makes a run another one."""
+    """The hash of everything that must be the same to continue a run."""
     text = canonical_json([FORMAT, spec.model_dump(mode="json"), [asdict(site) for site in sites]])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager
 def run_folder(storage: Path | None, run: str) -> Iterator[RunFolder]:
-    """``storage``, new or of this very ``run``; None: a temporary folder, gone with the block.
+    """The folder ``storage``, which is new or belongs to ``run``; if None, a temporary one for the block.
 
     Raises:
-        CommandError: it cannot be used, or holds something else.
+        CommandError: it cannot be used, or belongs to something else.
     """
     if storage is None:
         with tempfile.TemporaryDirectory(prefix="promptfed-", ignore_cleanup_errors=True) as temporary:

@@ -1,8 +1,8 @@
-"""One long request for all clients of a process, in the place of one long poll each.
+"""One long request for all clients of a process instead of one long poll for each client.
 
-The federation's stream of events names whom each phase asks. A client's poll waits here, without a connection, until
-the stream has named it; only then does it go to the coordinator, which alone says what there is to do. Clients know
-nothing of it: to them this is the transport of their HTTP client.
+The federation's event stream names the clients that each phase asks. A client's poll waits here, without a connection,
+until the stream names the client; then it goes to the coordinator, which alone hands out tasks. Clients do not notice:
+this is the transport of their HTTP client.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from promptfed.sdk.follow import ENDED
 
 log = logging.getLogger("promptfed.crew")
 
-SOCKETS = 16  # that all clients' requests share, beside the stream's
-SHORT_POLL = 2  # seconds that a poll waits at the coordinator for a task that it has announced
-LOOK_AGAIN_SECONDS = 300.0  # without being named, after which a client asks all the same
+SOCKETS = 16  # for the requests of all clients, without the stream
+SHORT_POLL = 2  # seconds that a poll waits at the coordinator for an announced task
+LOOK_AGAIN_SECONDS = 300.0  # after which a client polls even if no event has named it
 RECONNECT_SECONDS = 0.5, 10.0  # first and longest pause before the stream is opened again
-SILENCE_SECONDS = 60.0  # without a sign of life on the stream; the coordinator gives one every quarter of a minute
+SILENCE_SECONDS = 60.0  # without data on the stream; the coordinator sends a ping every 15 s
 _POLL = re.compile(r"/v1/federations/[^/]+/task")
 
 
 @dataclass(frozen=True)
 class ServerEvent:
-    """One event of the stream: its number, its kind, and what it says."""
+    """One event of the stream: its number, its kind and its content."""
 
     id: str
     kind: str
@@ -40,7 +40,7 @@ class ServerEvent:
 
 
 class Announcements:
-    """Who of ``names`` has something to ask the coordinator for, as far as the events tell."""
+    """Which clients of ``names`` have a task at the coordinator, according to the events."""
 
     def __init__(self, names: Iterable[str]):
         self._names = frozenset(names)
@@ -50,7 +50,7 @@ class Announcements:
         self.ended = False
 
     def tell(self, event: ServerEvent) -> None:
-        """Take an event in."""
+        """Update the state by an event."""
         data = event.data
         if event.kind in ("phase-opened", "clients-asked"):
             self._call(data["asked"])
@@ -66,13 +66,13 @@ class Announcements:
                 self.look(self._names)
 
     def look(self, names: Iterable[str] | None = None) -> None:
-        """Let these clients (None: all) ask once, whatever the events say."""
+        """Let these clients (None: all) poll once."""
         chosen = self._names if names is None else self._names & set(names)
         self._unsure |= chosen
         self._wake(chosen)
 
     async def wait(self, name: str, seconds: float) -> int | None:
-        """How long the client's poll is to wait at the coordinator; None where within ``seconds`` nobody names it."""
+        """The seconds for the client's poll at the coordinator; None if no event names it within ``seconds``."""
         if not self._due(name):
             named = self._waiting[name] = asyncio.Event()  # a client asks one thing at a time
             with suppress(TimeoutError):
@@ -84,7 +84,7 @@ class Announcements:
         return SHORT_POLL if name in self._asked and not self.ended else 0
 
     def served(self, name: str) -> None:
-        """The client has the task for which it was named."""
+        """The client has got its task."""
         self._asked.discard(name)
 
     def _call(self, names: Iterable[str]) -> None:
@@ -103,9 +103,9 @@ class Announcements:
 
 
 class SharedPoll(httpx.AsyncBaseTransport):
-    """Sends clients' requests through ``inner``, ``SOCKETS`` at once, and polls only of those who are asked.
+    """Sends clients' requests through ``inner``, at most ``SOCKETS`` at once, and polls only for asked clients.
 
-    ``names`` are the clients by the tokens that they send.
+    ``names`` are the clients' names by their tokens.
     """
 
     def __init__(self, inner: httpx.AsyncBaseTransport, asked: Announcements, names: Mapping[str, str]):
@@ -114,7 +114,7 @@ class SharedPoll(httpx.AsyncBaseTransport):
         self._turns = asyncio.Semaphore(SOCKETS)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The coordinator's answer; to a poll that nobody has anything for, 204 as it would be."""
+        """The coordinator's answer, or 204 to a poll of a client without a task."""
         name = self._names.get(request.headers.get("authorization", ""))
         seconds = _seconds(request)
         if name is not None and seconds > 0:
@@ -134,12 +134,12 @@ class SharedPoll(httpx.AsyncBaseTransport):
         return httpx.Response(answer.status_code, headers=answer.headers, content=body, request=request)
 
     async def aclose(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         await self._inner.aclose()
 
 
 def _seconds(request: httpx.Request) -> float:
-    """How long a poll is to wait; 0 for any other request."""
+    """The seconds that a poll may wait; 0 for other requests."""
     if request.method != "GET" or not _POLL.fullmatch(request.url.path):
         return 0.0
     return float(request.url.params.get("wait", "0"))
@@ -153,7 +153,7 @@ def _again(request: httpx.Request, seconds: int) -> httpx.Request:
 
 @asynccontextmanager
 async def following(http: httpx.AsyncClient, url: str, token: str, asked: Announcements) -> AsyncIterator[None]:
-    """A block during which ``asked`` hears the events of the stream at ``url``; ``token`` is an operator's."""
+    """A block during which ``asked`` receives the events at ``url``; ``token`` is an operator's."""
     tasks = {asyncio.create_task(_follow(http, url, token, asked)), asyncio.create_task(_look_again(asked))}
     try:
         yield
@@ -189,7 +189,7 @@ async def _follow(http: httpx.AsyncClient, url: str, token: str, asked: Announce
 
 
 async def events_of(lines: AsyncIterator[str]) -> AsyncIterator[ServerEvent]:
-    """The events of a stream of server-sent events; comments, and what has no number, are passed over."""
+    """The events of a stream of server-sent events, without comments and events without a number."""
     id, kind, data = "", "", ""
     async for line in lines:
         name, _, value = line.partition(":")

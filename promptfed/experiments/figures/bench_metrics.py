@@ -23,10 +23,10 @@ FIGURES = ("accuracy", "ece", "macro_f1", "worst_class", "sd_clients", "worst_cl
 
 
 class Measures(BaseModel):
-    """Fractions by seed of one entry (or variant) on one test set; ``reliability`` over all seeds' images.
+    """Fractions of one entry (or variant) on one test set by seed; ``reliability`` is over the images of all seeds.
 
-    ``accuracy``, ``macro_f1``, ``sd_clients`` and ``worst_client`` are of the clients, each counting once; ``ece`` and
-    ``worst_class`` of all their images together. A bin: lower, upper, count, mean confidence, accuracy.
+    ``accuracy``, ``macro_f1``, ``sd_clients`` and ``worst_client`` weight every client equally; ``ece`` and
+    ``worst_class`` are over all clients' images. A bin is lower, upper, count, mean confidence, accuracy.
     """
 
     label: str
@@ -42,7 +42,7 @@ class Measures(BaseModel):
 
 
 class Matrix(BaseModel):
-    """Mean accuracy over the seeds of each client's classifier (row) on each client's test images (column)."""
+    """Accuracy of each client's classifier (row) on each client's test images (column), as a mean over the seeds."""
 
     label: str
     clients: list[str]
@@ -50,13 +50,13 @@ class Matrix(BaseModel):
 
     @property
     def elsewhere(self) -> float:
-        """The mean off the diagonal: a client's classifier on the others' images."""
+        """The mean outside the diagonal: the classifiers on other clients' images."""
         size = range(len(self.clients))
         return fmean(self.accuracy[row][column] for row in size for column in size if row != column)
 
 
 def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
-    """For each entry, variant and test set, in the order of the runs; the template's rows stand as a variant."""
+    """The measures of each entry, variant and test set, in the order of the runs. The template is a variant."""
     groups: dict[tuple[str, str], dict[int, list[Outcomes]]] = {}
     for run in runs:
         for outcomes in run.outcomes:
@@ -100,7 +100,7 @@ def _pooled(clients: Sequence[Outcomes]) -> tuple[list[float], list[bool]]:
 
 
 def matrices_of(runs: Sequence[BenchRun]) -> list[Matrix]:
-    """For each entry whose clients were tested on each other's images; a shared classifier's rows are all alike."""
+    """The matrix of each entry whose clients were tested on each other's images."""
     by_label: dict[str, dict[tuple[str, str], list[float]]] = {}
     for run in runs:
         for row in run.last():
@@ -131,7 +131,7 @@ def _percent(values: Sequence[float]) -> str:
 
 
 def matrix_table(matrix: Matrix) -> list[str]:
-    """The lines of the table in Markdown, percent: a client's classifier in each row."""
+    """The lines of the table in Markdown: percent, one row for each client's classifier."""
     rows = zip(matrix.clients, matrix.accuracy, strict=True)
     lines = [[markdown_cell(client), *(f"{100 * value:.1f}" for value in row)] for client, row in rows]
     return [
@@ -155,7 +155,7 @@ class OpenSet(BaseModel):
 
 
 def open_sets_of(runs: Sequence[BenchRun]) -> list[OpenSet]:
-    """For each entry and variant that was shown unseen classes, in the order of the runs."""
+    """The figures of each entry and variant that was tested on unseen classes, in the order of the runs."""
     groups: dict[str, dict[int, list[tuple[Outcomes, Outcomes]]]] = {}
     for run in runs:
         by_split = {(outcomes.client, outcomes.split): outcomes for outcomes in run.outcomes}

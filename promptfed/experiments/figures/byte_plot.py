@@ -1,4 +1,4 @@
-"""Accuracy over what a round costs in bytes: a point for each row, its name beside it where there is room."""
+"""Accuracy over the bytes of a round: one point for each row, with its name at a free place beside it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from promptfed.sdk.text import size
 
 GREY = "#6E6E6E"
 REACH = 9  # how many steps from its point a name may stand, before it is written over others
-STEP = 5.0  # points, of the typographer
+STEP = 5.0  # typographic points
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
 
 
 @dataclass(frozen=True)
 class Point:
-    """A row: bytes of a client and round, both ways; accuracy and its standard deviation over seeds in percent."""
+    """A row: bytes of a client and round (both directions), accuracy and its standard deviation in percent."""
 
     label: str
     bytes: float
@@ -32,9 +32,9 @@ class Point:
 
 
 def scatter(axes: Axes, points: Sequence[Point], zero_shot: float | None = None, font_size: float = 7) -> None:
-    """Draw the points on a logarithmic axis of bytes, and zero-shot (percent), which travels nowhere, as a line.
+    """Draw the points on a logarithmic axis of bytes, and zero-shot (percent), which sends no bytes, as a line.
 
-    Names are set by `name_points`, once the figure's size and all axes are what they will be.
+    Call `name_points` after the figure's size and all axes are final.
     """
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
@@ -57,9 +57,9 @@ def scatter(axes: Axes, points: Sequence[Point], zero_shot: float | None = None,
 
 
 def name_points(figure: Figure, axes: Axes, points: Sequence[Point], font_size: float = 7) -> None:
-    """Write each point's name at the nearest place where it covers no other name and no point."""
+    """Write each point's name at the nearest place where it covers no other name or point."""
     FigureCanvasAgg(figure)  # which measures text
-    pixels = figure.dpi / 72  # in a typographer's point
+    pixels = figure.dpi / 72  # of a typographic point
     inside = axes.get_window_extent()
     places = [axes.transData.transform((point.bytes, point.accuracy)) for point in points]
     taken = [Bbox.from_bounds(x - 3 * pixels, y - 3 * pixels, 6 * pixels, 6 * pixels) for x, y in places]
@@ -83,19 +83,19 @@ def name_points(figure: Figure, axes: Axes, points: Sequence[Point], font_size: 
 
 
 def _offsets() -> Iterator[tuple[float, float]]:
-    """Places for a name around its point, in a typographer's points, the nearest first."""
+    """Offsets of a name from its point in typographic points (1/72 inch), the nearest first."""
     for step in range(1, REACH + 1):
         for x, y in SIDES:
             yield x * STEP * step, y * STEP * step
 
 
 def _side(dx: float) -> str:
-    """Which end of a name stands at its place."""
+    """The horizontal alignment of a name at this offset."""
     return "left" if dx > 0 else "right" if dx < 0 else "center"
 
 
 def _box(x: float, y: float, shape: Bbox, offset: tuple[float, float], pixels: float) -> Bbox:
-    """Where the words of a name stand, in pixels."""
+    """The box of a name in pixels."""
     dx, dy = (pixels * part for part in offset)
     left = {"left": 0.0, "right": -shape.width, "center": -shape.width / 2}[_side(dx)]
     return Bbox.from_bounds(x + dx + left, y + dy - shape.height / 2, shape.width, shape.height)

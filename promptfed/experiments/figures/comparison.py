@@ -25,9 +25,9 @@ Floats = NDArray[np.float64]
 class Comparison(BaseModel):
     """``difference`` is a minus b (fractions), with a 95 % interval and ``p_bootstrap`` over resampled pictures.
 
-    ``only_a`` and ``only_b`` count pictures that only one of them is right on, on which ``p_mcnemar`` rests; both are
-    None where several clients' classifiers answered for a picture, whose mean then counts. McNemar's test takes each
-    seed's answer for one of its own: where seeds share their pictures, the bootstrap is the one to read.
+    ``only_a`` and ``only_b`` count the pictures that only one of the two answers rightly; ``p_mcnemar`` follows from
+    them. All three are None if several clients' classifiers answered for a picture, since their mean is used then.
+    McNemar's test treats the answers of different seeds as independent: if seeds share pictures, use the bootstrap.
     """
 
     a: str
@@ -47,23 +47,23 @@ class Comparison(BaseModel):
 
 @dataclass(frozen=True)
 class Answers:
-    """Share of classifiers that were right, for each picture (N,) of each list of pictures, by where it was shown."""
+    """Share of classifiers that were right for each picture ``(N,)``, by seed, kind of test set and pictures."""
 
     label: str
     right: Mapping[tuple[int, str, str], Floats]
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """The exact two-sided p-value, min(1, 2·P(X ≤ min)) for X ~ Bin(a + b, 1/2); 1 where the two never differ."""
+    """The exact two-sided p-value of X ~ Bin(a + b, 1/2); 1 if the two never differ."""
     return float(stats.binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
 
 
 def paired_bootstrap(differences: Sequence[Floats], seed: int = 0, draws: int = DRAWS) -> tuple[float, float, float]:
     """The 95 % interval and the two-sided p-value of the mean difference of pairs.
 
-    ``differences`` (one array for each list of pictures: (N,), or (seeds, N) where several seeds were shown the same)
-    are resampled within their lists, a picture with all its seeds, so that every draw has as many pictures of each
-    domain and none counts as several. p = 2·min(P(d ≤ 0), P(d ≥ 0)), of (count + 1)/(draws + 1), at most 1.
+    ``differences`` has one array for each list of pictures: ``(N,)``, or ``(seeds, N)`` if several seeds share the
+    list. Pictures are resampled within their list, with all their seeds, so every draw has the same number of pictures
+    of each list. p = 2·min(P(d ≤ 0), P(d ≥ 0)), each as (count + 1)/(draws + 1), at most 1.
     """
     lists = [np.atleast_2d(rows) for rows in differences]
     rng = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ def answers_of(runs: Sequence[BenchRun], label: str) -> Answers:
     """The answers of the row ``label``: an entry's, or ``entry (variant)``.
 
     Raises:
-        CommandError: there is no such row, or its runs keep no answers.
+        CommandError: no run has answers of this row.
     """
     hits: dict[tuple[int, str, str], list[Floats]] = {}
     labels = {row_label(run, outcomes.split) for run in runs for outcomes in run.outcomes}
@@ -100,10 +100,10 @@ def answers_of(runs: Sequence[BenchRun], label: str) -> Answers:
 
 
 def compare(a: Answers, b: Answers) -> list[Comparison]:
-    """One comparison for each kind of test set (``test``, ``novel``, ``unseen``, ...) that both have answered.
+    """One comparison for each kind of test set (``test``, ``novel``, ``unseen``, ...) that both were tested on.
 
     Raises:
-        CommandError: they were never shown the same pictures.
+        CommandError: they were never tested on the same pictures.
     """
     common = [key for key in a.right if key in b.right]
     if not common:

@@ -1,4 +1,4 @@
-"""Plots of a bench, for a paper: accuracy by round and by what it cost, few-shot curves, each client's own accuracy."""
+"""Plots of a bench for a paper: accuracy by round and by cost, few-shot curves, and accuracy by client."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ COSTS = {"bytes": ("kB up and down for each client", 1000.0), "seconds": ("secon
 
 
 def draw(bench: Bench, rows: Sequence[TableRow], runs: Sequence[BenchRun], out: Path) -> list[Path]:
-    """Write the plots that fit the bench as PNG and PDF into ``out``; the paths of the PNGs.
+    """Write the plots of the bench into ``out`` as PNG and PDF; return the paths of the PNG files.
 
-    Accuracy by round needs more than the evaluations before the first and after the last round
-    (``evaluation.every``); it is the mean over all clients' own test images, evaluators' apart where there are some.
+    Accuracy by round needs evaluations between the first and the last round (``evaluation.every``). It is the mean over
+    all trainers' own test images; evaluators have a plot of their own.
     """
     figures: dict[str, Figure] = {}
     if isinstance(bench.protocol, FewShot):
@@ -96,7 +96,7 @@ def _few_shot(bench: Bench, rows: Sequence[TableRow]) -> Figure:
 
 
 def points_of(rows: Sequence[TableRow]) -> list[Point]:
-    """A point for each row that bytes travel for and that has a headline number."""
+    """A point for each row that has a headline number and sends bytes."""
     points: list[Point] = []
     for row in rows:
         spent = 0.0 if row.costs is None else row.costs["bytes_up"] + row.costs["bytes_down"]
@@ -108,7 +108,7 @@ def points_of(rows: Sequence[TableRow]) -> list[Point]:
 
 
 def _over_bytes(rows: Sequence[TableRow], points: Sequence[Point]) -> Figure:
-    """Each row's headline number over what a round costs, beside the first zero-shot row's."""
+    """Each row's headline number over the bytes of a round, with the first zero-shot row as a line."""
     figure, axes = _axes("", "accuracy (%)")
     template = next((row for row in rows if row.is_zero_shot), None)
     scatter(axes, points, None if template is None else 100 * fmean(map(headline, template.scores)))
@@ -117,7 +117,7 @@ def _over_bytes(rows: Sequence[TableRow], points: Sequence[Point]) -> Figure:
 
 
 def _by_round(bench: Bench, runs: Sequence[BenchRun], role: str) -> dict[str, dict[int, list[float]]]:
-    """For each entry the seeds' and trials' mean accuracies (percent) on the split ``test``, by round."""
+    """Mean accuracies on the split ``test`` (percent) of each entry by round, one for each seed and trial."""
     curves: dict[str, dict[int, list[float]]] = {entry.label: {} for entry in bench.entries}
     for run in runs:
         measured = [accuracy for accuracy in run.accuracies if accuracy.role == role and accuracy.split == "test"]
@@ -128,7 +128,7 @@ def _by_round(bench: Bench, runs: Sequence[BenchRun], role: str) -> dict[str, di
 
 
 def _prices(runs: Sequence[BenchRun], cost: str, unit: float) -> dict[str, float]:
-    """What a round costs a client, by entry: the mean over seeds and trials, in units."""
+    """The cost of a client and round by entry, in units: the mean over seeds and trials."""
     spent: dict[str, list[float]] = {}
     for run in runs:
         each = run.costs["bytes_up"] + run.costs["bytes_down"] if cost == "bytes" else run.costs["seconds"]
@@ -143,10 +143,10 @@ def _rounds(
     scale: Mapping[str, float],
     log: bool = False,
 ) -> Figure:
-    """Accuracy over rounds, or over what they cost: ``scale`` is the price of a round by entry, 1 where there is none.
+    """Accuracy over rounds, or over their cost: ``scale`` is the cost of a round by entry, 1 by default.
 
-    On a logarithmic axis a curve starts at its first round, since what was before has cost nothing; an entry whose
-    rounds cost nothing has no place on it.
+    On a logarithmic axis a curve starts at its first round, since the evaluation before it has cost nothing. Entries
+    whose rounds cost nothing are left out.
     """
     whose = "clients' own test images" if role == "trainer" else "unseen domains"
     figure, axes = _axes(x, f"accuracy (%), {whose}")
@@ -170,7 +170,7 @@ def _rounds(
 
 
 def _reliability(rows: Sequence[Measures]) -> Figure:
-    """Accuracy over confidence, one line for each row; points are bins that hold images."""
+    """Accuracy over confidence, one line for each row and one point for each bin with images."""
     figure, axes = _axes("confidence", "accuracy")
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8)
     for number, row in enumerate(rows):
@@ -183,7 +183,7 @@ def _reliability(rows: Sequence[Measures]) -> Figure:
 
 
 def _clients(bench: Bench, runs: Sequence[BenchRun]) -> Figure:
-    """One dot for each client and seed, in a column for each entry; a bar marks the mean."""
+    """One dot for each client and seed in a column for each entry; a bar marks the mean."""
     figure, axes = _axes("", "accuracy (%) of each client")
     for place, entry in enumerate(bench.entries):
         values = [

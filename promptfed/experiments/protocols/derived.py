@@ -1,7 +1,6 @@
-"""Protocols made from others: FedMGP's combined metric, ceilings of a federation, and pictures made worse.
+"""Protocols made from others: FedMGP's combined metric, ceilings of a federation, and corrupted pictures.
 
-Ceilings show how much there is to gain: a method in its federation beside the same method without the federation's
-limits.
+Ceilings show how much can be gained: a method in its federation beside the same method without the federation's limits.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _UNDER = "-under-"  # between the names of a test set and of its corruption: tes
 class CombinedMetric(BaseToNovel):
     """Base-to-novel with a further column, CM = (local + HM(base, novel))/2 (Bo et al., NeurIPS 2025, Table 1).
 
-    It is of the three averages that the table shows, as the harmonic mean of all three is.
+    It is computed from the three averages in the table, as is the harmonic mean.
     """
 
     name = "combined:base-to-novel"
@@ -82,11 +81,11 @@ class Ceilings(Protocol):
 
 
 class TargetCeilings(Ceilings):
-    """Leave-one-domain-out, each target three times more; columns are means over the targets.
+    """Leave-one-domain-out with three further columns, all means over the targets.
 
-    ``on target``: one client with as many images of the target as a source has, tested on the same test images.
-    ``centralised``: one client with all sources' images. ``single source``: each source alone, the mean counts. A
-    method that needs several clients has the first column only.
+    ``on target``: one client trained on as many images of the target as a source has, tested on the same test images.
+    ``centralised``: one client with all sources' images. ``single source``: each source alone, as a mean. A method that
+    needs several clients has only the first column.
     """
 
     name = "ceilings:leave-one-domain-out"
@@ -95,11 +94,11 @@ class TargetCeilings(Ceilings):
     inner = LeaveOneDomainOut()
 
     def used(self, setting: Setting) -> frozenset[str]:
-        """As leave-one-domain-out, but for the target's training images, which are no test images here."""
+        """As leave-one-domain-out, without ``target_images``: the target's training images are not test images here."""
         return self.inner.used(setting) - {"target_images"}
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
-        """For each target the federation, and the others with one client each."""
+        """For each target the federation, and the ceilings with one client each."""
         if setting.target_images != "test":
             raise CommandError(f"{self.name} trains on the target's images: test on its test split", Exit.BAD_INPUT)
         if any(UNSEEN_DOMAIN in data for data in setting.data):
@@ -131,7 +130,7 @@ class TargetCeilings(Ceilings):
 
 
 class ClientCeilings(Ceilings):
-    """Personalisation, beside every client alone and one model of all clients' images, tested on each client's."""
+    """Personalisation beside each client alone, and one model of all clients' images tested on each client's images."""
 
     name = "ceilings:personalisation"
     summary = "every client tested on its own mix, beside each client alone and all images in one place"
@@ -139,11 +138,11 @@ class ClientCeilings(Ceilings):
     inner = Personalisation()
 
     def used(self, setting: Setting) -> frozenset[str]:
-        """As personalisation; nobody is tested elsewhere."""
+        """As personalisation, without tests on other clients' images."""
         return self.inner.used(setting) - {"out_of_client", "swap_prompts"}
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
-        """The federation, one of each client, one of all images."""
+        """The federation, each client alone, and all images in one place."""
         [whole] = self.inner.trials(setting, seed, personal)
         sites = [Site(site.name, site.data, domain=site.domain) for site in whole.sites]
         pooled = Site(POOLED, union_uri(site.data for site in sites), tests={site.name: site.data for site in sites})
@@ -161,7 +160,7 @@ class ClientCeilings(Ceilings):
 
 
 class Corrupted(Protocol):
-    """Trained on clean pictures and tested on clean ones and on the same ones made worse (`shared.data.corruptions`).
+    """Trained on clean pictures; tested on clean pictures and on corrupted ones (`shared.data.corruptions`).
 
     Columns: the inner protocol's headline number (its harmonic mean, or its mean) on clean pictures, under each
     corruption (the mean over the strengths), and the mean over the corruptions.
@@ -173,7 +172,7 @@ class Corrupted(Protocol):
         self.summary = f"{inner.name}, tested also on noisy, blurred, pale and compressed pictures"
 
     def used(self, setting: Setting) -> frozenset[str]:
-        """The inner protocol's; nobody is tested elsewhere."""
+        """The inner protocol's, without tests on other clients' images and unseen classes."""
         return self.inner.used(setting) - {"out_of_client", "unseen_classes", "swap_prompts"}
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
@@ -187,7 +186,7 @@ class Corrupted(Protocol):
         return [replace(trial, sites=tuple(_tested(site) for site in trial.sites)) for trial in trials]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
-        """Of every corruption and strength as of clean pictures."""
+        """The inner protocol's headline number for each corruption."""
 
         def of(mark: str) -> float:
             rows = {name: _marked(accuracies, mark) for name, accuracies in by_trial.items()}
@@ -207,7 +206,7 @@ def _tested(site: Site) -> Site:
 
 
 def _marked(rows: Sequence[Accuracy], mark: str) -> list[Accuracy]:
-    """What was measured on the test sets under ``mark``, as if these were the clean ones."""
+    """The accuracies on the test sets with ``mark`` in their name, renamed to those of the clean test sets."""
     if not mark:
         return [row for row in rows if _UNDER not in row.split]
     return [replace(row, split=row.split.removesuffix(mark)) for row in rows if row.split.endswith(mark)]

@@ -1,4 +1,4 @@
-"""The class names that several data sets are told apart over, found without looking at an image."""
+"""The class names of a federation over several data sets, read without opening an image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from promptfed.shared.data import DataError
 from promptfed.shared.data.options import Role
 from promptfed.shared.data.registry import class_names_of
 
-_SHOWN = 5  # classes of one data set, before only their number is told
+_SHOWN = 5  # classes of one data set that an error lists
 _WAYS = (
     "give --class-names union to tell all classes apart everywhere, or --class-names intersection to leave out those "
     "that some lack; or name those to keep in the data URI, only=NAME,NAME"
@@ -25,7 +25,7 @@ def names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
     """The class names of the data at ``uri``, remembered until `forget_names`.
 
     Raises:
-        CommandError: they cannot be found.
+        CommandError: the data cannot be used.
     """
     try:
         return class_names_of(uri, role)
@@ -34,13 +34,13 @@ def names_of(uri: str, role: Role = "trainer") -> tuple[str, ...]:
 
 
 def forget_names() -> None:
-    """Look again at data that may have changed."""
+    """Forget the remembered class names, since data may have changed."""
     names_of.cache_clear()
 
 
 @dataclass(frozen=True)
 class LabelSpace:
-    """Class names, and the URI option that cuts every data set to them (empty where none has others)."""
+    """Class names, and the value of ``only=`` that cuts every data set to them (empty if none has others)."""
 
     names: tuple[str, ...]
     only: str = ""
@@ -53,14 +53,14 @@ class LabelSpace:
 
 
 def label_space(kind: str, first: str, uris: Mapping[str, str]) -> LabelSpace:
-    """The classes over which the data sets ``uris``, by name, are told apart.
+    """The label space of the data sets ``uris`` (by name).
 
-    ``same``: those of the data set ``first``, and no other may have more; ``union``: all, those of ``first`` in front;
-    ``intersection``: those that all have, in the order of ``first``.
+    ``kind`` is ``same`` (the classes of the data set ``first``; no other data set may have more), ``union`` (all
+    classes, those of ``first`` in front) or ``intersection`` (the common classes, in the order of ``first``).
 
     Raises:
-        CommandError: ``same``, and some have classes that ``first`` lacks, all told at once; ``intersection``, and they
-            have fewer than two in common; or data that cannot be used.
+        CommandError: with ``same``, data sets have classes that ``first`` lacks (the text names all); with
+            ``intersection``, fewer than two classes are common; or data cannot be used.
     """
     spaces = {name: names_of(uri) for name, uri in uris.items()}
     own = spaces[first]

@@ -1,6 +1,6 @@
-"""The evaluation protocols: which federations a seed needs, and which columns their accuracies become.
+"""The evaluation protocols: the federations of each seed, and the table's columns from their accuracies.
 
-Every protocol is a function of data URIs and a seed; methods differ in nothing but their spec.
+A protocol depends only on the setting and the seed. Methods differ only in their spec.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from promptfed.shared.data.partition import clients_of
 
 DOMAIN = "{domain}"
 TARGET = "target"
-UNSEEN = "unseen"  # the test set of novel images told among the base names
-ELSEWHERE = "of-"  # before a client's name: its test images, shown to another client's classifier
+UNSEEN = "unseen"  # the test set of novel images that are classified among the base names
+ELSEWHERE = "of-"  # before a client's name: its test images as a test set of another client
 Pick = Callable[[Accuracy], float | None]
 _TRAINING = frozenset({"shots", "validation", "test_images"})
 _DOMAINS = frozenset({"domains", "class_names", "domain_words"})
@@ -30,9 +30,9 @@ _DOMAINS = frozenset({"domains", "class_names", "domain_words"})
 
 @dataclass(frozen=True)
 class Trial:
-    """One federation of a protocol: its name within the seed, what it adds to the spec, and who takes part.
+    """One federation of a protocol: its name within the seed, its additions to the spec, and its clients.
 
-    ``swap_prompts``: each client is tested with the others' prompts under its own head too (`swapping`).
+    ``swap_prompts``: each client is also tested with the others' prompts and its own head (`other_prompts`).
     """
 
     name: str
@@ -42,14 +42,14 @@ class Trial:
 
 
 class Protocol(ABC):
-    """One way to measure. ``columns`` are accuracies by name, the first ones those that a paper's table has."""
+    """One way to evaluate methods. The first columns are those of a paper's table."""
 
     name: ClassVar[str]
     summary: str
 
     @abstractmethod
     def used(self, setting: Setting) -> frozenset[str]:
-        """The fields of ``setting`` that make a difference here, beside its data, which always do."""
+        """The fields of ``setting`` that this protocol uses, besides the data."""
 
     @abstractmethod
     def columns(self, setting: Setting) -> tuple[str, ...]:
@@ -57,26 +57,26 @@ class Protocol(ABC):
 
     @abstractmethod
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
-        """The federations of one seed. ``personal``: a client's classifier is its own, so each is tested."""
+        """The federations of one seed. If ``personal``, each client has its own classifier, and each is tested."""
 
     @abstractmethod
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
-        """Columns from each trial's last evaluation; ``pick`` takes the method's accuracy of it or the template's."""
+        """The columns, from each trial's last evaluation; ``pick`` returns the method's or the template's accuracy."""
 
 
 class BaseToNovel(Protocol):
-    """Base classes divided over the clients, disjoint; novel classes seen by nobody (FedPGP T1, FedTPG T1).
+    """Base classes divided over the clients, disjoint; no client has novel classes (FedPGP T1, FedTPG T1).
 
     ``local`` is a client's accuracy on test images of its own classes, over its method's label space; ``base`` and
-    ``novel`` are over the base and over the novel names. The harmonic mean is of the three averages. With
-    ``unseen_classes`` novel images are shown among the base names too, for AUROC and FPR95 (`open_set`).
+    ``novel`` are over the base and the novel names. The harmonic mean is over these three averages. With
+    ``unseen_classes``, novel images are also classified among the base names, for AUROC and FPR95.
     """
 
     name = "base-to-novel"
     summary = "base classes divided over the clients, novel classes unseen"
 
     def used(self, setting: Setting) -> frozenset[str]:
-        """Clients, or classes for each."""
+        """Fields of training, and ``clients`` or ``classes_per_client``."""
         return (
             _TRAINING | {"unseen_classes"} | {"clients" if setting.classes_per_client is None else "classes_per_client"}
         )
@@ -86,7 +86,7 @@ class BaseToNovel(Protocol):
         return ("local", "base", "novel", "harmonic mean")
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
-        """One federation with clients of every data set. One data set's base names are the federation's."""
+        """One federation with clients of every data set. A single data set's base names are the label space."""
         sites: list[Site] = []
         for number, data in enumerate(setting.data):
             tests = {part: setting.uri(data, seed, shots=None, classes=part) for part in ("base", "novel")}
@@ -125,18 +125,18 @@ class BaseToNovel(Protocol):
 
 
 class LeaveOneDomainOut(Protocol):
-    """Each target domain once unseen, a client for each other domain (FedPGP T2, PLAN T2-5, FaST-PT T1-2).
+    """Each target domain is left out once; each other domain has a client (FedPGP T2, PLAN T2-5, FaST-PT T1-2).
 
-    A column for each target, their mean, and ``clients``: the mean accuracy on the source domains' own test images. A
-    personal method is tested on the target with every client's classifier, the mean counts. In data, ``{target}`` is
-    the domain left out, for sources that are tested on it; its own data have no such option.
+    The columns are the targets, their mean, and ``clients``: the mean accuracy on the source domains' own test images.
+    A personal method is tested on the target with every client's classifier, as a mean. ``{target}`` in the data stands
+    for the left-out domain; options that hold it are removed from the target's own data.
     """
 
     name = "leave-one-domain-out"
     summary = "each domain once the unseen target"
 
     def used(self, setting: Setting) -> frozenset[str]:
-        """Domains and targets: every domain is a client."""
+        """Fields of training, domains and targets; every domain is a client."""
         held_out = setting.validation is not None
         return _TRAINING | _DOMAINS | {"targets"} | (set() if held_out else {"target_images"})
 
@@ -169,7 +169,7 @@ class LeaveOneDomainOut(Protocol):
         return trials
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
-        """The evaluator's accuracy, or the mean of the clients' on the target; and on their own domains."""
+        """The evaluator's accuracy or the clients' mean on each target; and the clients' on their own domains."""
         scores = {}
         for target, rows in by_trial.items():
             shared = [accuracy for accuracy in rows if accuracy.role == "evaluator"]
@@ -187,13 +187,13 @@ class LeaveOneDomainOut(Protocol):
 
 
 class Personalisation(Protocol):
-    """Every client tested on data of its own mix (FedPGP T3/T5, pFedPG T1-3): by partition, or one domain a client."""
+    """Every client is tested on its own mix of classes, or on its own domain (FedPGP T3/T5, pFedPG T1-3)."""
 
     name = "personalisation"
     summary = "every client tested on its own mix of classes, or on its own domain"
 
     def used(self, setting: Setting) -> frozenset[str]:
-        """Domains where the data has them, else a partition."""
+        """Fields of training, and domains or a partition."""
         return (
             _TRAINING
             | {"out_of_client", "swap_prompts"}
@@ -201,7 +201,7 @@ class Personalisation(Protocol):
         )
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
-        """The domains where each has a client, the mean over the clients, their standard deviation, and the worst."""
+        """The domains if each has a client; the mean, standard deviation and minimum over the clients."""
         domains = map(_client, setting.domains) if DOMAIN in setting.data[0] else ()  # as clients declare them
         return (*domains, "mean", "sd of clients", "worst client", *(("elsewhere",) if setting.out_of_client else ()))
 
@@ -232,7 +232,7 @@ class Personalisation(Protocol):
         return [Trial("all", {"class_names": list(space.names)}, sites, setting.swap_prompts and personal)]
 
     def scores(self, by_trial: Mapping[str, Sequence[Accuracy]], pick: Pick) -> dict[str, float]:
-        """Over the clients, each counting once."""
+        """Statistics over the clients, with equal weights."""
         values = _values(by_trial["all"], pick, "test")
         tested = [accuracy for accuracy in by_trial["all"] if accuracy.split == "test"]
         by_domain = {accuracy.domain: _mean([accuracy], pick, "test") for accuracy in tested if accuracy.domain}
@@ -248,14 +248,14 @@ class Personalisation(Protocol):
 class CrossDataset(Protocol):
     """Trained on the first data set, divided over the clients, and tested on all others (FedTPG T3).
 
-    A personal method is tested with every client's classifier, the mean counts; so for others, whose are all the same.
+    A personal method is tested with every client's classifier, as a mean; other methods with one client's.
     """
 
     name = "cross-dataset"
     summary = "trained on the first data set, tested on the others"
 
     def used(self, setting: Setting) -> frozenset[str]:
-        """A partition of the first data set."""
+        """Fields of training, and a partition of the first data set."""
         return _TRAINING | _partition(setting)
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
@@ -263,7 +263,7 @@ class CrossDataset(Protocol):
         return ("source", *self._others(setting), "mean")
 
     def trials(self, setting: Setting, seed: int, personal: bool) -> list[Trial]:
-        """One federation; its first client, or where classifiers are personal each, tests on all data sets."""
+        """One federation. Its first client, or each client with a personal classifier, is tested on all data sets."""
         if len(setting.data) < 2:
             raise CommandError(f"{self.name} needs at least two --data: the source and the others", Exit.BAD_INPUT)
         source = setting.data[0]
@@ -299,7 +299,7 @@ class FewShot(Protocol):
         self.summary = f"{inner.name} at several numbers of training images of each class and client"
 
     def used(self, setting: Setting) -> frozenset[str]:
-        """The inner protocol's, with the curve in the place of one number of shots."""
+        """The inner protocol's, with ``curve`` instead of ``shots``."""
         return self.inner.used(setting) - {"shots"} | {"curve"}
 
     def columns(self, setting: Setting) -> tuple[str, ...]:
@@ -324,7 +324,7 @@ class FewShot(Protocol):
 
 
 def headline(scores: Mapping[str, float]) -> float:
-    """The one number that stands for a protocol's columns: the harmonic mean where there is one, else the mean."""
+    """The number that summarises a protocol's columns: the harmonic mean if there is one, else the mean."""
     return scores["harmonic mean" if "harmonic mean" in scores else "mean"]
 
 
@@ -336,7 +336,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 
 def uris_beside(target: str, setting: Setting) -> dict[str, str]:
-    """The data of each domain where ``target`` is left out."""
+    """The data URI of each domain if ``target`` is left out."""
     return {
         domain: with_target(uri, None if domain == target else target) for domain, uri in setting.domain_uris().items()
     }
@@ -351,7 +351,7 @@ def _shots(number: int) -> str:
 
 
 def _client(name: str) -> str:
-    """A domain's name as a client's, which holds no spaces."""
+    """A domain's name as a client's name, which has no spaces."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", name)
 
 
@@ -360,7 +360,7 @@ def _names(uri: str) -> list[str]:
 
 
 def _site(name: str, uri: str, setting: Setting, tests: Mapping[str, str], client: str | None = None) -> Site:
-    """The client of the domain ``name``, which has the words for it."""
+    """The client of the domain ``name``, with the domain's description."""
     return Site(client or _client(name), uri, tests=tests, domain=setting.domain_words.get(name))
 
 

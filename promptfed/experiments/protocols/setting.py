@@ -1,4 +1,4 @@
-"""What a bench is given: data URIs, how they are divided over clients, and what is tested on."""
+"""The setting of a bench: data URIs, their division over clients, and the test sets."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ UNSEEN_DOMAIN = "{target}"  # in data: the domain that is left out, for sources 
 
 @dataclass(frozen=True)
 class Setting:
-    """A bench's data and how they are divided. Each of ``domains`` takes the place of ``{domain}`` in ``data``.
+    """A bench's data and their division over clients. Each of ``domains`` replaces ``{domain}`` in ``data``.
 
-    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``test_images``: where
-    a source draws them, ``redrawn`` for every seed, so that a spread over seeds holds their sampling, or the ``same``.
-    ``out_of_client``: each client's classifier is shown the other clients' test images too. ``class_names``: domains
-    have the ``same`` classes, or are told apart over the ``union`` or the ``intersection`` of theirs. ``domain_words``:
-    what a domain's images look like, by its name. ``unseen_classes``: novel images are shown
-    among the base names, to see whether a classifier is less sure of what it does not know. ``swap_prompts``: each
-    client is tested with the others' prompts under its own head too.
+    ``target_images``: an unseen domain is tested on its ``test`` split or on ``all`` its images. ``test_images``: of
+    sources that draw them, ``redrawn`` for every seed, so that a spread over seeds includes their sampling, or the
+    ``same``. ``out_of_client``: each client's classifier is also tested on the other clients' test images.
+    ``class_names``: domains have the ``same`` classes, or use the ``union`` or the ``intersection`` of theirs.
+    ``domain_words``: a description of the images by domain. ``unseen_classes``: novel images are classified among the
+    base names, to see whether the classifier is less sure of them. ``swap_prompts``: each client is also tested with
+    the others' prompts and its own head.
     """
 
     data: tuple[str, ...]
@@ -43,7 +43,7 @@ class Setting:
     domain_words: Mapping[str, str] = field(default_factory=dict)
 
     def uri(self, data: str, seed: int, **options: Any) -> str:
-        """``data`` with its options, the seeded ones and ``options`` (those that are None are left out)."""
+        """``data`` with the setting's options for this seed and ``options`` (None: left out)."""
         redrawn = self.test_images == "redrawn" and data.partition(":")[0] in REDRAWN and self.validation is None
         common = {
             "shots": self.shots,
@@ -54,14 +54,14 @@ class Setting:
         return with_options(data, {**common, **options})
 
     def unseen(self, data: str, seed: int) -> str:
-        """``data`` of a domain that nobody trains on, tested on its test split or on all its images."""
+        """``data`` of a domain without a trainer, tested on its test split or on all its images."""
         whole = self.target_images == "all" and self.validation is None
-        # A folder would be test data whole for who only evaluates.
+        # For evaluators, all images of a folder are test images by default.
         test_on = "all" if whole else "test" if data.partition(":")[0] in BY_ROLE and self.validation is None else None
         return self.uri(data, seed, shots=None, test_on=test_on)
 
     def domain_uris(self) -> dict[str, str]:
-        """The data of each domain, as they are given."""
+        """The data URI of each domain."""
         return {domain: self.data[0].replace("{domain}", domain) for domain in self.domains}
 
 
@@ -80,7 +80,7 @@ def with_target(uri: str, target: str | None) -> str:
 
 
 def with_options(uri: str, options: Mapping[str, Any]) -> str:
-    """A data URI with further options; what it names itself stays, what is None is left out."""
+    """A data URI with further options. Options that it has already stay; options that are None are left out."""
     address, _, query = uri.partition("?")
     named = {part.partition("=")[0] for part in query.split("&") if part}
     added = [f"{key}={value}" for key, value in options.items() if value is not None and key not in named]
