@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from promptfed.experiments.figures.byte_plot import Point, name_points, scatter
+from promptfed.experiments.figures.plots import Point, name_points, scatter
 from promptfed.sdk.text import size
 
 DOCS = Path(__file__).parent

@@ -191,7 +191,12 @@ def run_shadows(
     runs = []
     for number, present in enumerate(coins):
         progress(number)
-        result = _simulated(plan, site, source, labels, present, number, backbone, cache)
+        sources, uri = SharedSources(), f"shadow {number} of {site.name}"
+        rows = torch.from_numpy(np.flatnonzero(present))
+        sources.add(uri, replace(source, uri=uri, train=SharedSplit(source.train, rows, labels[rows])))
+        sites = [replace(other, data=uri) if other.name == site.name else other for other in plan.sites]
+        spec = {**plan.spec, "seed": derive_seed(int(plan.spec.get("seed", 0)), "shadow", number) % (1 << 31)}
+        result = simulate(spec, sites, backbone=backbone, features=cache, sources=sources)
         both = serve(result, backbone, source.class_names)
         runs.append(Shadow(present, *_scores(both, whole, backbone, cache), _claimed(result, site.name)))
     return Shadows(site.name, wrong, tuple(runs))
@@ -205,24 +210,6 @@ def mislabelled(source: Source, canaries: int, draws: np.random.Generator) -> tu
     rows = torch.from_numpy(np.flatnonzero(wrong))
     labels[rows] = (labels[rows] + torch.from_numpy(draws.integers(1, classes, canaries))) % classes
     return labels, wrong
-
-
-def _simulated(
-    plan: ShadowPlan,
-    site: Site,
-    source: Source,
-    labels: torch.Tensor,
-    present: NDArray[np.bool_],
-    number: int,
-    backbone: Backbone,
-    cache: FeatureCache,
-) -> FederationResult:
-    sources, uri = SharedSources(), f"shadow {number} of {site.name}"
-    rows = torch.from_numpy(np.flatnonzero(present))
-    sources.add(uri, replace(source, uri=uri, train=SharedSplit(source.train, rows, labels[rows])))
-    sites = [replace(other, data=uri) if other.name == site.name else other for other in plan.sites]
-    spec = {**plan.spec, "seed": derive_seed(int(plan.spec.get("seed", 0)), "shadow", number) % (1 << 31)}
-    return simulate(spec, sites, backbone=backbone, features=cache, sources=sources)
 
 
 def _scores(

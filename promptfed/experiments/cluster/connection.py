@@ -62,11 +62,6 @@ class Cluster:
             if node["Alive"]
         ]
 
-    @property
-    def is_one_machine(self) -> bool:
-        """Whether all nodes share this machine's files."""
-        return len(self.nodes()) <= 1
-
     def free(self) -> str:
         """The free resources in words."""
         resources = self.ray.available_resources()

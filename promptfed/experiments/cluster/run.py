@@ -115,7 +115,10 @@ def simulate_on_ray(
     threads = wanted.training.threads
     with connected(on.address) as cluster:
         expect_room(cluster.nodes(), "crew", on.crews, threads * pool, on.gpus_per_crew)
-        _expect_storage(cluster, on)
+        nodes = cluster.nodes()
+        if on.storage is None and len(nodes) > 1:
+            text = f"the Ray cluster has {len(nodes)} nodes, and what clients keep must be there for all of them"
+            raise CommandError(f"{text}: give --storage FOLDER, one that all nodes see", Exit.BAD_INPUT)
         with (
             run_folder(on.storage, identity(wanted, sites)) as folder,
             _crews(cluster, on, threads * pool) as crews,
@@ -138,12 +141,6 @@ def _check(on: OnRay, clients: int, device: str) -> None:
     if device.startswith("cuda") and not on.gpus_per_crew:
         text = "Ray shows a crew no GPU that it has not asked for: give --gpus-per-crew, 0.25 for four crews on one"
         raise CommandError(f"--device {device}: {text}", Exit.BAD_INPUT)
-
-
-def _expect_storage(cluster: Cluster, on: OnRay) -> None:
-    if on.storage is None and not cluster.is_one_machine:
-        text = f"the Ray cluster has {len(cluster.nodes())} nodes, and what clients keep must be there for all of them"
-        raise CommandError(f"{text}: give --storage FOLDER, one that all nodes see", Exit.BAD_INPUT)
 
 
 @contextmanager

@@ -5,8 +5,9 @@ All are computed from the outcomes that runs keep (`promptfed.shared.outcomes`),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
+from itertools import chain
 from statistics import fmean, pstdev
 
 from pydantic import BaseModel
@@ -64,14 +65,13 @@ def measures_of(runs: Sequence[BenchRun]) -> list[Measures]:
             if not split.startswith(ELSEWHERE) and split != UNSEEN:
                 key = row_label(run, outcomes.split), split
                 groups.setdefault(key, {}).setdefault(run.seed, []).append(outcomes)
-    return [_measured(label, split, by_seed) for (label, split), by_seed in groups.items()]
-
-
-def _measured(label: str, split: str, by_seed: dict[int, list[Outcomes]]) -> Measures:
-    each_seed = [figures(clients) for clients in by_seed.values()]
-    rows = {name: [values[name] for values in each_seed] for name in FIGURES}
-    bins = reliability(*_pooled([outcomes for clients in by_seed.values() for outcomes in clients]))
-    return Measures(label=label, split=split, seeds=list(by_seed), **rows, reliability=[astuple(bin) for bin in bins])
+    measures = []
+    for (label, split), by_seed in groups.items():
+        each_seed = [figures(clients) for clients in by_seed.values()]
+        rows = {name: [values[name] for values in each_seed] for name in FIGURES}
+        bins = [astuple(bin) for bin in reliability(*_pooled(chain.from_iterable(by_seed.values())))]
+        measures.append(Measures(label=label, split=split, seeds=list(by_seed), **rows, reliability=bins))
+    return measures
 
 
 def figures(clients: Sequence[Outcomes]) -> dict[str, float]:
@@ -92,10 +92,13 @@ def figures(clients: Sequence[Outcomes]) -> dict[str, float]:
     }
 
 
-def _pooled(clients: Sequence[Outcomes]) -> tuple[list[float], list[bool]]:
+def _pooled(clients: Iterable[Outcomes]) -> tuple[list[float], list[bool]]:
     """The confidences of all clients' answers, and whether each answer is right."""
-    sure = [value for own in clients for value in own.confidence]
-    right = [a == b for own in clients for a, b in zip(own.labels, own.predicted, strict=True)]
+    sure: list[float] = []
+    right: list[bool] = []
+    for own in clients:
+        sure += own.confidence
+        right += (a == b for a, b in zip(own.labels, own.predicted, strict=True))
     return sure, right
 
 
