@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from promptfed.client_service.training.trainer import TaskWork
-from promptfed.experiments.cluster.crew import Assignment, work
-from promptfed.experiments.cluster.run import Conductor, Share
+from promptfed.experiments.cluster.crew import Assignment, Share, work
+from promptfed.experiments.cluster.run import Conductor
 from promptfed.experiments.cluster.run_folder import RunFolder
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.runtime.processes import Processes

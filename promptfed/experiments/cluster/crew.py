@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 from pydantic import TypeAdapter
 
+from promptfed.experiments.cluster.run_folder import CLIENTS, RunFolder
 from promptfed.experiments.cluster.shared_poll import SOCKETS, Announcements, SharedPoll, following
 from promptfed.experiments.simulation.preparation import SimulationSetup, choose_kernels, open_site, warm_all
 from promptfed.experiments.simulation.workers import run_workers
@@ -36,12 +37,20 @@ _READER = TypeAdapter(Outcomes)
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """The work of one crew.
+class Share:
+    """The number of crews, and how each of them computes."""
 
-    ``authority`` is the certificate in PEM (None: plain HTTP on loopback). ``key`` is the key from which all clients'
-    secrets are derived. ``storage`` is a folder that a restarted crew sees too; if ``synced``, its files survive the
-    end of the machine.
+    crews: int
+    pool: int
+    device: str
+    allow_backbone: bool
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The work of one crew. A restarted crew sees ``folder`` too; its key is the source of all clients' secrets.
+
+    ``authority`` is the coordinator's certificate in PEM (None: plain HTTP on loopback).
     """
 
     spec: FederationSpec
@@ -51,13 +60,9 @@ class Assignment:
     authority: str | None
     enrolment_token: str = field(repr=False)
     viewer_token: str = field(repr=False)
-    key: str = field(repr=False)
-    storage: Path
-    synced: bool = False
-    pool: int = 1
-    device: str = "cpu"
-    allow_backbone: bool = False
-    backbone_file: str | None = None
+    folder: RunFolder
+    share: Share
+    backbone_file: str | None
 
 
 def secret_of(key: str, name: str) -> str:
@@ -80,24 +85,22 @@ def work(assignment: Assignment) -> list[Outcomes]:
 
 
 async def _work(assignment: Assignment) -> list[Outcomes]:
-    folder, shared = assignment.storage, SharedSources()
+    spec, share, folder = assignment.spec, assignment.share, assignment.folder
+    shared = SharedSources()
     clients = tuple(open_site(site, shared) for site in assignment.sites)
-    spec = assignment.spec
     file = None if assignment.backbone_file is None else Path(assignment.backbone_file)
-    backbone = open_backbone(
-        spec.backbone, allow_backbone=assignment.allow_backbone, device=assignment.device, file=file
-    )
-    kept = _Outcomes(folder / OUTCOMES, {site.name for site in assignment.sites})
+    backbone = open_backbone(spec.backbone, allow_backbone=share.allow_backbone, device=share.device, file=file)
+    kept = _Outcomes(folder.path / OUTCOMES, {site.name for site in assignment.sites})
     setup = SimulationSetup(
         spec,
         clients,
-        folder / "clients",
-        assignment.pool,
+        folder.path / CLIENTS,
+        share.pool,
         backbone,
-        FeatureCache(folder / "features"),
+        FeatureCache(folder.path / "features"),
         kept.write,
-        lambda name: secret_of(assignment.key, name),
-        assignment.synced,
+        lambda name: secret_of(folder.key, name),
+        folder.lasting,
         PATIENCE_SECONDS,
     )
     choose_kernels(spec.training, backbone)
@@ -118,7 +121,7 @@ async def _http(assignment: Assignment) -> AsyncIterator[httpx.AsyncClient]:
     if assignment.authority is not None:
         verify = ssl.create_default_context(cadata=assignment.authority)
     limits = httpx.Limits(max_connections=SOCKETS + 1, max_keepalive_connections=SOCKETS + 1)
-    names = {secret_of(assignment.key, site.name): site.name for site in assignment.sites}
+    names = {secret_of(assignment.folder.key, site.name): site.name for site in assignment.sites}
     stream = f"{assignment.url}/v1/federations/{assignment.federation}/events"
     async with (
         httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False) as inner,

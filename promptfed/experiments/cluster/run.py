@@ -26,7 +26,7 @@ from promptfed.experiments.cluster.connection import (
     expect_room,
     result_of,
 )
-from promptfed.experiments.cluster.crew import Assignment, shares, work
+from promptfed.experiments.cluster.crew import Assignment, Share, shares, work
 from promptfed.experiments.cluster.run_folder import RunFolder, identity, run_folder
 from promptfed.experiments.simulation.preparation import prepare
 from promptfed.experiments.simulation.simulation import ProgressCallback, ended_badly, expect_all_evaluated
@@ -240,16 +240,6 @@ def expect_same(theirs: dict[str, str], ours: dict[str, str]) -> None:
         raise CommandError(text, Exit.BAD_INPUT)
 
 
-@dataclass(frozen=True)
-class Share:
-    """The number of crews, and how each of them computes."""
-
-    crews: int
-    pool: int
-    device: str
-    allow_backbone: bool
-
-
 @dataclass
 class Conductor:
     """Runs a federation from its creation, or from where an earlier command ended, to its result."""
@@ -316,12 +306,8 @@ class Conductor:
                 self.authority,
                 token,
                 viewer,
-                self.folder.key,
-                self.folder.path,
-                self.folder.lasting,
-                share.pool,
-                share.device,
-                share.allow_backbone,
+                self.folder,
+                share,
                 os.environ.get(BACKBONE_FILE),
             )
             for own in shares(sites, share.crews)
