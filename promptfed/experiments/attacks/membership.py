@@ -1,9 +1,8 @@
-"""Membership inference: how well scores tell the images that were trained on from others, and what that says of ε.
+"""Membership inference: how well scores tell training images from others, and the lower bound on ε that follows.
 
-Scores are higher for members. A lower bound on ε that lies over the claimed one is a defect of the mechanism, whatever
-else is true. Sources: Yeom et al., 2018 (loss); Carlini et al., "Membership Inference Attacks From First Principles",
-2022 (likelihood ratios, rates at few false alarms); Steinke, Nasr, Jagielski, "Privacy Auditing with One (1) Training
-Run", 2023.
+Scores are higher for members. If the lower bound on ε is above the claimed ε, the mechanism has a defect. Sources: Yeom
+et al., 2018 (loss); Carlini et al., "Membership Inference Attacks From First Principles", 2022 (likelihood ratios,
+rates at few false alarms); Steinke, Nasr, Jagielski, "Privacy Auditing with One (1) Training Run", 2023.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from promptfed.shared.metrics import auroc
 Scores = NDArray[np.float64]
 LabelledLogits = tuple[NDArray[np.float64], NDArray[np.int64]]  # (n, C) and (n,)
 CHUNK = 256  # images that are classified at once
-ENOUGH = 10  # non-members over a rate's inverse: fewer say nothing of it
+ENOUGH = 10  # expected false alarms that an estimate of a rate needs
 LEAST_REFERENCES = 4
 OWN_SPREAD = 16  # references from which on each image has a standard deviation of its own
 CONFIDENCE = 0.95
@@ -32,7 +31,7 @@ MOST_EPSILON = 50.0
 
 @dataclass(frozen=True)
 class Rate:
-    """Members that are found at a bound on false alarms, with its exact interval; None: too few non-members."""
+    """Share of members found at a bound on false alarms, with its exact interval; None: too few non-members."""
 
     at: float
     found: float | None
@@ -42,7 +41,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Attack:
-    """What one attack found on ``members`` and ``others``."""
+    """The result of one attack on so many ``members`` and ``others``."""
 
     name: str
     members: int
@@ -102,7 +101,7 @@ def _bound(members: Scores, others: Scores, threshold: float, delta: float) -> f
 
 
 def one_run_bound(guesses: int, right: int, canaries: int, delta: float, chance: float = 0.05) -> float:
-    """The largest ε that ``right`` of ``guesses`` on ``canaries`` rule out, each of which was in by a fair coin.
+    """The largest ε that ``right`` of ``guesses`` rule out, if each of ``canaries`` took part by a fair coin.
 
     Steinke et al., 2023, Theorem 5.2: under (ε, δ) at least v right have probability f(v) + 2mδ·max_i (f(v − i) −
     f(v))/i at most, f(v) = P[Bin(r, e^ε/(1 + e^ε)) ≥ v].
@@ -130,7 +129,7 @@ def _one_run_chance(epsilon: float, guesses: int, right: int, canaries: int, del
 
 
 def attack(name: str, members: Scores, others: Scores, delta: float = 0.0) -> Attack:
-    """All figures of one attack's scores."""
+    """The result of an attack with these scores."""
     low, high = interval(members, others)
     rates = tuple(rate_at(members, others, at) for at in (0.01, 0.001))
     bound = epsilon_bound(members, others, delta)

@@ -32,13 +32,13 @@ from promptfed.shared.data.sharing import SharedSources, SharedSplit
 from promptfed.shared.methods.core.interface.base import Classifier
 from promptfed.shared.seeds import derive_seed
 
-LEAST_SHADOWS = 3  # that a regression is fitted on
-GUESSED = 0.5  # of the canaries, the surest: half of them as in, half as out
+LEAST_SHADOWS = 3  # on which a regression is fitted
+GUESSED = 0.5  # share of the canaries that is guessed: the surest, half as in and half as out
 CHANCE = 0.05
 
 Table = NDArray[np.float64]
 Serve = Callable[[FederationResult, Backbone, tuple[str, ...]], tuple[Classifier, Classifier | None]]
-"""The classifier that a federation's global state makes by itself over class names, and the template's."""
+"""Makes the classifier of a federation's global state over class names, and the template's."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Shadows:
-    """All runs. ``canaries`` ``(n,)``: which images carry a wrong label."""
+    """All runs. ``canaries`` ``(n,)``: whether an image has a wrong label."""
 
     client: str
     canaries: NDArray[np.bool_]
@@ -67,7 +67,7 @@ class Shadows:
 
     @property
     def claimed(self) -> float | None:
-        """The largest ε that a run has claimed; None where any claimed none."""
+        """The largest claimed ε of the runs; None if a run claims none."""
         given = [run.epsilon for run in self.runs if run.epsilon is not None]
         return max(given) if len(given) == len(self.runs) else None
 
@@ -171,7 +171,7 @@ def run_shadows(
     """Run all shadows. A fair coin for each image of the client and each run decides whether the image takes part.
 
     Raises:
-        CommandError: the client, its data or the canaries cannot be used, or a run failed.
+        CommandError: the client, its data or the number of canaries cannot be used, or a run failed.
     """
     site = next((site for site in plan.sites if site.name == plan.client), None)
     if site is None or site.role != "trainer":
@@ -232,7 +232,7 @@ def _features(logits: Table, labels: NDArray[np.int64]) -> Table:
 
 
 def _claimed(result: FederationResult, client: str) -> float | None:
-    """ε of the client's ledger at the end, by its own word."""
+    """The ε that the client reported at the end; None if it reported none."""
     spent = [
         update.privacy.epsilon
         for report in result.round_reports

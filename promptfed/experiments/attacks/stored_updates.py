@@ -1,7 +1,7 @@
-"""Membership inference against the updates that a coordinator keeps: what each tells of a client's images.
+"""Membership inference against the updates that a coordinator keeps: what they reveal about a client's images.
 
-For whom operator and owner are one, or agree: it takes the coordinator's data folder and the client's images. Source of
-the cosine attack: Zhu et al., "FedMIA: An Effective Membership Inference Attack Exploiting 'All for One' Principle in
+It needs the coordinator's data folder and the client's images: operator and owner are the same, or agree. Source of the
+cosine attack: Zhu et al., "FedMIA: An Effective Membership Inference Attack Exploiting 'All for One' Principle in
 Federated Learning", 2024.
 """
 
@@ -42,7 +42,7 @@ ONE_STEP = TrainingSpec(epochs=1, batch_size=1, optimizer="sgd", learning_rate=1
 
 @dataclass(frozen=True)
 class StoredPhase:
-    """One closed phase: what all were given, and what each client made of it."""
+    """One closed phase: the payload of all clients, and each client's update."""
 
     round: int
     phase: str
@@ -52,7 +52,7 @@ class StoredPhase:
 
 @dataclass(frozen=True)
 class StoredFederation:
-    """A federation as its coordinator keeps it."""
+    """The stored spec and phases of a federation."""
 
     spec: FederationSpec
     phases: tuple[StoredPhase, ...]
@@ -62,7 +62,7 @@ def read_stored(folder: Path, federation: str, client: str) -> StoredFederation:
     """The federation (by id or name) of a coordinator's data folder, and the phases in which ``client`` took part.
 
     Raises:
-        CommandError: a coordinator runs there, there is no such federation or client, or its updates are not kept.
+        CommandError: a coordinator runs on the folder, the federation or client is unknown, or no updates are kept.
     """
     with _opened(folder) as store, store.database.read() as session:
         row = session.scalars(
@@ -121,7 +121,7 @@ def _phases(session: Session, blobs: Blobs, id: str, client: str) -> Iterator[St
 
 @dataclass(frozen=True)
 class Attacker:
-    """What an operator has who attacks one client: the backbone, the method, and images to ask about."""
+    """An operator who attacks one client, with the backbone and images of unknown membership."""
 
     stored: StoredFederation
     client: str
@@ -129,14 +129,14 @@ class Attacker:
     data: ClientData
 
     def attacks(self, members: str, others: str, most: int, delta: float) -> list[Attack]:
-        """The attacks on the client's stored updates, with ``most`` images of either part.
+        """The attacks on the client's stored updates, with at most ``most`` images of each part.
 
         ``loss`` and ``lira`` (see `loss_attacks`) use the last updates; the other clients are the references.
         ``cosine`` uses the cosine of every update and each image's gradient at the payload, compared with those of at
         least four other clients.
 
         Raises:
-            CommandError: a part of the data has no images, or the method's updates are no classifier.
+            CommandError: a part of the data has no images, or an update alone is not a classifier.
         """
         parts = [self._picked(part, most) for part in (members, others)]
         last = self.stored.phases[-1]
@@ -214,7 +214,7 @@ class Attacker:
 
 
 def picked(split: LocalSplit, rows: Tensor) -> LocalSplit:
-    """Some images of a split, in the order of ``rows`` (M,)."""
+    """The images of a split at ``rows`` (M,), in that order."""
     return LocalSplit(
         split.labels[rows],
         lambda: split.features()[rows],

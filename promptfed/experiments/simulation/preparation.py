@@ -1,4 +1,4 @@
-"""What a simulation needs, checked before anything is started, and the image features of all clients at once.
+"""Prepares a simulation: checks the spec and the sites, and computes the image features of all clients at once.
 
 Features are computed for all clients together in whole batches; each client alone would leave most batches half empty.
 """

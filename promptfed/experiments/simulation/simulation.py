@@ -41,10 +41,10 @@ from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 from promptfed.shared.spec.spec import FederationSpec
 
-URL = "http://127.0.0.1"  # of a coordinator that no socket leads to
+URL = "http://127.0.0.1"  # of a coordinator without a socket
 POLL_SECONDS = 0.2
 HEAR_SECONDS = 0.5
-LEAVE_SECONDS = 10.0  # that an interrupted simulation may take to end
+LEAVE_SECONDS = 10.0  # for an interrupted simulation to end
 
 ProgressCallback = Callable[[Snapshot], None]
 
@@ -99,7 +99,7 @@ def simulate(
 
 @contextmanager
 def _torch_put_back() -> Iterator[None]:
-    """A block after which torch's global settings are what they were."""
+    """Restore torch's global settings after the block."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
         yield
@@ -121,7 +121,7 @@ def _in_a_thread(run: Coroutine[Any, Any, FederationResult]) -> FederationResult
     thread.start()
     try:
         while thread.is_alive():
-            # Not one long wait: a signal that another thread got is only received between two.
+            # Short waits: a signal that arrives in another thread is handled only between two of them.
             thread.join(HEAR_SECONDS)
     except KeyboardInterrupt:
         with suppress(RuntimeError):  # the loop has just ended
@@ -134,7 +134,7 @@ def _in_a_thread(run: Coroutine[Any, Any, FederationResult]) -> FederationResult
 async def _run(
     setup: SimulationSetup, initial: bytes | None, progress: ProgressCallback, swap_prompts: bool, started: float
 ) -> FederationResult:
-    """The result. Its outcomes are only those with the others' prompts."""
+    """The result. Its outcomes are only those with other clients' prompts."""
     settings = _coordinator_settings(setup)
     app = create_app(settings)
     app.state.noise = SeededNoise(derive_seed(setup.spec.seed, "coordinator's noise"))

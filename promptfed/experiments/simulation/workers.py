@@ -24,7 +24,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.privacy.noise import SeededNoise
 from promptfed.shared.seeds import derive_seed
 
-AHEAD = 2  # clients that fetch or send while as many as the pool has threads compute
+AHEAD = 2  # clients that fetch or send while those of the pool compute
 
 
 @dataclass
@@ -133,7 +133,7 @@ def _settings(setup: SimulationSetup, site: Site, url: str, federation: str) -> 
             test=[],
             state_dir=setup.folder / f"client-{site.name}",
             threads=setup.threads,
-            max_epsilon=1000.0,  # nobody's budget: a simulation may ask for any
+            max_epsilon=1000.0,  # no real budget: a simulation may use any
             give_up_after=setup.patience,
         )
     except ClientError as error:
