@@ -38,8 +38,7 @@ class Sharing:
     async def start(self) -> None:
         """Be there, and take up what nobody carries out. Raises SQLAlchemyError."""
         await asyncio.to_thread(self._leases.register)
-        look = await asyncio.to_thread(self._leases.renew)
-        await asyncio.to_thread(self._take, look.free)
+        await asyncio.to_thread(self._take, await asyncio.to_thread(self._renew))
         for thread in self._threads:
             thread.start()
 
@@ -59,19 +58,24 @@ class Sharing:
     def renew(self) -> None:
         """Once: say that this one is there, let go of what was lost, and have taken up what is free."""
         try:
-            look = self._leases.renew()
-            with self._registry.database.read() as session:
-                rows = session.scalars(select(OperatorRow)).all()
+            free = self._renew()
         except (SQLAlchemyError, DatabaseAway) as error:
             self._warn(f"the leases could not be renewed: {type(error).__name__}")
             return
-        self._registry.operators = {row.digest: operator_of(row) for row in rows}
-        for id in look.lost:
-            self._registry.lose(id)
-        if look.free:
-            self._wanted = look.free
+        if free:
+            self._wanted = free
             self._work.set()
         self._warned = ""
+
+    def _renew(self) -> list[str]:
+        """Renew the leases and let go of what was lost; what is free."""
+        with self._leases.renew() as look:
+            with self._registry.database.read() as session:
+                rows = session.scalars(select(OperatorRow)).all()
+            self._registry.operators = {row.digest: operator_of(row) for row in rows}
+            for id in look.lost:
+                self._registry.lose(id)
+        return look.free
 
     def _repeat(self, once: Callable[[], None]) -> None:
         while not self._ended.wait(RENEW_SECONDS):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sqlalchemy import Engine, Float, and_, delete, func, insert, literal, literal_column, select, update
+from sqlalchemy import Engine, Float, Integer, and_, cast, delete, func, insert, literal, literal_column, select, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.store.tables import DELETING, CoordinatorRow, FederationRow, LeaseRow
@@ -85,14 +85,19 @@ class Leases:
             gone = (CoordinatorRow.url == self.url) | (CoordinatorRow.seen < NOW - FORGOTTEN_SECONDS)
             session.execute(delete(CoordinatorRow).where(gone))
 
-    def renew(self) -> Look:
-        """Say that this coordinator is there, and look at all leases. Raises SQLAlchemyError."""
+    @contextmanager
+    def renew(self) -> Iterator[Look]:
+        """Say that this coordinator is there, and look at all leases. Raises SQLAlchemyError.
+
+        It is fresh at the end of the block, in which the caller lets go of what was lost: whoever was paused for long
+        answers nothing before that.
+        """
         asked = time.monotonic()
         with self._session() as session:
             self._say_so(session)
             self._add_missing(session)
+        yield self.look()
         self._renewed = asked
-        return self.look()
 
     def look(self) -> Look:
         """Look at all leases. Raises SQLAlchemyError."""
@@ -224,7 +229,7 @@ class Leases:
     def _hang_up(self, session: Session, id: str) -> None:
         """End the session of a silent holder that keeps its lease locked: it has stopped in a transaction."""
         query = (
-            select(func.pg_terminate_backend(CoordinatorRow.backend))
+            select(func.pg_terminate_backend(cast(CoordinatorRow.backend, Integer)))  # it takes no bigint
             .join(LeaseRow, LeaseRow.holder == CoordinatorRow.id)
             .where(LeaseRow.federation_id == id, CoordinatorRow.seen <= NOW - LEASE_SECONDS)
             .where(CoordinatorRow.id != self.id, CoordinatorRow.backend.is_not(None))

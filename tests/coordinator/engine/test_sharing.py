@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from promptfed.coordinator.engine import deletion, expiry, recovery
 from promptfed.coordinator.problems import FederationMoving
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import blob_rows, leases
+from promptfed.coordinator.store import postgres as postgres_store
 from promptfed.coordinator.store.backend import CannotOpen
 from promptfed.coordinator.store.opening import open_store
 from promptfed.coordinator.store.tables import ClientRow, CoordinatorRow, LeaseRow
@@ -69,7 +71,7 @@ def holder(coordinator: InThread, id: str) -> tuple[str | None, int]:
 
 def sharing_is_over(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is as if it were paused: what it has in memory stays as it is, and it says no more that it is there."""
-    monkeypatch.setattr(coordinator.registry.leases, "renew", lambda: leases.Look([], []))
+    monkeypatch.setattr(coordinator.registry.leases, "renew", lambda: nullcontext(leases.Look([], [])))
     with coordinator.registry.database.write() as session:
         long_ago = update(CoordinatorRow).where(CoordinatorRow.id == coordinator.registry.leases.id)
         session.execute(long_ago.values(seen=0.0))
@@ -187,7 +189,13 @@ def test_who_has_not_said_that_it_is_there_answers_nothing(start: Start, monkeyp
     wait_for("the lease", lambda: one.http.get(f"/v1/federations/{id}", headers=OPERATOR).status_code == 200)
 
 
-def test_a_holder_that_stopped_in_a_transaction_is_hung_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("server_ends_it", [True, False])
+def test_a_holder_that_stopped_in_a_transaction_is_hung_up(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server_ends_it: bool
+) -> None:
+    """The server's own limit on idle transactions does not end statements that were sent together."""
+    if not server_ends_it:
+        monkeypatch.setattr(postgres_store, "OF_SEVERAL", ())
     one = start()
     id = one.create(name="eyes")
     two = start()
@@ -206,15 +214,39 @@ def test_a_holder_that_stopped_in_a_transaction_is_hung_up(start: Start, monkeyp
     thread = threading.Thread(target=stop_in_the_middle)
     thread.start()
     assert entered.wait(300)
-    monkeypatch.setattr(one.registry.leases, "renew", lambda: leases.Look([], []))
+    monkeypatch.setattr(one.registry.leases, "renew", lambda: nullcontext(leases.Look([], [])))
     try:
         wait_for("the takeover", lambda: id in two.registry.federations)
     finally:
         leave.set()
         thread.join()
     assert len(failed) == 1, "what it had begun is not committed"
+    assert "could not be taken up" not in caplog.text
     with two.registry.database.read() as session:
         assert session.execute(text("SELECT count(*) FROM events WHERE kind = 'never'")).scalar() == 0
+
+
+def test_who_wakes_up_answers_nothing_before_it_has_looked(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = start()
+    id = one.create(name="eyes")
+    two = start()
+    kept = one.registry.leases
+    assert kept is not None
+    real, answers = kept.look, []
+
+    def look() -> leases.Look:
+        answers.append(one.http.get(f"/v1/federations/{id}", headers=OPERATOR).status_code)
+        return real()
+
+    sharing_is_over(one, monkeypatch)
+    wait_for("the takeover", lambda: id in two.registry.federations)
+    monkeypatch.setattr(kept, "_renewed", float("-inf"))
+    monkeypatch.setattr(kept, "look", look)
+    monkeypatch.delattr(kept, "renew")
+    wait_for("a look", lambda: id not in one.registry.federations)
+    assert answers[0] == 503, "it has said again that it is there, but does not know yet what it has lost"
+    answer = one.http.get(f"/v1/federations/{id}", headers=OPERATOR)
+    assert answer.status_code == 307
 
 
 def test_operators_and_the_audit_log_are_everybody_s(start: Start) -> None:
