@@ -42,15 +42,17 @@ SYMBOLS = {"depth_t": "L_t", "depth_v": "L_v", "depth": "L", "d_v3": "3d_v", "cl
 
 
 def options(name: str) -> str:
-    """Every hyperparameter with its default, what it may be, and what it means; then the spec's defaults."""
+    """Every hyperparameter with its default, what it may be, and what it means; then keys of the spec."""
     about = describe(name)
     rows = [
         [f"`{key}`", f"`{_json(schema.get('default'))}`", _range(schema), _cell(schema.get("description", ""))]
         for key, schema in about["hyperparameters"]["properties"].items()
     ]
-    flat = ", ".join(f"`{key}: {_json(value)}`" for key, value in _flat(about["defaults"]))
-    behind = f"\n\nLaid under the spec, unless it says otherwise: {flat}." if flat else ""
-    return _table(["option", "default", "may be", "what it is"], rows) + behind
+    rows += [
+        [f"`{key}`", f"`{_json(value)}`", "", "a key of the [spec](../spec.md), with this method's default"]
+        for key, value in _flat(about["defaults"])
+    ]
+    return _table(["option", "default", "may be", "what it is"], rows)
 
 
 def cost(name: str) -> str:
