@@ -1,10 +1,9 @@
 """The training terms: everything in a federation's spec that reaches a client's training.
 
 The coordinator offers them before a client enrols and repeats them in every task. The client's owner agrees to them,
-and the method is handed them in its context. A field of the spec that training is to see is added here and nowhere
-else: offer, task, consent and context all contain this model. Give a new field the default that describes training
-without it, and leave it out of the JSON at that default (``exclude_if``), so that older messages and consents stay
-valid.
+and the method gets them in its context. A field of the spec that training reads is added here and nowhere else: offer,
+task, consent and context all contain this model. Give a new field the default that describes training without it, and
+leave it out of the JSON at that default (``left_out``), so that older messages and consents stay valid.
 """
 
 from __future__ import annotations
