@@ -23,7 +23,8 @@ def strings() -> str:
         for folder in (*FOLDERS, "shared", "promptfed/experiments")
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
-    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))
+    refusals = (ROOT / "docs" / "reference" / "refusals.md").read_text()  # made from the classes, which name the kinds
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join([*texts, refusals]))
 
 
 def pieces(message: str) -> list[str]:
