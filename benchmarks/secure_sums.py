@@ -33,7 +33,7 @@ from promptfed.runtime.services import Site
 from promptfed.shared.messages import UpdateMetadata
 from promptfed.shared.secagg import keys, member, opening
 from promptfed.shared.secagg.encoding import SCALE, encoded
-from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, Roster, SharesAnswer, UnmaskAnswer
+from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, RosterMessage, SharesAnswer, UnmaskAnswer
 from promptfed.shared.secagg.roster import make_roster, read_roster
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.weighting import Weighting
@@ -100,12 +100,12 @@ class Client:
         self.sends(self.entry)
         return self.entry
 
-    def share(self, told: Roster) -> SharesAnswer:
+    def share(self, told: RosterMessage) -> SharesAnswer:
         """Step share."""
         body = self.reads(told)
 
         def work() -> SharesAnswer:
-            self.roster = read_roster(Roster.model_validate_json(body), self.entry, SPEC, SPEC.minimum, UNIFORM)
+            self.roster = read_roster(RosterMessage.model_validate_json(body), self.entry, SPEC, SPEC.minimum, UNIFORM)
             self.place = self.roster.place_of(self.entry.entry)
             answer, self.shared = member.share_secrets(self.secrets, self.roster, self.place)
             return answer

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from promptfed.client_service.http.coordinator_client import CoordinatorClient, Refused
+from promptfed.client_service.http.connection import Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.ledger_head import expect_head
 from promptfed.client_service.training.executor import Compute

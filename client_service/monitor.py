@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from promptfed.client_service.http.coordinator_client import Traffic
+from promptfed.client_service.http.connection import LineTraffic
 
 log = logging.getLogger("promptfed.client")
 
@@ -55,7 +55,7 @@ class Monitor:
         self._accuracy = Gauge("promptfed_client_accuracy", "Last accuracy, 0-1", ["prompts"], registry=self.registry)
         self._round = Gauge("promptfed_client_round", "Round of the last task", registry=self.registry)
 
-    def watch(self, traffic: Traffic) -> None:
+    def watch(self, traffic: LineTraffic) -> None:
         """Export a coordinator client's traffic."""
         for direction, read in (("up", lambda: traffic.bytes_up), ("down", lambda: traffic.bytes_down)):
             gauge = Gauge(f"promptfed_client_bytes_{direction}", f"Bytes of bodies {direction}", registry=self.registry)

@@ -11,20 +11,21 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from promptfed.client_service.exits import ClientError, Failure
-from promptfed.client_service.http.coordinator_client import BadAnswer, CoordinatorClient, Refused
+from promptfed.client_service.http.connection import BadAnswer, Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.inquiries import Inquiries
 from promptfed.client_service.monitor import Monitor
-from promptfed.client_service.privacy.agreement import Agreement, NotAgreed
+from promptfed.client_service.privacy.agreement import NotAgreed
 from promptfed.client_service.privacy.policy import Policy
-from promptfed.client_service.privacy.secure import Answer, SecureWork
+from promptfed.client_service.privacy.secure import SecureWork, StepAnswer
 from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.state.faults import point
-from promptfed.client_service.state.private_state import PAYLOADS, Pending, PrivateState
+from promptfed.client_service.state.private_state import PAYLOADS, Pending
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled
 from promptfed.client_service.training.executor import Compute
 from promptfed.client_service.training.trainer import TaskWork
@@ -56,16 +57,15 @@ class TaskLoop:
     """An enrolled client at work."""
 
     coordinator: CoordinatorClient
-    state: PrivateState
     work: TaskWork
     compute: Compute
     monitor: Monitor
-    agreement: Agreement
     _settled: set[str] = field(default_factory=set)  # tasks that are answered, or can no longer be
     _epoch: str = ""
     _again: dict[str, int] = field(default_factory=dict)  # how often an accepted update was sent again, by its task
 
     def __post_init__(self) -> None:
+        self.state, self.agreement = self.work.state, self.work.agreement
         self._inquiries = Inquiries(self.coordinator, self.work, self.compute, self.monitor)
         terms = self.agreement.consent.terms
         self._secure = None
@@ -138,8 +138,7 @@ class TaskLoop:
         finally:
             self._inquiries.tell_payload()
         self._note_sending(task)
-        facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
-        self.monitor.tell("trained", **facts, payload=task.payload.sha256, **metrics)
+        self.monitor.tell("trained", **_facts(task), payload=task.payload.sha256, **metrics)
         await self._send_pending()
 
     async def _exchange(self, secure: SecureWork, task: Task, payload: bytes | Path) -> None:
@@ -154,12 +153,11 @@ class TaskLoop:
             noise = self.work.own_noise(task)
             with unexplained(self.work.hides_failures):
                 await self.compute.run(lambda: secure.keep(task, decode_place(payload)[0], trained, noise))
-            facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
-            self.monitor.tell("trained", **facts, payload=task.payload.sha256, **trained.metrics)
+            self.monitor.tell("trained", **_facts(task), payload=task.payload.sha256, **trained.metrics)
         elif task.kind != "train":
             self.monitor.task(task.round, task.phase, "summing")
-        act = secure.keys if task.kind == "train" else partial(_answer_told, secure, told=payload)
-        answer = await self.compute.run(lambda: act(task))
+        step = partial(secure.keys, task) if task.kind == "train" else partial(secure.answer, task, payload)
+        answer = await self.compute.run(step)
         self.work.expect_policy()
         await self._pay_masked(secure, answer)
         if task.kind in ("train", "mask"):  # the other answers tell nothing of the data, and are kept by ``secure``
@@ -176,7 +174,7 @@ class TaskLoop:
         if task.kind == "mask":
             self.monitor.tell("accepted", round=task.round, phase=task.phase, bytes=len(answer.body))
 
-    async def _send_answer(self, secure: SecureWork, answer: Answer) -> None:
+    async def _send_answer(self, secure: SecureWork, answer: StepAnswer) -> None:
         try:
             await self.coordinator.send_exchange(answer.task_id, answer.body)
         except Refused as refused:
@@ -186,7 +184,7 @@ class TaskLoop:
         point("keys-sent" if answer.kind == "train" else f"{answer.kind}-sent")
         secure.note_accepted(answer)
 
-    async def _pay_masked(self, secure: SecureWork, answer: Answer) -> None:
+    async def _pay_masked(self, secure: SecureWork, answer: StepAnswer) -> None:
         """Write what a change costs into the ledger before it leaves under masks; one that no longer fits is deleted.
 
         Raises:
@@ -307,8 +305,7 @@ class TaskLoop:
         except Refused as refused:
             self._note(refused, task)
         else:
-            facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
-            self.monitor.tell("sent_again", **facts, bytes=answered.update.size)
+            self.monitor.tell("sent_again", **_facts(task), bytes=answered.update.size)
             await asyncio.sleep(SHORTEST_POLL)
 
     def _compare(self, task: Task) -> None:
@@ -319,13 +316,12 @@ class TaskLoop:
         """
         own, common = task.payload.sha256, task.common_payload
         if own != common and make_method(task.config.method).one_payload:
-            facts = {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
-            self.monitor.tell("other_payload", **facts, payload=own, common=common)
+            self.monitor.tell("other_payload", **_facts(task), payload=own, common=common)
 
     def _note_sending(self, task: Task) -> None:
         """Count the answer before it leaves; tell the owner where a round is answered again."""
         if self.agreement.goes_back(task):
-            self.monitor.tell("again", round=task.round, rounds=task.config.rounds, phase=task.phase)
+            self.monitor.tell("again", **_facts(task))
         self.agreement.note_sending(task)
 
     async def _give_up(self, task: Task, kind: str, detail: str) -> None:
@@ -381,8 +377,8 @@ class TaskLoop:
                     gone.set()
 
 
-def _answer_told(secure: SecureWork, task: Task, told: bytes | Path) -> Answer:
-    return secure.answer(task, told if isinstance(told, bytes) else told.read_bytes())
+def _facts(task: Task) -> dict[str, Any]:
+    return {"round": task.round, "rounds": task.config.rounds, "phase": task.phase}
 
 
 def _limits(policy: Policy | None) -> Limits:

@@ -10,7 +10,8 @@ from concurrent.futures import Executor
 import httpx
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
+from promptfed.client_service.http.connection import BadAnswer, Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.enrolment import explain
 from promptfed.client_service.joining.flow import FederationEnded, Joining
@@ -103,7 +104,7 @@ class Worker:
         try:
             joining = Joining(settings, self._parts, state, coordinator, self.compute, self.monitor, predictor)
             self.work = work = await joining.join()
-            await TaskLoop(coordinator, state, work, self.compute, self.monitor, work.agreement).take_part()
+            await TaskLoop(coordinator, work, self.compute, self.monitor).take_part()
         except FederationEnded:
             self.monitor.tell("ended", federation=settings.federation)
         except Refused as refused:

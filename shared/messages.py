@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from promptfed.shared.canonical import canonical_json
+from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import Evaluations
 from promptfed.shared.spec.spec import BackboneShape, ClassName, Name, check_class_names
 from promptfed.shared.spec.spec_section import left_out
@@ -187,6 +188,10 @@ class PrivacyEvent(Message):
     q: Annotated[float, Field(gt=0, le=1)]
     z: Annotated[float, Field(gt=0, le=1000)]
     count: Annotated[int, Field(ge=1, le=1 << 40)]
+
+    def event(self) -> Event:
+        """As accountants take it. Raises PrivacyError where it is nothing that can be accounted for."""
+        return Event(**self.model_dump())
 
 
 class SpendReport(Message):

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.shared.messages import Problem
@@ -46,14 +45,6 @@ class BadAnswer(Exception):
     """The coordinator's answer is not what the protocol says; asking again would not help."""
 
 
-class Moved(Exception):
-    """Another coordinator carries the federation out, at ``origin``."""
-
-    def __init__(self, origin: str):
-        super().__init__(f"the coordinator at {origin} carries it out")
-        self.origin = origin
-
-
 class Unavailable(Exception):
     """A 5xx, or a 429 that says when to come again; ``retry_after`` is in seconds, where a 503 or 429 gave it."""
 
@@ -63,7 +54,7 @@ class Unavailable(Exception):
 
 
 @dataclass
-class Traffic:
+class LineTraffic:
     """Bytes of bodies sent and received, requests that had to be sent again, and whose clock is ahead.
 
     ``clock`` is in seconds: this machine's time less the coordinator's at its last answer, to about a second.
@@ -76,7 +67,7 @@ class Traffic:
 
 
 @dataclass
-class Answer:
+class Reply:
     """What was answered, whole."""
 
     status: int
@@ -85,7 +76,7 @@ class Answer:
 
 
 @dataclass
-class Connection:
+class CoordinatorConnection:
     """Calls one federation of one coordinator. ``token`` is the client's secret once there is one.
 
     Of several coordinators the one that carries the federation out is named by a 307, which is followed with the token
@@ -104,7 +95,7 @@ class Connection:
     token: str = ""
     may_move: Callable[[str], None] = lambda origin: None  # raises where the site's policy does not list it
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: LineTraffic = field(default_factory=LineTraffic)
     _jitter: random.Random = field(default_factory=random.SystemRandom)
     _holder: str | None = None
 
@@ -119,29 +110,22 @@ class Connection:
         timeouts: httpx.Timeout = TIMEOUT,
         limit: int = MAX_JSON_BYTES,
         retry: bool = True,
-    ) -> Answer:
+    ) -> Reply:
         """Ask, again where that may help. Raises Refused, BadAnswer, ClientError."""
         default = {"Content-Type": "application/json"} if body is not None else {}
         all_headers = {"Authorization": f"Bearer {token}", **default, **(headers or {})}
 
-        async def once() -> Answer:
-            return await self.once(verb, url, lambda: body, all_headers, timeouts, limit)
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(may_pass),
-            wait=self._backoff,
-            stop=stop_after_delay(self.give_up_after),
-            before_sleep=self._note_retry,
-            reraise=True,
-            sleep=self.sleep,
-        )
-        try:
-            answer = await (retrying(once) if retry else once())
-        except (httpx.TransportError, Unavailable) as error:
-            raise self.unreachable(error) from None
-        if retrying.statistics.get("attempt_number", 1) > 1:
-            self.note_answer()
-        return answer
+        patience = Patience(self)
+        while True:
+            try:
+                answer = await self.once(verb, url, lambda: body, all_headers, timeouts, limit)
+            except (httpx.TransportError, Unavailable) as error:
+                if not retry:
+                    raise self.unreachable(error) from None
+                await patience.wait(error)
+            else:
+                patience.moved()
+                return answer
 
     async def once(
         self,
@@ -151,12 +135,12 @@ class Connection:
         headers: dict[str, str],
         timeouts: httpx.Timeout,
         limit: int,
-    ) -> Answer:
+    ) -> Reply:
         """Ask once, and whoever is named instead; ``body`` makes it anew for each. Raises what `call` tries again."""
         async with self.answered(verb, url, body, headers, timeouts) as response:
             content = await self.read(response, limit)
             self.take(response, content)
-            return Answer(response.status_code, bytes(content), response.headers)
+            return Reply(response.status_code, bytes(content), response.headers)
 
     @asynccontextmanager
     async def answered(
@@ -224,53 +208,40 @@ class Connection:
         """What ends a client to which nobody answers."""
         return ClientError(Exit.UNREACHABLE, f"no answer from the coordinator at {self.base_url}: {_why(error)}")
 
-    def backoff(self, attempt: int, error: BaseException | None) -> float:
-        """Seconds to wait after so many attempts in vain, jittered."""
+    def backoff(self, attempt: int, error: BaseException) -> float:
+        """Seconds to wait after so many failed attempts, jittered."""
         longest = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2 ** min(attempt - 1, 16))
         delay = self._jitter.uniform(longest / 2, longest)
         if isinstance(error, Unavailable) and error.retry_after is not None:
             return min(error.retry_after, LONGEST_RETRY_AFTER) + self._jitter.uniform(0, FIRST_BACKOFF)
         return delay
 
-    def note_retry(self, error: BaseException | None, delay: float) -> None:
-        """Count and tell an attempt in vain."""
-        self.traffic.retries += 1
-        log.warning("the coordinator at %s does not answer (%s): again in %.1f s", self.base_url, _why(error), delay)
-
-    def note_answer(self) -> None:
-        """Tell that it is over."""
-        log.info("the coordinator at %s answers again", self.base_url)
-
-    def _backoff(self, state: RetryCallState) -> float:
-        return self.backoff(state.attempt_number, state.outcome.exception() if state.outcome else None)
-
-    def _note_retry(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        self.note_retry(error, state.next_action.sleep if state.next_action else 0.0)
-
 
 class Patience:
-    """Tries again after failures until nothing has moved for ``give_up_after`` seconds: for what moves in parts."""
+    """Waits between attempts, until ``give_up_after`` seconds have passed without an answer or any progress."""
 
-    def __init__(self, connection: Connection):
+    def __init__(self, connection: CoordinatorConnection):
         self._connection = connection
         self._attempts = 0
         self._since = time.monotonic()
 
     def moved(self) -> None:
-        """There is progress: what failed before is forgotten."""
+        """There is progress, or an answer: earlier failures are forgotten."""
         if self._attempts:
-            self._connection.note_answer()
+            log.info("the coordinator at %s answers again", self._connection.base_url)
         self._attempts, self._since = 0, time.monotonic()
 
     async def wait(self, error: BaseException) -> None:
         """Wait after a failure. Raises ClientError where it cannot pass, or nothing has moved for too long."""
-        if not may_pass(error) or time.monotonic() - self._since >= self._connection.give_up_after:
-            raise self._connection.unreachable(error) from None
+        connection = self._connection
+        if not may_pass(error) or time.monotonic() - self._since >= connection.give_up_after:
+            raise connection.unreachable(error) from None
         self._attempts += 1
-        delay = self._connection.backoff(self._attempts, error)
-        self._connection.note_retry(error, delay)
-        await self._connection.sleep(delay)
+        delay = connection.backoff(self._attempts, error)
+        connection.traffic.retries += 1
+        text = "the coordinator at %s does not answer (%s): again in %.1f s"
+        log.warning(text, connection.base_url, _why(error), delay)
+        await connection.sleep(delay)
 
 
 def _length_of(request: httpx.Request) -> int:
@@ -281,7 +252,7 @@ def _length_of(request: httpx.Request) -> int:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether trying again may help: not where the coordinator's certificate is the trouble."""
+    """Whether trying again may help. It does not if the coordinator's certificate is refused."""
     if isinstance(error, Unavailable):
         return True
     return isinstance(error, httpx.TransportError) and not _is_certificate_error(error)
@@ -296,9 +267,7 @@ def _is_certificate_error(error: BaseException) -> bool:
     return False
 
 
-def _why(error: BaseException | None) -> str:
-    if error is None:
-        return "unknown"
+def _why(error: BaseException) -> str:
     hint = ": give its authority with --ca-file" if _is_certificate_error(error) else ""
     return (str(error) or type(error).__name__) + hint
 

@@ -12,10 +12,14 @@ import httpx
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http import transfers
 from promptfed.client_service.http.bodies import Body
-from promptfed.client_service.http.connection import TIMEOUT, AnyMessage, Connection, parse
-from promptfed.client_service.http.connection import BadAnswer as BadAnswer
-from promptfed.client_service.http.connection import Refused as Refused
-from promptfed.client_service.http.connection import Traffic as Traffic
+from promptfed.client_service.http.connection import (
+    TIMEOUT,
+    AnyMessage,
+    BadAnswer,
+    CoordinatorConnection,
+    Refused,
+    parse,
+)
 from promptfed.client_service.settings import Settings
 from promptfed.shared.messages import (
     EnrolmentInfo,
@@ -31,8 +35,8 @@ MAX_PAYLOAD_BYTES = 2 << 30
 POLL_MARGIN = 15.0  # seconds that a long poll may take beyond its wait
 
 
-class CoordinatorClient(Connection):
-    """The calls. All of them raise as `Connection` says."""
+class CoordinatorClient(CoordinatorConnection):
+    """The calls. All of them raise as `CoordinatorConnection` says."""
 
     async def enrolment(self, enrolment_token: str) -> EnrolmentInfo:
         """What a client must know before it enrols."""

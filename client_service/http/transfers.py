@@ -18,11 +18,11 @@ from promptfed.client_service.http.bodies import Body, sha256_of
 from promptfed.client_service.http.connection import (
     MAX_JSON_BYTES,
     TIMEOUT,
-    Answer,
     BadAnswer,
-    Connection,
+    CoordinatorConnection,
     Patience,
     Refused,
+    Reply,
     Unavailable,
 )
 from promptfed.shared.files import sync_folder
@@ -38,7 +38,7 @@ BEGINNINGS = 3
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
-async def send(connection: Connection, url: str, body: Body) -> None:
+async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
     """Bring a body to ``url``, from where the coordinator has it; returns once it is accepted.
 
     Raises:
@@ -71,7 +71,7 @@ async def send(connection: Connection, url: str, body: Body) -> None:
             await patience.wait(error)
 
 
-async def _arrived(connection: Connection, url: str, whole: dict[str, str]) -> int | None:
+async def _arrived(connection: CoordinatorConnection, url: str, whole: dict[str, str]) -> int | None:
     """How many bytes the coordinator has; None where the whole is accepted. Raises Refused with the reason."""
     try:
         answer = await connection.call("HEAD", url, token=connection.token, headers=whole)
@@ -86,7 +86,7 @@ async def _arrived(connection: Connection, url: str, whole: dict[str, str]) -> i
     return None if answer.headers.get("upload-complete") == "?1" else _offset(answer)
 
 
-def _offset(answer: Answer) -> int:
+def _offset(answer: Reply) -> int:
     text = answer.headers.get("upload-offset", "")
     if not text.isdecimal():
         raise BadAnswer(
@@ -95,7 +95,7 @@ def _offset(answer: Answer) -> int:
     return int(text)
 
 
-async def _append(connection: Connection, url: str, body: Body, whole: dict[str, str], offset: int) -> Answer:
+async def _append(connection: CoordinatorConnection, url: str, body: Body, whole: dict[str, str], offset: int) -> Reply:
     end = min(offset + PART, body.size)
     headers = {
         "Authorization": f"Bearer {connection.token}",
@@ -116,7 +116,7 @@ class Wanted:
     digest: str
 
 
-async def fetch(connection: Connection, url: str, wanted: Wanted, folder: Path) -> Path:
+async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, folder: Path) -> Path:
     """Bring the body at ``url`` into a file of ``folder``, which then holds no other; or find it there.
 
     Raises:
@@ -156,7 +156,7 @@ def _is_there(path: Path, draft: Path) -> bool:
     return path.exists() and sha256_of(path) == path.name
 
 
-async def _receive(connection: Connection, url: str, wanted: Wanted, draft: Path, have: int) -> None:
+async def _receive(connection: CoordinatorConnection, url: str, wanted: Wanted, draft: Path, have: int) -> None:
     """Add to what has arrived. Raises BadAnswer, Refused, Unavailable, TransportError."""
     # As it lies there: of a compressed body no range could be told by what has arrived.
     headers = {"Authorization": f"Bearer {connection.token}", "Accept-Encoding": "identity"}
@@ -174,7 +174,7 @@ async def _receive(connection: Connection, url: str, wanted: Wanted, draft: Path
             await _write(connection, response, file, wanted.size - begin)
 
 
-async def _write(connection: Connection, response: httpx.Response, file: BinaryIO, most: int) -> None:
+async def _write(connection: CoordinatorConnection, response: httpx.Response, file: BinaryIO, most: int) -> None:
     written = 0
     try:
         async for chunk in response.aiter_raw():

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from promptfed.client_service.privacy.agreement import Terms
-from promptfed.client_service.privacy.protection import Plan
+from promptfed.client_service.privacy.agreement import AgreedTerms
+from promptfed.client_service.privacy.protection import PrivacyPlan
 from promptfed.client_service.training.payloads import ROUNDS, known_sizes
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods.core.interface.base import Method
@@ -73,12 +73,12 @@ class Disclosure:
     ``changes``: in what the offer is not the one that was agreed to before; empty where none was.
     """
 
-    terms: Terms
+    terms: AgreedTerms
     declared: Declared
     exchanges: tuple[Exchange, ...]
     disclosed: tuple[Disclosed, ...]
     changes: tuple[str, ...] = ()
-    plan: Plan | None = None
+    plan: PrivacyPlan | None = None
 
     def facts(self) -> dict[str, Any]:
         """For programs."""
@@ -251,13 +251,13 @@ def _settings(settings: dict[str, Any]) -> str:
 
 
 def disclose(
-    terms: Terms,
+    terms: AgreedTerms,
     info: EnrolmentInfo,
     method: Method,
     declared: Declared,
     shape: BackboneShape | None,
     changes: Sequence[str] = (),
-    plan: Plan | None = None,
+    plan: PrivacyPlan | None = None,
 ) -> Disclosure:
     """What ``declared`` and the method's phases send; an evaluator sends accuracies alone.
 
@@ -294,5 +294,5 @@ def _sent(spec: TensorSpec, sizes: dict[str, int]) -> SentTensor:
     return SentTensor(spec.name, shape, spec.dtype, whole)
 
 
-def _weighs_alike(terms: Terms) -> bool:
+def _weighs_alike(terms: AgreedTerms) -> bool:
     return terms.weighting is not None and terms.weighting.is_uniform

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from promptfed.client_service.exits import ClientError
-from promptfed.client_service.http.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
+from promptfed.client_service.http.connection import BadAnswer, Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
 from promptfed.client_service.joining.checks import (
     Check,
     check_clock,
@@ -40,8 +41,8 @@ from promptfed.client_service.joining.enrolment import (
     open_backbone,
 )
 from promptfed.client_service.privacy.agreement import terms_of
-from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, facts_of, read_policy, refusals
-from promptfed.client_service.privacy.protection import expect_room, groups_of, own_ledger, plan, units_of
+from promptfed.client_service.privacy.policy import RULES, Policy, expect_origin, read_policy, refusals
+from promptfed.client_service.privacy.protection import own_ledger, site_facts, site_plan
 from promptfed.client_service.settings import Settings, make_settings, read_token
 from promptfed.client_service.training.data import domain_of, open_data
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
@@ -209,11 +210,8 @@ class Examination:
         if path is not None and read is None:
             return
         policy = read[0] if read is not None else None
-        images = len(source.train if settings.role == "trainer" else source.test)
         if policy is not None:
-            units = units_of(info, source.train)
-            asked = facts_of(info, settings.coordinator, settings.role, images, units)
-            offended = {one.kind: one.text for one in refusals(policy, asked)}
+            offended = {failure.kind: str(failure) for failure in refusals(policy, site_facts(info, settings, source))}
             for name in RULES:
                 text = offended.get(f"policy-{name}")
                 self.checks.append(Check(f"policy {name}", "fail" if text else "pass", text or "allowed"))
@@ -221,17 +219,14 @@ class Examination:
             self._try("privacy", lambda: self._budget(info, source, policy))
 
     def _budget(self, info: EnrolmentInfo, source: Source, policy: Policy | None) -> None:
-        assert info.privacy is not None
-        groups = groups_of(info.privacy, source.train)
-        units = len(source.train) if groups is None else len(groups)
-        ledger, rules = own_ledger(self.settings, policy), policy.privacy if policy is not None else None
-        most = rules.max_epsilon if rules is not None else self.settings.max_epsilon
+        ledger = own_ledger(self.settings, policy)
         new = ledger.delta() is None
-        planned = plan(info, federation_method(info), units, ledger, None, most, rules.delta if rules else None)
-        expect_room(planned, ledger.dataset, rules is not None and rules.partial)
+        planned, _ = site_plan(info, federation_method(info), source.train, self.settings, policy, ledger)
         spent = 0.0 if new else ledger.epsilon()
         noise = f"noise of {planned.noise_multiplier:g} times the clip a step"
-        text = f"ε {planned.epsilon:.3g} planned, {spent:.3g} spent of {most:g} at δ = {planned.delta:g}; {noise}"
+        text = (
+            f"ε {planned.epsilon:.3g} planned, {spent:.3g} spent of {planned.most:g} at δ = {planned.delta:g}; {noise}"
+        )
         advice = "is this the only copy of these images' budget? --ledger or the policy name another" if new else None
         self.checks.append(Check("privacy", "warn" if new else "pass", f"{text}; ledger {ledger.path}", advice))
 

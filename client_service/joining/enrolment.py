@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.coordinator_client import Refused
+from promptfed.client_service.http.connection import Refused
 from promptfed.client_service.joining.disclosure import Declared
 from promptfed.client_service.settings import Settings, read_token
 from promptfed.client_service.state.private_state import Identity

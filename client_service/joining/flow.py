@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.coordinator_client import CoordinatorClient, Refused
+from promptfed.client_service.http.connection import Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device
 from promptfed.client_service.joining.disclosure import Declared, Disclosure, disclose
 from promptfed.client_service.joining.enrolment import (
@@ -33,16 +34,8 @@ from promptfed.client_service.privacy.agreement import Agreement, terms_of
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, what_leaves
 from promptfed.client_service.privacy.payloads import PayloadChecks
 from promptfed.client_service.privacy.peers import identity_of
-from promptfed.client_service.privacy.policy import Policy, enforce, expect_origin, facts_of, read_policy
-from promptfed.client_service.privacy.protection import (
-    SiteProtection,
-    expect_room,
-    groups_of,
-    keep,
-    own_ledger,
-    plan,
-    units_of,
-)
+from promptfed.client_service.privacy.policy import Policy, enforce, expect_origin, read_policy
+from promptfed.client_service.privacy.protection import SiteProtection, own_ledger, site_facts, site_plan
 from promptfed.client_service.serving.prediction import Predictor
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import Identity, PrivateState
@@ -100,15 +93,14 @@ class Joining:
         self.coordinator.federation = info.federation_id
         self._expect_use(info, identity)
         method = federation_method(info)
-        images = len(source.train if settings.role == "trainer" else source.test)
-        asked = facts_of(info, settings.coordinator, settings.role, images, units_of(info, source.train))
+        asked = site_facts(info, settings, source)
         enforce(policy, asked)
         take_own_options(method, settings)
         check_declaration(method, info, settings.role, source)
         protection = await self._protection(info, method, source, policy)
         agreement, declared = await self._agreement(info, method, source, list(tests), protection)
         if protection is not None:
-            await self.compute.run(partial(self._open_ledger, protection))
+            await self.compute.run(protection.open)
 
         payload = policy.payload if policy is not None else None
         checks = PayloadChecks(self.state, payload, info.federation_id) if payload is not None else None
@@ -204,9 +196,10 @@ class Joining:
         )
 
     async def _backbone(self, info: EnrolmentInfo, method: Method) -> Backbone:
-        backbone = self.parts.backbone
+        settings, backbone = self.settings, self.parts.backbone
         if backbone is None:
-            backbone = await self.compute.run(lambda: self._open_backbone(info))
+            own = settings.device, settings.allow_backbone, settings.backbone_file
+            backbone = await self.compute.run(partial(open_backbone, info.backbone, *own))
         await self.compute.run(partial(check_backbone, backbone, info.backbone))
         try:
             check_fits(method, shape_of(backbone))
@@ -214,10 +207,6 @@ class Joining:
             raise ClientError(Exit.BACKBONE, str(error)) from None
         self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
         return backbone
-
-    def _open_backbone(self, info: EnrolmentInfo) -> Backbone:
-        settings = self.settings
-        return open_backbone(info.backbone, settings.device, settings.allow_backbone, settings.backbone_file)
 
     async def _info(self, token: str | None, identity: Identity) -> tuple[EnrolmentInfo, str | None]:
         """What the coordinator says of the federation, or said when this client enrolled; the token if it is valid."""
@@ -307,21 +296,11 @@ class Joining:
         if info.privacy is None or not info.privacy.protects_records or settings.role != "trainer":
             return None
         ledger = ledger or own_ledger(settings, policy)
-        rules = policy.privacy if policy is not None else None
-        groups = await self.compute.run(partial(groups_of, info.privacy, source.train))
-        units = len(source.train) if groups is None else len(groups)
-        most = rules.max_epsilon if rules is not None else settings.max_epsilon
-        delta = rules.delta if rules is not None else None
-        planned = await self.compute.run(lambda: plan(info, method, units, ledger, self.state, most, delta))
-        expect_room(planned, ledger.dataset, rules is not None and rules.partial)
+        job = partial(site_plan, info, method, source.train, settings, policy, ledger, self.state)
+        planned, groups = await self.compute.run(job)
         ledger.unit, noise = info.privacy.unit, self.parts.privacy.noise
         where = settings.coordinator, info.federation_id
         return SiteProtection(info.privacy, planned, ledger, noise, *where, groups, info.name, self.state)
-
-    def _open_ledger(self, protection: SiteProtection) -> None:
-        """Begin the ledger, now that its owner has agreed, and keep what was planned."""
-        protection.ledger.open(protection.plan.delta)
-        keep(self.state, protection.plan, protection.privacy)
 
     async def _agreement(
         self,

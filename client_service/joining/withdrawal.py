@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from functools import partial
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
+from promptfed.client_service.http.connection import BadAnswer, Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.privacy.agreement import FILE, WITHDRAWN
 from promptfed.client_service.privacy.policy import expect_origin, read_policy
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import Identity, PrivateState
 from promptfed.shared.files import write_whole
-from promptfed.shared.service.exit_codes import Exit as Code
 
 log = logging.getLogger("promptfed.client")
 
@@ -47,7 +47,7 @@ def withdraw(settings: Settings) -> int:
         log.info("private tensors, features and prompts in %s are deleted; who this client was is kept", folder)
         if settings.feature_cache is not None:
             log.warning("features in %s are left: other clients may share that folder", settings.feature_cache)
-    return Code.OK if told else Exit.UNREACHABLE
+    return Exit.OK if told else Exit.UNREACHABLE
 
 
 def _tell(settings: Settings) -> bool:

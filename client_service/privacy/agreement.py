@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.state.private_state import PrivateState
@@ -28,7 +28,7 @@ from promptfed.shared.plain_text import plain
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
 
-FILE, LEDGER, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
+FILE, ANSWERS, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
 ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again
 RESTORES = 3  # of the coordinator from a backup, without asking the owner
 FIGURES = ("ece", "macro_f1")  # of a test set, beside its accuracy
@@ -44,7 +44,7 @@ class NotAgreed(ValueError):
     """A task is not what the owner of the data agreed to; the text says in what."""
 
 
-class Terms(TrainingTerms):
+class AgreedTerms(TrainingTerms):
     """All that taking part consists of; nothing else is done.
 
     ``most_peers``: how many clients a task may describe to this one, 0 where the method does not look at them.
@@ -77,7 +77,7 @@ class Terms(TrainingTerms):
         return hashlib.sha256(canonical_json(self.offer).encode()).hexdigest()[:16]
 
 
-class Ledger(Message):
+class SentAnswers(Message):
     """What was sent so far: a round's phases (``train prompts``) with how often, and whether they are over."""
 
     epoch: str = ""
@@ -90,12 +90,12 @@ class Ledger(Message):
 class Consent(Message):
     """What the owner agreed to, when, and the weights that were then loaded."""
 
-    terms: Terms
+    terms: AgreedTerms
     agreed_at: datetime
     fingerprint: str | None = None
 
 
-def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, tests: list[str]) -> Terms:
+def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, tests: list[str]) -> AgreedTerms:
     """The terms of an offer. The backbone's fingerprint is left out: it is pinned once the weights are loaded."""
     offered = info.training_terms().model_copy(
         update={
@@ -104,7 +104,7 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         }
     )
     trains = role == "trainer"
-    return Terms(
+    return AgreedTerms(
         **dict(offered),
         coordinator=coordinator,
         federation_id=info.federation_id,
@@ -150,11 +150,11 @@ def differences(agreed: Any, asked: Any, path: str = "") -> list[str]:
     """``rounds is 9 instead of 3``, for each place where ``asked`` is not as it was ``agreed``; as plain text."""
     if isinstance(agreed, Mapping) and isinstance(asked, Mapping):
         keys = sorted({*agreed, *asked}, key=str)
-        found = []
+        differing = []
         for key in keys:
             place = f"{path}.{key}" if path else str(key)
-            found += differences(agreed.get(key, "(nothing)"), asked.get(key, "(nothing)"), place)
-        return found
+            differing += differences(agreed.get(key, "(nothing)"), asked.get(key, "(nothing)"), place)
+        return differing
     if agreed == asked and type(agreed) is type(asked):
         return []
     return [f"{_short(path)} is {_short(asked)} instead of {_short(agreed)}"]
@@ -171,10 +171,10 @@ class Agreement:
 
     state: PrivateState
     consent: Consent
-    ledger: Ledger
+    sent: SentAnswers
 
     @classmethod
-    def kept(cls, state: PrivateState, offered: Terms) -> Agreement | None:
+    def kept(cls, state: PrivateState, offered: AgreedTerms) -> Agreement | None:
         """The consent in the folder; None before the first one.
 
         A consent of an earlier version leaves some terms open (`OPEN_BEFORE`). What is ``offered`` now is filled in and
@@ -198,11 +198,11 @@ class Agreement:
         return agreement
 
     @classmethod
-    def made(cls, state: PrivateState, terms: Terms) -> Agreement:
+    def made(cls, state: PrivateState, terms: AgreedTerms) -> Agreement:
         """A new consent, on the disk when this returns. What was sent under an earlier one stays counted."""
-        ledger = _sent_so_far(state).model_copy(update={"restores": 0})
-        agreement = cls(state, Consent(terms=terms, agreed_at=datetime.now(UTC)), ledger)
-        agreement._note(ledger)
+        sent = _sent_so_far(state).model_copy(update={"restores": 0})
+        agreement = cls(state, Consent(terms=terms, agreed_at=datetime.now(UTC)), sent)
+        agreement._note(sent)
         agreement._change()
         state.remove_note(WITHDRAWN)
         return agreement
@@ -212,7 +212,7 @@ class Agreement:
         """What may be told of a test set beside its accuracy."""
         return tuple(self.consent.terms.figures)
 
-    def changes(self, terms: Terms) -> list[str]:
+    def changes(self, terms: AgreedTerms) -> list[str]:
         """Why the owner is to be asked again; empty where the consent covers ``terms``.
 
         Figures that the consent leaves out are no reason: they are not sent.
@@ -223,7 +223,7 @@ class Agreement:
         at = self.state.read_note(WITHDRAWN)
         if at is not None:
             changed.insert(0, f"consent was withdrawn at {at}")
-        if self.ledger.restores >= RESTORES:
+        if self.sent.restores >= RESTORES:
             changed.append(f"the coordinator went back to earlier rounds {RESTORES} times")
         return changed
 
@@ -256,15 +256,15 @@ class Agreement:
     def _expect_terms(self, task: Task) -> None:
         """Every training term is as agreed, and the weights and the number of peers are."""
         terms, config = self.consent.terms, task.config
-        found = differences(_compared(terms), _compared(config) | {"method": _method_of(config)})
+        differing = differences(_compared(terms), _compared(config) | {"method": _method_of(config)})
         fingerprint, peers = config.backbone.fingerprint, len(config.peers)
         if fingerprint not in (None, self.consent.fingerprint):
-            found.append(f"backbone.fingerprint is {_short(fingerprint)} instead of {self.consent.fingerprint}")
+            differing.append(f"backbone.fingerprint is {_short(fingerprint)} instead of {self.consent.fingerprint}")
         if peers > terms.most_peers:
-            found.append(f"peers describes {peers} clients instead of {terms.most_peers} at most")
-        if found:
-            more = f"; and {len(found) - SHOWN_DIFFERENCES} more" if len(found) > SHOWN_DIFFERENCES else ""
-            told = "; ".join(found[:SHOWN_DIFFERENCES]) + more
+            differing.append(f"peers describes {peers} clients instead of {terms.most_peers} at most")
+        if differing:
+            more = f"; and {len(differing) - SHOWN_DIFFERENCES} more" if len(differing) > SHOWN_DIFFERENCES else ""
+            told = "; ".join(differing[:SHOWN_DIFFERENCES]) + more
             raise NotAgreed(f"the task is not what this client's owner agreed to: {told}")
 
     def _expect_training(self, task: Task) -> None:
@@ -283,15 +283,14 @@ class Agreement:
 
     def _expect_turn(self, task: Task) -> None:
         """Rounds go forward and each phase is answered once, but where the coordinator was restored from a backup."""
-        ledger, key = self.ledger, _key(task)
-        back = task.round < ledger.round or (task.round == ledger.round and key in ledger.settled)
-        if not back:
-            if task.round == ledger.round and ledger.sent.get(key, 0) >= ATTEMPTS:
+        sent, key = self.sent, _key(task)
+        if not self.goes_back(task):
+            if task.round == sent.round and sent.sent.get(key, 0) >= ATTEMPTS:
                 raise NotAgreed(f"round {task.round}, {plain(key)}, was answered {ATTEMPTS} times")
             return
-        if task.epoch == ledger.epoch:
+        if task.epoch == sent.epoch:
             raise NotAgreed(f"round {task.round}, {plain(key)}, is over: this client has answered it, or a later round")
-        if ledger.restores >= RESTORES:
+        if sent.restores >= RESTORES:
             raise NotAgreed(
                 f"the coordinator asks for round {task.round} again; it went back {RESTORES} times before, "
                 "and this client's owner has to agree to more"
@@ -299,26 +298,26 @@ class Agreement:
 
     def goes_back(self, task: Task) -> bool:
         """Whether a task that `expect` let pass is one of a coordinator that was restored from a backup."""
-        ledger = self.ledger
-        return task.round < ledger.round or (task.round == ledger.round and _key(task) in ledger.settled)
+        sent = self.sent
+        return task.round < sent.round or (task.round == sent.round and _key(task) in sent.settled)
 
     def note_sending(self, task: Task) -> None:
         """Count an answer that is about to leave, on the disk before it does."""
-        ledger, key = self.ledger, _key(task)
+        before, key = self.sent, _key(task)
         back = self.goes_back(task)
-        fresh = back or task.round > ledger.round
-        sent, settled = ({}, []) if fresh else (dict(ledger.sent), ledger.settled)
+        fresh = back or task.round > before.round
+        sent, settled = ({}, []) if fresh else (dict(before.sent), before.settled)
         sent[key] = sent.get(key, 0) + 1
-        restores = self.ledger.restores + back
-        self._note(Ledger(epoch=task.epoch, restores=restores, round=task.round, sent=sent, settled=settled))
+        restores = before.restores + back
+        self._note(SentAnswers(epoch=task.epoch, restores=restores, round=task.round, sent=sent, settled=settled))
 
     def note_settled(self, kind: str, round: int, phase: str) -> None:
         """The answer counts, or came too late: this phase is not answered again."""
-        ledger, key = self.ledger, _name(kind, phase)
-        if round > ledger.round:  # made before a kill, and sent only now
-            ledger = ledger.model_copy(update={"round": round, "sent": {key: 1}, "settled": []})
-        if key not in ledger.settled:
-            self._note(ledger.model_copy(update={"settled": [*ledger.settled, key]}))
+        sent, key = self.sent, _name(kind, phase)
+        if round > sent.round:  # made before a kill, and sent only now
+            sent = sent.model_copy(update={"round": round, "sent": {key: 1}, "settled": []})
+        if key not in sent.settled:
+            self._note(sent.model_copy(update={"settled": [*sent.settled, key]}))
 
     def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Those of ``measured`` that were agreed to."""
@@ -327,11 +326,11 @@ class Agreement:
 
     def _change(self, **changes: Any) -> None:
         self.consent = self.consent.model_copy(update=changes)
-        self.state.write_note(FILE, self.consent.model_dump_json())
+        self.state.write_as(FILE, self.consent)
 
-    def _note(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.state.write_note(LEDGER, ledger.model_dump_json())
+    def _note(self, sent: SentAnswers) -> None:
+        self.sent = sent
+        self.state.write_as(ANSWERS, sent)
 
 
 def _key(task: Task) -> str:
@@ -342,12 +341,8 @@ def _name(kind: str, phase: str) -> str:
     return f"{kind} {phase}"
 
 
-def _sent_so_far(state: PrivateState) -> Ledger:
-    raw = state.read_note(LEDGER)
-    try:
-        return Ledger() if raw is None else Ledger.model_validate_json(raw)
-    except ValidationError:
-        raise state.damaged(LEDGER) from None
+def _sent_so_far(state: PrivateState) -> SentAnswers:
+    return state.read_as(ANSWERS, SentAnswers) or SentAnswers()
 
 
 def _compared(terms: TrainingTerms) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.state.faults import point
 from promptfed.shared.api.privacy_schemas import SpendList, SpendView
@@ -35,8 +37,17 @@ class BudgetExhausted(ValueError):
 
 
 @dataclass(frozen=True)
-class Spend:
+class Head:
+    """How many lines a ledger has, and the SHA-256 of the last of them."""
+
+    count: int
+    sha256: str
+
+
+class Spend(BaseModel):
     """One release: of which part of the data, for whom, and at what cost. ``epsilon`` is the ledger's after it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     split: Part
     federation_id: str
@@ -50,11 +61,6 @@ class Spend:
     epsilon: float
     federation: str = ""  # its name
     at: str = ""  # when it was written down; the line's own
-
-    def as_json(self) -> dict[str, Any]:
-        """As its line holds it."""
-        told = {key: value for key, value in vars(self).items() if key != "at"}
-        return told | {"events": [event.as_json() for event in self.events]}
 
 
 class Ledger:
@@ -88,12 +94,11 @@ class Ledger:
         """ε of everything that was spent on ``split``, with ``more`` on top; of zero-out neighbours unless told."""
         return self._cost(self.spends(), split, more, replace_one)
 
-    def head(self, count: int | None = None) -> tuple[int, str]:
-        """How many lines there are, ``count`` of them at most, and the SHA-256 of the last of these."""
+    def head(self, count: int | None = None) -> Head:
+        """Of the ledger, or of its first ``count`` lines."""
         content = self._bytes()
         self._lines(content)
-        lines = content[: content.rfind(b"\n") + 1].splitlines()[:count]
-        return len(lines), hashlib.sha256(lines[-1]).hexdigest() if lines else START
+        return _head(_whole_lines(content)[:count])
 
     # Writing
 
@@ -122,12 +127,13 @@ class Ledger:
         """
         with self._locked() as handle:
             spends = self._spends(self._lines(self._bytes()))
-            if any(one.release == release for one in spends):
+            if any(spend.release == release for spend in spends):
                 return False
             epsilon = self._expect(spends, events, most, split)
             point("spend-locked")
-            spend = Spend(split=split, release=release, events=tuple(events), epsilon=epsilon, **about)
-            self._append(handle, {"kind": "spend", **spend.as_json()})
+            self._write_down(
+                handle, Spend(split=split, release=release, events=tuple(events), epsilon=epsilon, **about)
+            )
         point("spend-written")
         return True
 
@@ -141,7 +147,7 @@ class Ledger:
         )
 
     def _cost(self, spends: list[Spend], split: Part, more: Sequence[Event], replace_one: bool = False) -> float:
-        events = [event for one in spends if one.split == split for event in one.events]
+        events = [event for spend in spends if spend.split == split for event in spend.events]
         if not events and not more:
             return 0.0
         delta = self.delta()
@@ -155,20 +161,20 @@ class Ledger:
     def lacks(self, told: SpendList) -> list[SpendView]:
         """Those of the spends that a coordinator tells of that are not written here."""
         own = self.spends()
-        releases = {one.release for one in own}
-        phases = {(one.federation_id, one.round, one.phase) for one in own}
+        releases = {spend.release for spend in own}
+        phases = {(spend.federation_id, spend.round, spend.phase) for spend in own}
         return [
-            one
-            for one in told.spends
-            if one.release not in releases
-            and (one.release is not None or (told.federation_id, one.round, one.phase) not in phases)
+            spend
+            for spend in told.spends
+            if spend.release not in releases
+            and (spend.release is not None or (told.federation_id, spend.round, spend.phase) not in phases)
         ]
 
     def expect_whole(self, told: SpendList) -> None:
         """Raise ClientError (LEDGER) where something was sent that is not written here."""
         missing = self.lacks(told)
         if missing:
-            rounds = ", ".join(str(one.round) for one in missing[:5])
+            rounds = ", ".join(str(spend.round) for spend in missing[:5])
             text = f"ledger-behind: the ledger {self.path} lacks {len(missing)} releases (of round {rounds})"
             told_by = "that the coordinator has had of this client: it is an old copy, or another data set's"
             raise ClientError(
@@ -184,44 +190,38 @@ class Ledger:
             ClientError: LEDGER where the file does not hold together or cannot be written.
         """
         if told.spends and self.delta() is None:
-            self.open(max(one.delta for one in told.spends))
+            self.open(max(spend.delta for spend in told.spends))
         with self._locked() as handle:
             missing = self.lacks(told)
-            for one in missing:
-                events = tuple(Event(**event.model_dump()) for event in one.events)
-                epsilon = self._cost(self._spends(self._lines(self._bytes())), one.split, events)
-                spend = Spend(
-                    split=one.split,
-                    federation_id=told.federation_id,
-                    coordinator=coordinator,
-                    round=one.round,
-                    phase=one.phase,
-                    task_id=one.task_id,
-                    release=one.release or f"adopted {one.task_id}",
-                    noise=one.noise,
-                    events=events,
-                    epsilon=epsilon,
-                )
-                self._append(handle, {"kind": "spend", **spend.as_json()})
+            for spend in missing:
+                events = [event.event() for event in spend.events]
+                own = {
+                    "federation_id": told.federation_id,
+                    "coordinator": coordinator,
+                    "release": spend.release or f"adopted {spend.task_id}",
+                    "events": events,
+                    "epsilon": self._cost(self._spends(self._lines(self._bytes())), spend.split, events),
+                }
+                told_of = spend.model_dump(include={"split", "round", "phase", "task_id", "noise"})
+                self._write_down(handle, Spend.model_validate(told_of | own))
         return len(missing)
 
     # The file
 
     def _spends(self, lines: list[dict[str, Any]]) -> list[Spend]:
-        found = []
+        spends = []
         for line in lines[1:]:
             try:
-                given = {key: value for key, value in line.items() if key not in ("n", "prev", "kind")}
-                given["events"] = tuple(Event(**event) for event in line["events"])
-                found.append(Spend(**given))
-            except (TypeError, KeyError, PrivacyError):
+                spends.append(
+                    Spend.model_validate({key: line[key] for key in line if key not in ("n", "prev", "kind")})
+                )
+            except ValidationError:
                 raise self._broken(line.get("n", "?")) from None
-        return found
+        return spends
 
     def _lines(self, content: bytes) -> list[dict[str, Any]]:
-        whole, _, _ = content.rpartition(b"\n")
-        previous, found = START, []
-        for number, raw in enumerate(whole.split(b"\n") if whole else []):
+        previous, lines = START, []
+        for number, raw in enumerate(_whole_lines(content)):
             try:
                 line = json.loads(raw)
                 follows = line["n"] == number and line["prev"] == previous
@@ -231,19 +231,20 @@ class Ledger:
             except (ValueError, KeyError, TypeError):
                 raise self._broken(number) from None
             previous = hashlib.sha256(raw).hexdigest()
-            found.append(line)
-        return found
+            lines.append(line)
+        return lines
 
     def _broken(self, number: object) -> ClientError:
         text = f"the ledger {self.path} does not hold together at line {number}: it was changed, or its disk is broken"
         return ClientError(Exit.LEDGER, f"{text}. Restore it from a backup; nothing is sent without it")
 
+    def _write_down(self, handle: int | None, spend: Spend) -> None:
+        self._append(handle, {"kind": "spend", **spend.model_dump(mode="json", exclude={"at"})})
+
     def _append(self, handle: int | None, line: dict[str, Any]) -> None:
         content = self._bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        lines = whole.splitlines()
-        previous = hashlib.sha256(lines[-1]).hexdigest() if lines else START
-        chained = {"n": len(lines), "prev": previous, "at": datetime.now(UTC).isoformat(timespec="seconds"), **line}
+        whole, head = content[: content.rfind(b"\n") + 1], _head(_whole_lines(content))
+        chained = {"n": head.count, "prev": head.sha256, "at": datetime.now(UTC).isoformat(timespec="seconds"), **line}
         raw = json.dumps(chained, sort_keys=True).encode() + b"\n"
         if handle is None:
             self._memory = whole + raw
@@ -293,6 +294,15 @@ class Ledger:
     def _unusable(self, error: OSError) -> ClientError:
         text = f"the ledger {self.path} cannot be used: {error.strerror or error}"
         return ClientError(Exit.LEDGER, f"{text}: nothing is sent without it; give --ledger another place")
+
+
+def _whole_lines(content: bytes) -> list[bytes]:
+    """Without the unfinished last one of a writer that was killed."""
+    return content.split(b"\n")[:-1]
+
+
+def _head(lines: Sequence[bytes]) -> Head:
+    return Head(len(lines), hashlib.sha256(lines[-1]).hexdigest() if lines else START)
 
 
 def _write(handle: int, content: bytes) -> None:

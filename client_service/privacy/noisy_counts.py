@@ -9,11 +9,12 @@ classifier is public, or private and trained under noise; fine-tuned ones are wi
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
 from promptfed.client_service.privacy.ledger_head import keep_head
@@ -43,6 +44,28 @@ FILE = "noisy-counts.json"
 STRICTNESS: tuple[Leaving, ...] = ("withheld", "noisy", "plain")
 LEAST_IMAGES, USUAL = 1000, 0.1  # of a test set: of fewer, noise of the usual ε leaves little
 Results = Mapping[str, SplitResult]
+
+
+class _Drawn(BaseModel):
+    """The last counts that were drawn.
+
+    Attributes:
+        body: the evaluation as it is sent; None where the budget had no room for it.
+        zero_shot: the template's counts that were paid before, by what they depend on.
+        new: those that are paid with ``body``.
+    """
+
+    task_id: str = ""
+    round: int = 0
+    phase: str = ""
+    body: dict[str, Any] | None = None
+    zero_shot: dict[str, SplitResult] = {}
+    new: dict[str, SplitResult] = {}
+
+    @property
+    def release(self) -> str:
+        """The name of ``body`` in the ledger."""
+        return hashlib.sha256(canonical_json(self.body).encode()).hexdigest()
 
 
 def what_leaves(
@@ -115,20 +138,16 @@ class NoisyCounts:
 
     def kept(self, task: Task) -> EvaluationRequest | None:
         """What was drawn for this very task, and paid for: it is sent again unchanged. Unpaid, it is paid now."""
-        note = self._note()
-        if note.get("task_id") != task.task_id:
-            return None
-        return self._paid(task, note)
+        drawn = self._last()
+        return self._paid(task, drawn) if drawn.task_id == task.task_id else None
 
     def drawn(self, task: Task, splits: Results, zero_shot: Results, keys: Mapping[str, str]) -> EvaluationRequest:
         """Noisy counts of ``splits``, and of ``zero_shot``, which are drawn once for each of ``keys`` (by split).
 
         Withheld where the test images' budget has no room for them.
         """
-        note = self._note()
-        known: dict[str, Any] = note.get("zero_shot", {})
-        if note and self._is_paid(note):
-            known = known | note["new"]
+        last = self._last()
+        known = last.zero_shot | (last.new if self._is_paid(last) else {})
         new = {keys[name]: result for name, result in zero_shot.items() if keys[name] not in known}
         a = self.privacy.evaluation_epsilon
         event = Event("laplace", 1.0, a, len(splits) + len(new))
@@ -138,11 +157,11 @@ class NoisyCounts:
             return self._withheld(error)
         stream = self.noise.stream("evaluation", task.round, task.phase, self.client)
         told = {name: noisy_count(stream, result, a) for name, result in sorted(splits.items())}
-        fresh = {key: noisy_count(stream, result, a).model_dump() for key, result in sorted(new.items())}
+        fresh = {key: noisy_count(stream, result, a) for key, result in sorted(new.items())}
         every = known | fresh
         request = EvaluationRequest(
             splits=told,
-            zero_shot={name: SplitResult.model_validate(every[keys[name]]) for name in zero_shot},
+            zero_shot={name: every[keys[name]] for name in zero_shot},
             privacy=SpendReport(
                 events=[PrivacyEvent(**event.as_json())],
                 epsilon=epsilon,
@@ -150,23 +169,17 @@ class NoisyCounts:
                 noise=self.noise.kind,
             ),
         )
-        note = {
-            "task_id": task.task_id,
-            "round": task.round,
-            "phase": task.phase,
-            "body": request.model_dump(mode="json"),
-            "zero_shot": known,
-            "new": fresh,
-        }
-        self.state.write_note(FILE, json.dumps(note))
+        body = request.model_dump(mode="json")
+        drawn = _Drawn(task_id=task.task_id, round=task.round, phase=task.phase, body=body, zero_shot=known, new=fresh)
+        self.state.write_as(FILE, drawn)
         point("counts-written")
-        return self._paid(task, note)
+        return self._paid(task, drawn)
 
-    def _paid(self, task: Task, note: dict[str, Any]) -> EvaluationRequest:
+    def _paid(self, task: Task, drawn: _Drawn) -> EvaluationRequest:
         """The kept body, once its spend is in the ledger."""
-        request = EvaluationRequest.model_validate(note["body"])
+        request = EvaluationRequest.model_validate(drawn.body)
         assert request.privacy is not None
-        events = [Event(**one.model_dump()) for one in request.privacy.events]
+        events = [event.event() for event in request.privacy.events]
         about = {
             "federation_id": self.info.federation_id,
             "federation": self.info.name,
@@ -177,31 +190,20 @@ class NoisyCounts:
             "noise": request.privacy.noise,
         }
         try:
-            self.ledger.spend(_release(note), events, self.most, about, "test")
+            self.ledger.spend(drawn.release, events, self.most, about, "test")
             keep_head(self.ledger, self.state)
         except BudgetExhausted as error:
-            self.state.write_note(FILE, json.dumps({"zero_shot": note["zero_shot"], "new": {}, "body": None}))
+            self.state.write_as(FILE, _Drawn(zero_shot=drawn.zero_shot))
             return self._withheld(error)
         point("counts-spent")
         return request
 
-    def _is_paid(self, note: dict[str, Any]) -> bool:
-        return note.get("body") is not None and any(one.release == _release(note) for one in self.ledger.spends())
+    def _is_paid(self, drawn: _Drawn) -> bool:
+        return drawn.body is not None and any(spend.release == drawn.release for spend in self.ledger.spends())
 
     def _withheld(self, error: BudgetExhausted) -> EvaluationRequest:
         log.warning("accuracies are withheld: the budget of the test images is exhausted (%s)", error)
         return EvaluationRequest(splits={}, withheld=True)
 
-    def _note(self) -> dict[str, Any]:
-        raw = self.state.read_note(FILE)
-        if raw is None:
-            return {}
-        try:
-            note = json.loads(raw)
-            return note if isinstance(note["zero_shot"], dict) and isinstance(note["new"], dict) else {}
-        except (ValueError, KeyError, TypeError):
-            raise self.state.damaged(FILE) from None
-
-
-def _release(note: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(note["body"]).encode()).hexdigest()
+    def _last(self) -> _Drawn:
+        return self.state.read_as(FILE, _Drawn) or _Drawn()

@@ -10,13 +10,13 @@ In the state folder: ``payloads.json`` (what was trained from, and how far it ch
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from promptfed.client_service.exits import Failure
@@ -37,17 +37,51 @@ CLOSE = 1e-4  # relative distance of two computations of one initial state, on t
 LEAST_CHANGE = 1e-6  # an own update that changed nothing bounds nothing
 
 
+class _TrainedFrom(BaseModel):
+    """A payload that this client has trained from."""
+
+    round: int
+    phase: str
+    sha256: str
+
+    def is_of(self, task: Task) -> bool:
+        """Whether it came with the same phase of the same round."""
+        return (self.round, self.phase) == (task.round, task.phase)
+
+
+class _Changed(_TrainedFrom):
+    """The same, and the length of this client's own change."""
+
+    change: float
+
+
+class _Known(BaseModel):
+    """What is known of earlier payloads.
+
+    Attributes:
+        last: the one that was trained from last.
+        first: the longest row of each tensor of the first one.
+        rows: the same, or that of the last own update where it is longer.
+        seen: round and phase of each digest that was trained from.
+        refused: the round of each digest that was refused.
+        unwitnessed: the one for which no others' receipts were checked yet.
+    """
+
+    last: _Changed | None = None
+    first: dict[str, float] = {}
+    rows: dict[str, float] = {}
+    seen: dict[str, tuple[int, str]] = {}
+    refused: dict[str, int] = {}
+    unwitnessed: _TrainedFrom | None = None
+
+
 @dataclass(frozen=True)
-class Look:
+class PayloadLook:
     """What one look at a payload found; ``figures`` are lengths and their ratios."""
 
     verdict: Literal["ok", "suspicious"]
     figures: Mapping[str, float]
     why: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
 
 
 class PayloadChecks:
@@ -57,7 +91,7 @@ class PayloadChecks:
         self._state = state
         self._rules = rules
         self._federation = federation_id
-        self.last: Look | None = None
+        self.last: PayloadLook | None = None
 
     # Plausibility
 
@@ -72,45 +106,44 @@ class PayloadChecks:
         self.last = look = self.look(task, payload, start)
         if look.verdict == "suspicious" and self._rules.on_suspicion == "refuse":
             known = self._known()
-            known["refused"][task.payload.sha256] = task.round
-            self._state.write_note(FILE, json.dumps(known))
+            known.refused[task.payload.sha256] = task.round
+            self._state.write_as(FILE, known)
             text = f"payload.on_suspicion is refuse, and round {task.round}, {task.phase}, looks crafted"
             why = "; ".join(look.why) if explained else "this client's own log says why"
             raise Failure("policy-payload", f"{text}: {why}")
 
-    def look(self, task: Task, payload: Tensors, start: Tensors | None) -> Look:
+    def look(self, task: Task, payload: Tensors, start: Tensors | None) -> PayloadLook:
         """Figures and verdict; nothing is written down."""
         known, figures, why = self._known(), dict[str, float](), list[str]()
-        before = known["seen"].get(task.payload.sha256)
+        before = known.seen.get(task.payload.sha256)
         if before is not None and before[1] == task.phase and before[0] != task.round:
             why.append(f"these very bytes were served for round {before[0]}")
-        if task.payload.sha256 in known["refused"]:
-            why.append(f"these very bytes were refused in round {known['refused'][task.payload.sha256]}")
+        if task.payload.sha256 in known.refused:
+            why.append(f"these very bytes were refused in round {known.refused[task.payload.sha256]}")
         if start is not None:
             figures["from_seed"] = far = _relative(payload, start)
             if far > CLOSE:
                 text = "the first payload is not what the spec's seed gives"
                 why.append(f"{text} (relative distance {far:.3g}): the operator has supplied a state, or crafted one")
-        last = known["last"]
-        if last is not None and (last["round"], last["phase"]) != (task.round, task.phase):
-            figures |= self._change(task, payload, last, why)
+        if known.last is not None and not known.last.is_of(task):
+            figures |= self._change(task, payload, known.last, why)
         for name, longest in _rows(payload).items():
-            bound = known["rows"].get(name)
+            bound = known.rows.get(name)
             if bound is not None:
                 figures["longest_row"] = max(figures.get("longest_row", 0.0), longest / max(bound, LEAST_CHANGE))
                 if longest > LONGER * max(bound, LEAST_CHANGE):
                     text = f"a row of {name} is {longest:.3g} long"
                     why.append(f"{text}; the longest of the first payload and of the own update was {bound:.3g}")
-        return Look("suspicious" if why else "ok", figures, tuple(why))
+        return PayloadLook("suspicious" if why else "ok", figures, tuple(why))
 
-    def _change(self, task: Task, payload: Tensors, last: Mapping[str, Any], why: list[str]) -> dict[str, float]:
+    def _change(self, task: Task, payload: Tensors, last: _Changed, why: list[str]) -> dict[str, float]:
         """How far the payload has moved since the last one, in own changes for each round that has passed."""
         content = self._state.read_file(LAST)
-        if content is None or last["change"] < LEAST_CHANGE:
+        if content is None or last.change < LEAST_CHANGE:
             return {}
         before, _ = decode(content)
-        moved, rounds = _distance(payload, before), max(1, task.round - last["round"])
-        ratio = moved / (last["change"] * rounds)
+        moved, rounds = _distance(payload, before), max(1, task.round - last.round)
+        ratio = moved / (last.change * rounds)
         if ratio > self._rules.max_change:
             text = f"it moved by {moved:.3g} in {rounds} rounds, {ratio:.3g} times this client's own last change"
             why.append(f"{text} for each; payload.max_change is {self._rules.max_change:g}")
@@ -118,26 +151,23 @@ class PayloadChecks:
 
     def note(self, task: Task, payload: Tensors, update: Tensors) -> None:
         """Remember what was trained from, and how far this client has changed it."""
-        known, served = self._known(), [task.round, task.phase]
-        if not known["first"]:
-            known["first"] = _rows(payload)
+        known, digest = self._known(), task.payload.sha256
+        known.first = known.first or _rows(payload)
         own = _rows(update)
-        known["rows"] = {name: max(long, own.get(name, 0.0)) for name, long in known["first"].items()}
-        known["seen"].setdefault(task.payload.sha256, served)
-        about = {"round": task.round, "phase": task.phase, "sha256": task.payload.sha256}
-        known["last"] = about | {"change": _distance(update, payload)}
-        known["unwitnessed"] = None if task.secure is not None else about
+        known.rows = {name: max(long, own.get(name, 0.0)) for name, long in known.first.items()}
+        known.seen.setdefault(digest, (task.round, task.phase))
+        known.last = _Changed(round=task.round, phase=task.phase, sha256=digest, change=_distance(update, payload))
+        unsigned = task.secure is not None
+        known.unwitnessed = None if unsigned else _TrainedFrom(round=task.round, phase=task.phase, sha256=digest)
         self._state.write_file(LAST, encode({name: tensor.contiguous() for name, tensor in payload.items()}))
-        self._state.write_note(FILE, json.dumps(known))
+        self._state.write_as(FILE, known)
 
     # Witnesses
 
     def unwitnessed(self, task: Task) -> tuple[int, str] | None:
         """Round and phase that this client has trained in before ``task`` and nobody has witnessed yet."""
-        waits = self._known()["unwitnessed"] if self._rules.witnesses else None
-        if waits is None or (waits["round"], waits["phase"]) == (task.round, task.phase):
-            return None
-        return waits["round"], waits["phase"]
+        waits = self._known().unwitnessed if self._rules.witnesses else None
+        return None if waits is None or waits.is_of(task) else (waits.round, waits.phase)
 
     def expect_witnesses(self, told: Witnesses) -> None:
         """Hold the receipts of a phase that this client has trained in against what it was given itself.
@@ -146,15 +176,16 @@ class PayloadChecks:
             Failure: policy-witnesses, where too few others have signed the same payload, or one another.
         """
         known = self._known()
-        waits = known["unwitnessed"]
+        waits = known.unwitnessed
+        assert waits is not None
         own = public_identity(identity_of(self._state)).hex()
         same, others = set[str](), set[str]()
-        for one in told.receipts:
-            body = receipt_body(self._federation, waits["round"], waits["phase"], one.payload_sha256)
-            key, signature = bytes.fromhex(one.identity_key), bytes.fromhex(one.signature)
-            if one.identity_key != own and is_signed(key, signature, "receipt", body):
-                (same if one.payload_sha256 == waits["sha256"] else others).add(one.identity_key)
-        where = f"round {waits['round']}, {waits['phase']}"
+        for receipt in told.receipts:
+            body = receipt_body(self._federation, waits.round, waits.phase, receipt.payload_sha256)
+            key, signature = bytes.fromhex(receipt.identity_key), bytes.fromhex(receipt.signature)
+            if receipt.identity_key != own and is_signed(key, signature, "receipt", body):
+                (same if receipt.payload_sha256 == waits.sha256 else others).add(receipt.identity_key)
+        where = f"round {waits.round}, {waits.phase}"
         if others:
             raise Failure(
                 "policy-witnesses", f"{where}: {len(others)} clients have signed that they got another payload"
@@ -162,16 +193,11 @@ class PayloadChecks:
         if len(same) < self._rules.witnesses:
             text = f"payload.witnesses is {self._rules.witnesses}, and {len(same)} others have signed {where}'s payload"
             raise Failure("policy-witnesses", text)
-        known["unwitnessed"] = None
-        self._state.write_note(FILE, json.dumps(known))
+        known.unwitnessed = None
+        self._state.write_as(FILE, known)
 
-    def _known(self) -> dict[str, Any]:
-        text = self._state.read_note(FILE)
-        fresh: dict[str, Any] = {"last": None, "first": {}, "rows": {}, "seen": {}, "refused": {}, "unwitnessed": None}
-        try:
-            return fresh if text is None else fresh | dict(json.loads(text))
-        except (ValueError, TypeError):
-            raise self._state.damaged(FILE) from None
+    def _known(self) -> _Known:
+        return self._state.read_as(FILE, _Known) or _Known()
 
 
 def receipt(state: PrivateState, federation_id: str, task: Task) -> PayloadReceipt:

@@ -6,11 +6,9 @@ beginning: only fingerprints that owners compare over another channel rule that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.secagg import keys
@@ -70,13 +68,9 @@ class Met:
 
 def meet(state: PrivateState, others: Iterable[str], round: int, listed: frozenset[str]) -> Met:
     """Note the identity keys (hex) of a sum's ``others``, each with the first round in which it was met."""
-    text = state.read_note(PEERS)
-    try:
-        known: dict[str, Any] = {} if text is None else dict(json.loads(text))
-    except (ValueError, TypeError):
-        raise state.damaged(PEERS) from None
-    here = sorted(keys.fingerprint(bytes.fromhex(one)) for one in others)
-    new = [one for one in here if one not in known]
+    known = state.read_as(PEERS, dict[str, int]) or {}
+    here = sorted(keys.fingerprint(bytes.fromhex(key)) for key in others)
+    new = [peer for peer in here if peer not in known]
     if new:
-        state.write_note(PEERS, json.dumps({**known, **dict.fromkeys(new, round)}))
-    return Met(round, len(here), len(new), sum(one in listed for one in here))
+        state.write_as(PEERS, known | dict.fromkeys(new, round))
+    return Met(round, len(here), len(new), sum(peer in listed for peer in here))

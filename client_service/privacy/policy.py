@@ -11,29 +11,27 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.privacy.policy_example import EXAMPLE as EXAMPLE
+from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.shared.messages import EnrolmentInfo, Role, Task
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
 from promptfed.shared.spec.spec import BackboneSpec, Name, SpecError, TrainingSpec
+from promptfed.shared.spec.spec_section import Section
+
+EXAMPLE = (files(__package__) / "policy_example.yaml").read_text()
+"""A policy with comments, to begin with (`promptfed policy example`)."""
 
 Fingerprint = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
 
 
-class Part(BaseModel):
-    """Base of the policy's sections."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
-
-
-class Allow(Part):
+class Allow(Section):
     """Lists of what is allowed; None: everything."""
 
     coordinators: list[str] | None = None
@@ -43,7 +41,7 @@ class Allow(Part):
     class_names: Literal["own", "federation"] = "own"
 
 
-class Limits(Part):
+class WorkLimits(Section):
     """Bounds of the work and of the data."""
 
     rounds: Annotated[int | None, Field(ge=1)] = None
@@ -53,7 +51,7 @@ class Limits(Part):
     until: date | None = None
 
 
-class Privacy(Part):
+class Privacy(Section):
     """What training has to be protected by, and the budget."""
 
     require: Literal["none", "sample", "client"] = "none"
@@ -64,14 +62,14 @@ class Privacy(Part):
     partial: bool = False
 
 
-class Metrics(Part):
+class SentNumbers(Section):
     """What numbers may leave; accuracy None: as the federation says, withheld where it is protected."""
 
     accuracy: Literal["withheld", "noisy", "plain"] | None = None
     training: bool = True
 
 
-class SecureAggregation(Part):
+class SecureAggregation(Section):
     """Whether updates may leave only inside a sum; of how many clients at least, and how much of it this site's own.
 
     ``min_effective``: as how many clients of equal weight a sum has to count, (Σ a)²/Σ a² of its weights a.
@@ -84,7 +82,7 @@ class SecureAggregation(Part):
     minimum: Annotated[int, Field(ge=3, le=1024)] = 3
     max_own_share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
     min_effective: Annotated[float, Field(ge=1, le=1024)] = 2.5
-    peers: list[Fingerprint] = []
+    peers: list[Fingerprint] = Field(default_factory=list)
     verified: Annotated[int, Field(ge=0, le=1023)] = 0
     unverified: Annotated[int, Field(ge=0, le=1023)] = 0
     sparse: bool = False
@@ -102,7 +100,7 @@ class SecureAggregation(Part):
         return self
 
 
-class Payload(Part):
+class Payload(Section):
     """What the coordinator may serve to train from.
 
     ``max_change``: how far it may move in a round, in own changes. ``witnesses``: how many other clients have to have
@@ -114,22 +112,22 @@ class Payload(Part):
     on_suspicion: Literal["refuse", "warn"] = "warn"
 
 
-class Policy(Part):
+class Policy(Section):
     """One site's policy."""
 
     version: Literal[1]
     dataset: Name | None = None
     ledger: str | None = None
     allow: Allow = Allow()
-    limits: Limits = Limits()
+    limits: WorkLimits = WorkLimits()
     privacy: Privacy = Privacy()
-    metrics: Metrics = Metrics()
+    metrics: SentNumbers = SentNumbers()
     secure_aggregation: SecureAggregation = SecureAggregation()
     payload: Payload | None = None
 
 
 @dataclass(frozen=True)
-class Facts:
+class SiteFacts:
     """What a federation asks of this site, as plain values."""
 
     coordinator: str
@@ -150,18 +148,10 @@ class Facts:
     today: date = field(default_factory=lambda: datetime.now(UTC).date())
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A rule that a federation offends; ``kind`` is the failure's type."""
-
-    kind: str
-    text: str
-
-
-def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, units: int | None = None) -> Facts:
+def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, units: int | None = None) -> SiteFacts:
     """What the enrolment information says; ``units``: of training, where they are not the ``images``."""
     training = TrainingSpec.model_validate(info.training or {})
-    return Facts(
+    return SiteFacts(
         coordinator=coordinator,
         federation=info.name,
         method=str(info.method.get("name")),
@@ -180,7 +170,7 @@ def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, uni
     )
 
 
-def facts_of_task(task: Task, enrolled: Facts) -> Facts:
+def facts_of_task(task: Task, enrolled: SiteFacts) -> SiteFacts:
     """What a task's own configuration asks, of a site that has ``enrolled`` for what was said then."""
     config, images = task.config, enrolled.images
     try:
@@ -230,7 +220,7 @@ def _at_least(key: str, limit: int | None, value: int, what: str) -> str | None:
     return None if limit is None or value >= limit else f"limits.{key} is {limit}, and {what} {value}"
 
 
-def _coordinator(policy: Policy, facts: Facts) -> str | None:
+def _coordinator(policy: Policy, facts: SiteFacts) -> str | None:
     allowed, own = policy.allow.coordinators, facts.coordinator
     return None if _is_listed(allowed, own) else _listed("coordinators", allowed, own)
 
@@ -245,24 +235,24 @@ def _address(url: str) -> tuple[str, str, int | None, str]:
     return parts.scheme, parts.hostname or "", port, parts.path.rstrip("/")
 
 
-def _expired(policy: Policy, facts: Facts) -> str | None:
+def _expired(policy: Policy, facts: SiteFacts) -> str | None:
     until = policy.limits.until
     return None if until is None or facts.today <= until else f"limits.until is {until}, and it is {facts.today}"
 
 
-def _privacy(policy: Policy, facts: Facts) -> str | None:
+def _privacy(policy: Policy, facts: SiteFacts) -> str | None:
     if policy.privacy.require == "none" or facts.role != "trainer" or facts.level == policy.privacy.require:
         return None
     return f"privacy.require is {policy.privacy.require}, and the federation's level is {facts.level}"
 
 
-def _unit(policy: Policy, facts: Facts) -> str | None:
+def _unit(policy: Policy, facts: SiteFacts) -> str | None:
     if facts.role != "trainer" or facts.level != "sample" or facts.unit == (policy.privacy.unit or facts.unit):
         return None
     return f"privacy.unit is {policy.privacy.unit}, and the federation protects each {facts.unit}"
 
 
-def _epsilon(policy: Policy, facts: Facts) -> str | None:
+def _epsilon(policy: Policy, facts: SiteFacts) -> str | None:
     """Of whole clients the federation names its ε; of records the site's own ledger holds it."""
     most = policy.privacy.max_epsilon
     if facts.role != "trainer" or facts.level != "client" or policy.privacy.require != "client":
@@ -274,33 +264,33 @@ def _epsilon(policy: Policy, facts: Facts) -> str | None:
     )
 
 
-def _classes(policy: Policy, facts: Facts) -> str | None:
+def _classes(policy: Policy, facts: SiteFacts) -> str | None:
     if policy.allow.class_names == "own" or facts.class_names:
         return None
     return "allow.class_names is federation, and the federation names no classes"
 
 
-def _sums(policy: Policy, facts: Facts) -> str | None:
+def _sums(policy: Policy, facts: SiteFacts) -> str | None:
     if not policy.secure_aggregation.require or facts.role != "trainer" or facts.sums is not None:
         return None
     return "secure_aggregation.require is true, and the federation has none"
 
 
-def _minimum(policy: Policy, facts: Facts) -> str | None:
+def _minimum(policy: Policy, facts: SiteFacts) -> str | None:
     least = policy.secure_aggregation.minimum
     if facts.sums is None or facts.sums >= least:
         return None
     return f"secure_aggregation.minimum is {least}, and the federation's sums may be of {facts.sums} clients"
 
 
-def _witnesses(policy: Policy, facts: Facts) -> str | None:
+def _witnesses(policy: Policy, facts: SiteFacts) -> str | None:
     wanted = policy.payload.witnesses if policy.payload is not None else 0
     if not wanted or facts.common or facts.sums is not None or facts.role != "trainer":
         return None
     return f"payload.witnesses is {wanted}, and {facts.method} gives each client another payload"
 
 
-Rule = Callable[[Policy, Facts], str | None]
+Rule = Callable[[Policy, SiteFacts], str | None]
 RULES: dict[str, Rule] = {
     "coordinator": _coordinator,
     "federation": lambda policy, facts: _listed("federations", policy.allow.federations, facts.federation),
@@ -324,17 +314,17 @@ RULES: dict[str, Rule] = {
 """Every rule by the last part of its refusal's name; each says what is offended, or None."""
 
 
-def refusals(policy: Policy, facts: Facts) -> list[Refusal]:
-    """All rules that ``facts`` offend."""
-    found = ((name, rule(policy, facts)) for name, rule in RULES.items())
-    return [Refusal(f"policy-{name}", text) for name, text in found if text is not None]
+def refusals(policy: Policy, facts: SiteFacts) -> list[Failure]:
+    """A failure for every rule that ``facts`` offend."""
+    texts = ((name, rule(policy, facts)) for name, rule in RULES.items())
+    return [Failure(f"policy-{name}", text) for name, text in texts if text is not None]
 
 
-def enforce(policy: Policy | None, facts: Facts) -> None:
+def enforce(policy: Policy | None, facts: SiteFacts) -> None:
     """Raise ClientError (POLICY) with every rule that ``facts`` offend."""
-    found = refusals(policy, facts) if policy is not None else []
-    if found:
-        told = "; ".join(f"{one.kind}: {one.text}" for one in found)
+    offended = refusals(policy, facts) if policy is not None else []
+    if offended:
+        told = "; ".join(f"{failure.kind}: {failure}" for failure in offended)
         raise ClientError(Exit.POLICY, f"this site's policy does not allow to join {facts.federation}: {told}")
 
 

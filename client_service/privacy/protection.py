@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.privacy.ledger import BudgetExhausted, Ledger
 from promptfed.client_service.privacy.ledger_head import keep_head
-from promptfed.client_service.privacy.policy import Policy
+from promptfed.client_service.privacy.policy import Policy, SiteFacts, facts_of
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.faults import point
 from promptfed.client_service.state.private_state import Pending, PrivateState
-from promptfed.shared.data.source import Split
+from promptfed.shared.data.source import Source, Split
 from promptfed.shared.messages import EnrolledProtection, EnrolmentInfo, PrivacyEvent, SpendReport, Task
 from promptfed.shared.methods.core.checks.privacy_checks import training_loops
 from promptfed.shared.methods.core.interface.base import Method
@@ -36,11 +37,20 @@ from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import decode
 
 FILE = "protection.json"  # what was planned when this client enrolled
-MAX_EPSILON = 8.0  # of a data set, where its owner says nothing
+Groups = Sequence[Sequence[int]] | None
+
+
+class _KeptPlan(BaseModel):
+    """What of a plan later starts of this client go by."""
+
+    epsilon_asked: float | None
+    steps: int
+    q: float
+    noise_multiplier: float
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrivacyPlan:
     """What the whole federation may cost: ``epsilon`` alone, ``in_all`` with what the ledger holds of others."""
 
     units: int
@@ -77,14 +87,20 @@ class SiteProtection:
     """What every training task of one federation passes. Made by `plan`."""
 
     privacy: PrivacySpec
-    plan: Plan
+    plan: PrivacyPlan
     ledger: Ledger
     noise: Noise
     coordinator: str
     federation_id: str
-    groups: Sequence[Sequence[int]] | None = None  # of each group the images that stand for it
+    groups: Groups = None  # of each group the images that stand for it
     federation: str = ""  # its name
     state: PrivateState | None = None  # which keeps the ledger's head
+
+    def open(self) -> None:
+        """Begin the ledger once the data's owner has agreed, and keep what was planned for later starts."""
+        self.ledger.open(self.plan.delta)
+        if self.state is not None:
+            self.state.write_as(FILE, vars(self.plan) | {"epsilon_asked": self.privacy.epsilon})
 
     def begin(self, task: Task, client: str, images: int) -> Protection:
         """The protection of one attempt at ``task``, which the ledger can afford.
@@ -138,7 +154,6 @@ class SiteProtection:
         """Write the spend of what is about to leave under the name ``release``; as `pay`."""
         if spent is None:
             raise Failure("privacy-missing", "the update that waits was not trained under protection")
-        events = [Event(**one.model_dump()) for one in spent.events]
         about = {
             "federation_id": self.federation_id,
             "federation": self.federation,
@@ -149,7 +164,7 @@ class SiteProtection:
             "noise": spent.noise,
         }
         try:
-            new = self.ledger.spend(release, events, self.plan.most, about, "train")
+            new = self.ledger.spend(release, [event.event() for event in spent.events], self.plan.most, about, "train")
         except BudgetExhausted as error:
             raise Failure("privacy-budget-exhausted", str(error)) from None
         if self.state is not None:
@@ -192,6 +207,35 @@ def own_ledger(settings: Settings, policy: Policy | None) -> Ledger:
     return Ledger(settings.model_copy(update={"dataset": dataset}).ledger_file, dataset)
 
 
+def site_facts(info: EnrolmentInfo, settings: Settings, source: Source) -> SiteFacts:
+    """What the federation asks of a site with the images of ``source``."""
+    images = len(source.train if settings.role == "trainer" else source.test)
+    return facts_of(info, settings.coordinator, settings.role, images, units_of(info, source.train))
+
+
+def site_plan(
+    info: EnrolmentInfo,
+    method: Method,
+    train: Split,
+    settings: Settings,
+    policy: Policy | None,
+    ledger: Ledger,
+    state: PrivateState | None = None,
+) -> tuple[PrivacyPlan, Groups]:
+    """What a federation that protects records will cost here, and the groups that it protects.
+
+    Raises:
+        ClientError: LEDGER where it does not fit into the budget of the ``ledger``, or cannot be planned.
+    """
+    groups = groups_of(info.privacy, train) if info.privacy is not None else None
+    units = len(train) if groups is None else len(groups)
+    rules = policy.privacy if policy is not None else None
+    most = rules.max_epsilon if rules is not None else settings.max_epsilon
+    planned = plan(info, method, units, ledger, state, most, rules.delta if rules is not None else None)
+    expect_room(planned, ledger.dataset, rules is not None and rules.partial)
+    return planned, groups
+
+
 def reported(update: bytes) -> SpendReport | None:
     """What an update says of its cost."""
     _, metadata = decode(update)
@@ -208,7 +252,7 @@ def plan(
     state: PrivateState | None,
     most: float,
     delta: float | None = None,
-) -> Plan:
+) -> PrivacyPlan:
     """What the federation of ``info`` will cost a client with ``units`` records, as it was planned at enrolment.
 
     Raises:
@@ -229,17 +273,17 @@ def plan(
         z = privacy.noise_multiplier or _planned_noise(state, privacy, shape) or _noise(privacy, wanted, shape)
         event = Event("gaussian", shape.q, z, shape.count)
         others = [
-            one
+            spent
             for spend in ledger.spends()
             if spend.split == "train" and spend.federation_id != info.federation_id
-            for one in spend.events
+            for spent in spend.events
         ]
         alone = epsilon_of([event], wanted)
         in_all = epsilon_of([*others, event], wanted) if others else alone
     except PrivacyError as error:
         raise ClientError(Exit.LEDGER, f"this federation cannot be protected here: {error}") from None
     replaced = replace_one_epsilon([event], wanted)
-    return Plan(units, z, wanted, shape.count, shape.q, alone, in_all, most, privacy.unit, replaced)
+    return PrivacyPlan(units, z, wanted, shape.count, shape.q, alone, in_all, most, privacy.unit, replaced)
 
 
 def _check_unit(ledger: Ledger, privacy: PrivacySpec) -> None:
@@ -251,29 +295,18 @@ def _check_unit(ledger: Ledger, privacy: PrivacySpec) -> None:
         )
 
 
-def expect_room(plan: Plan, dataset: str, partial: bool = False) -> None:
+def expect_room(plan: PrivacyPlan, dataset: str, partial: bool = False) -> None:
     """Raise ClientError (LEDGER) where the whole schedule does not fit, unless ``partial`` takes part until it ends."""
     if plan.in_all > plan.most and not partial:
         text = f"all rounds would make ε = {plan.in_all:.4g} of the {plan.most:g} that the data set {dataset!r} has"
         raise ClientError(Exit.LEDGER, f"{text}: raise --max-epsilon, or ask for fewer rounds or more noise")
 
 
-def keep(state: PrivateState, plan: Plan, privacy: PrivacySpec) -> None:
-    """Remember what was planned, for later starts of this client."""
-    state.write_note(FILE, json.dumps(vars(plan) | {"epsilon_asked": privacy.epsilon}))
-
-
 def _planned_noise(state: PrivateState | None, privacy: PrivacySpec, shape: Event) -> float | None:
     """The noise that an earlier start of this client calibrated for the very same schedule and ε."""
-    raw = state.read_note(FILE) if state is not None else None
-    if state is None or raw is None:
-        return None
-    try:
-        kept = json.loads(raw)
-        same = (kept["epsilon_asked"], kept["steps"], kept["q"]) == (privacy.epsilon, shape.count, shape.q)
-        return float(kept["noise_multiplier"]) if same else None
-    except (ValueError, KeyError, TypeError):
-        raise state.damaged(FILE) from None
+    kept = state.read_as(FILE, _KeptPlan) if state is not None else None
+    same = kept is not None and (kept.epsilon_asked, kept.steps, kept.q) == (privacy.epsilon, shape.count, shape.q)
+    return kept.noise_multiplier if kept is not None and same else None
 
 
 def _noise(privacy: PrivacySpec, delta: float, shape: Event) -> float:

@@ -10,34 +10,43 @@ that has revealed joins no other attempt at that phase, after any restart.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, PlainSerializer
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.peers import Met, identity_of, meet
 from promptfed.client_service.state.faults import point
-from promptfed.client_service.state.private_state import PrivateState, Provenance
-from promptfed.shared.messages import SpendReport, Task
+from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
+from promptfed.shared.messages import SpendReport, Task, TaskKind
 from promptfed.shared.privacy.distributed import PartialNoise
 from promptfed.shared.privacy.noise import Kind, NoiseStream
 from promptfed.shared.secagg import SecureError, member
 from promptfed.shared.secagg.encoding import blurred, expect_summable, flat_change, for_sum
 from promptfed.shared.secagg.member import Limits, Secrets
-from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, Roster, UnmaskJob, alive_digest
-from promptfed.shared.secagg.roster import Roster as ReadRoster
-from promptfed.shared.secagg.roster import read_roster
+from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, RosterMessage, UnmaskJob, alive_digest
+from promptfed.shared.secagg.roster import Roster, read_roster
+from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import Tensors, decode, encode
 
 WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
 MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"
-STEPS = ("train", "share", "mask", "confirm", "unmask")
+STEPS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
+
+HexBytes = Annotated[
+    bytes,
+    BeforeValidator(lambda given: bytes.fromhex(given) if isinstance(given, str) else given),
+    PlainSerializer(bytes.hex, return_type=str),
+]
+Pair = tuple[HexBytes, HexBytes]
+"""A share of a member's seed, and one of its mask key."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Trained:
 
     update: Tensors
     private: Tensors
-    provenance: Provenance
+    provenance: TensorOrigin
     metrics: Mapping[str, float] = field(default_factory=dict)
     spent: SpendReport | None = None
 
@@ -66,16 +75,89 @@ class Cost:
 
     release: str
     spent: SpendReport | None
-    provenance: Provenance
+    provenance: TensorOrigin
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The very bytes that answer a task; they are on the disk."""
+class StepAnswer:
+    """The exact bytes that answer a task; they are on the disk."""
 
     task_id: str
-    kind: str
+    kind: TaskKind
     body: bytes
+
+
+class _OfPhase(BaseModel):
+    round: int
+    phase: str
+
+    def is_of(self, other: Task | _OfPhase) -> bool:
+        """Whether both belong to the same phase of the same round."""
+        return (self.round, self.phase) == (other.round, other.phase)
+
+
+class _KeptChange(_OfPhase):
+    """The metadata of a kept change."""
+
+    payload: str
+    provenance: TensorOrigin
+    privacy: Annotated[SpendReport | None, left_out()] = None
+    noise: Annotated[Kind | None, left_out()] = None
+
+
+class _About(_OfPhase):
+    """What an attempt is about, as this client's entry in the roster says it (`Entry`)."""
+
+    federation_id: str
+    attempt: int
+    samples: int | None = None  # earlier versions kept none: such an attempt is not gone on with
+    payload_sha256: str
+    terms: str
+
+
+class _LastAnswer(BaseModel):
+    task_id: str
+    kind: TaskKind
+
+
+class _Attempt(BaseModel):
+    """One attempt at a sum: its keys, every answer so far, and what later steps need of earlier ones.
+
+    Attributes:
+        answers: the body of each step's answer; that of ``mask`` is a file of its own.
+        accepted: steps whose answer the coordinator is known to have.
+        last: the answer that may be under way.
+        roster: as the coordinator told it in step ``share``.
+        own: the shares that this client holds of its own secrets.
+        held: the shares that it holds of each member's secrets, by the member's place.
+        sharing: the places of all who have shared.
+        confirm: the lists that step ``confirm`` told.
+    """
+
+    about: _About
+    secrets: dict[str, HexBytes]
+    answers: dict[TaskKind, str]
+    accepted: list[TaskKind] = []
+    last: _LastAnswer | None = None
+    roster: str = ""
+    own: Pair | None = None
+    held: dict[int, Pair] = {}
+    sharing: list[int] = []
+    confirm: str = ""
+
+
+class _Markers(BaseModel):
+    """What outlives every attempt.
+
+    Attributes:
+        revealed: by phase, the attempt for which shares were revealed, and the digest of the list of who counts.
+        payloads: by digest, the phase for which a payload was served.
+        round: the last round that was trained for.
+    """
+
+    revealed: dict[str, tuple[int, str]] = {}
+    payloads: dict[str, str] = {}
+    round: int = 0
 
 
 class SecureWork:
@@ -95,8 +177,8 @@ class SecureWork:
 
     def is_trained(self, task: Task) -> bool:
         """Whether the change for this phase is there: another attempt trains nothing."""
-        about = self._work()[1]
-        return about is not None and about["payload"] == task.payload.sha256 and _here(about) == _where(task)
+        kept = self._work()[1]
+        return kept is not None and kept.payload == task.payload.sha256 and kept.is_of(task)
 
     def expect(self, task: Task) -> None:
         """Refuse a task that could make this client part of a second sum.
@@ -106,20 +188,20 @@ class SecureWork:
         """
         assert task.secure is not None
         markers, where = self._markers(), _name(task)
-        revealed = markers["revealed"].get(where)
+        revealed = markers.revealed.get(where)
         if revealed is not None and (task.kind == "train" or revealed[0] != task.secure.attempt):
             text = f"this client has revealed its shares for attempt {revealed[0]} of round {task.round}"
             raise Failure("already-revealed", f"{text}: two sums would tell what it has changed")
         if task.kind != "train":
             return
-        served = markers["payloads"].get(task.payload.sha256)
+        served = markers.payloads.get(task.payload.sha256)
         if served is not None and served != where:
             raise Failure("payload-repeated", f"the same payload was served for {served}: the difference would be told")
-        if task.round < markers["round"]:
-            raise Failure("payload-repeated", f"round {task.round} is asked for after round {markers['round']}")
+        if task.round < markers.round:
+            raise Failure("payload-repeated", f"round {task.round} is asked for after round {markers.round}")
 
     def keep(self, task: Task, payload: Tensors, trained: Trained, noise: OwnNoise | None = None) -> None:
-        """Make a trained change durable, with its part of the noise. It never lies where updates are sent from.
+        """Make a trained change durable, with its part of the noise. It is never kept where updates are sent from.
 
         With ``noise``, the change is clipped and noised before its range is checked, so that no failure depends on the
         data; one that is not finite counts as zero.
@@ -130,128 +212,122 @@ class SecureWork:
         try:
             change = flat_change(trained.update, payload, checked=noise is None)
             if noise is None:
-                kept: NDArray[Any] = blurred(change, trained.update)
+                numbers: NDArray[Any] = blurred(change, trained.update)
             else:
-                kept = expect_summable(noise.part.noised(change, noise.stream))
+                numbers = expect_summable(noise.part.noised(change, noise.stream))
         except SecureError as error:
             raise Failure(error.kind, str(error)) from None
-        about = {**dict(zip(("round", "phase"), _where(task), strict=True)), "payload": task.payload.sha256}
-        if trained.spent is not None:
-            about["privacy"] = trained.spent.model_dump()
-        if noise is not None:
-            about["noise"] = noise.kind
+        about = _KeptChange(
+            round=task.round,
+            phase=task.phase,
+            payload=task.payload.sha256,
+            provenance=trained.provenance,
+            privacy=trained.spent,
+            noise=None if noise is None else noise.kind,
+        )
         private = {f"private.{name}": tensor.detach().clone() for name, tensor in trained.private.items()}
-        content = {"change": torch.from_numpy(kept), **private}
-        self._state.write_file(WORK, encode(content, {**about, "provenance": asdict(trained.provenance)}))
+        content = {"change": torch.from_numpy(numbers), **private}
+        self._state.write_file(WORK, encode(content, about.model_dump()))
         point("secure-work-written")
         markers = self._markers()
-        markers["payloads"][task.payload.sha256] = _name(task)
-        markers["round"] = max(markers["round"], task.round)
-        self._write_markers(markers)
+        markers.payloads[task.payload.sha256] = _name(task)
+        markers.round = max(markers.round, task.round)
+        self._state.write_as(MARKERS, markers)
 
-    def keys(self, task: Task) -> Answer:
+    def keys(self, task: Task) -> StepAnswer:
         """The answer of step 0: this attempt's keys, signed; they are made once."""
         assert task.secure is not None
-        about = {
-            "federation_id": self._federation,
-            "round": task.round,
-            "phase": task.secure.phase,
-            "attempt": task.secure.attempt,
-            "samples": 1 if _weighting(task).is_uniform else self.samples,
-            "payload_sha256": task.payload.sha256,
-            "terms": task.config.terms(),
-        }
-        known = self._attempt()
-        if known is not None and known["about"] == about:
-            return self._answer(known, task)
-        if known is not None and _here(known["about"]) == _where(task):
-            late = known["about"]["attempt"] > task.secure.attempt
-            if late or known["about"]["attempt"] == task.secure.attempt:
-                raise Failure("bad-roster", f"attempt {task.secure.attempt} is over, or asked otherwise than before")
+        about = _About(
+            federation_id=self._federation,
+            round=task.round,
+            phase=task.secure.phase,
+            attempt=task.secure.attempt,
+            samples=1 if _weighting(task).is_uniform else self.samples,
+            payload_sha256=task.payload.sha256,
+            terms=task.config.terms(),
+        )
+        attempt = self._attempt()
+        if attempt is not None and attempt.about == about:
+            return self._answer(attempt, task)
+        if attempt is not None and attempt.about.is_of(task) and attempt.about.attempt >= task.secure.attempt:
+            raise Failure("bad-roster", f"attempt {task.secure.attempt} is over, or asked otherwise than before")
         own = Secrets.fresh(identity_of(self._state))
-        signed = member.signed_entry(own, about)
-        body = signed.model_dump_json()
-        secret = {"mask_key": own.mask_key.hex(), "share_key": own.share_key.hex(), "seed": own.seed.hex()}
-        fresh = {"about": about, "secrets": secret, "answers": {"train": body}, "accepted": []}
-        answer = self._answer(fresh, task)
+        secrets = {"mask_key": own.mask_key, "share_key": own.share_key, "seed": own.seed}
+        body = member.signed_entry(own, about.model_dump()).model_dump_json()
+        answer = self._answer(_Attempt(about=about, secrets=secrets, answers={"train": body}), task)
         point("keys-written")
         return answer
 
     # Steps 1 to 4
 
-    def answer(self, task: Task, told: bytes) -> Answer:
+    def answer(self, task: Task, told: bytes | Path) -> StepAnswer:
         """The answer to a later step, of what it is ``told``: computed once, on the disk before it is returned.
 
         Raises:
             Failure: what was told cannot be of a sum that this client takes part in; nothing was computed.
         """
         assert task.secure is not None
-        known = self._attempt()
-        here = known is not None and _here(known["about"]) == _where(task)
-        if known is None or not here or known["about"]["attempt"] != task.secure.attempt:
+        attempt = self._attempt()
+        if attempt is None or not attempt.about.is_of(task) or attempt.about.attempt != task.secure.attempt:
             text = f"this client has no keys for attempt {task.secure.attempt} of round {task.round}"
             raise Failure("bad-roster", f"{text}: it answers the next attempt, or the next round")
-        if task.kind in known["answers"]:
-            return self._answer(known, task)
+        if task.kind in attempt.answers:
+            return self._answer(attempt, task)
         before = STEPS[STEPS.index(task.kind) - 1]
-        if before not in known["answers"]:
+        if before not in attempt.answers:
             raise Failure("bad-roster", f"step {task.kind} is asked for before step {before} was answered")
+        steps = {"share": self._share, "mask": self._mask, "confirm": self._confirm, "unmask": self._unmask}
         try:
-            body = getattr(self, f"_{task.kind}")(known, task, told)
+            content = told if isinstance(told, bytes) else told.read_bytes()
+            attempt.answers[task.kind] = steps[task.kind](attempt, task, content)
         except SecureError as error:
             raise Failure(error.kind, str(error)) from None
         except ValueError as error:
             raise Failure("bad-roster", f"what step {task.kind} tells is not understood: {str(error)[:300]}") from None
-        known["answers"][task.kind] = body
-        answer = self._answer(known, task)
+        answer = self._answer(attempt, task)
         point(f"{task.kind}-written")
         return answer
 
-    def _share(self, known: dict[str, Any], task: Task, told: bytes) -> str:
-        known["roster"] = told.decode()
-        roster, place, own = self._read(known, task)
-        answer, pair = member.share_secrets(own, roster, place)
-        known["own"] = [share.hex() for share in pair]
-        others = (entry.identity_key for one, entry in roster.entries.items() if one != place)
+    def _share(self, attempt: _Attempt, task: Task, told: bytes) -> str:
+        attempt.roster = told.decode()
+        roster, place, own = self._read(attempt, task)
+        answer, attempt.own = member.share_secrets(own, roster, place)
+        others = (entry.identity_key for other, entry in roster.entries.items() if other != place)
         self.met = meet(self._state, others, task.round, self._limits.peers)
         return answer.model_dump_json()
 
-    def _mask(self, known: dict[str, Any], task: Task, told: bytes) -> str:
-        roster, place, own = self._read(known, task)
+    def _mask(self, attempt: _Attempt, task: Task, told: bytes) -> str:
+        roster, place, own = self._read(attempt, task)
         job = MaskJob.model_validate_json(told)
-        pairs = member.open_boxes(own, roster, place, job, self._least(task))
-        held = {place: [bytes.fromhex(share) for share in known["own"]], **pairs}
-        known["held"] = {str(one): [share.hex() for share in pair] for one, pair in held.items()}
-        known["sharing"] = job.sharing
-        tensors, about = self._work()
-        if about is None or about["payload"] != known["about"]["payload_sha256"]:
+        received = member.open_boxes(own, roster, place, job, self._least(task))
+        assert attempt.own is not None
+        attempt.held = {place: attempt.own, **received}
+        attempt.sharing = job.sharing
+        tensors, kept = self._work()
+        if kept is None or kept.payload != attempt.about.payload_sha256:
             raise SecureError("bad-roster", "the change that this attempt is about is not here any more")
         vector = for_sum(tensors["change"].numpy(), roster.weights[place])
         masked = member.mask_vector(own, roster, place, job.sharing, vector.view(np.uint64))
-        tensor = torch.from_numpy(masked.view(np.int64))
-        told_too = {"roster_sha256": roster.sha256.hex()}
-        told_too |= {name: about[name] for name in ("privacy", "noise") if name in about}
-        self._state.write_file(MASKED, encode({"masked": tensor}, told_too))
+        about = {"roster_sha256": roster.sha256.hex(), **kept.model_dump(include={"privacy", "noise"})}
+        self._state.write_file(MASKED, encode({"masked": torch.from_numpy(masked.view(np.int64))}, about))
         return ""
 
-    def _confirm(self, known: dict[str, Any], task: Task, told: bytes) -> str:
-        roster, place, own = self._read(known, task)
+    def _confirm(self, attempt: _Attempt, task: Task, told: bytes) -> str:
+        roster, place, own = self._read(attempt, task)
         job = ConfirmJob.model_validate_json(told)
-        answer = member.confirm_list(own, roster, place, known["sharing"], job, self._least(task))
-        known["confirm"] = told.decode()
+        answer = member.confirm_list(own, roster, place, attempt.sharing, job, self._least(task))
+        attempt.confirm = told.decode()
         return answer.model_dump_json()
 
-    def _unmask(self, known: dict[str, Any], task: Task, told: bytes) -> str:
-        roster, place, _ = self._read(known, task)
-        held = {int(one): (bytes.fromhex(pair[0]), bytes.fromhex(pair[1])) for one, pair in known["held"].items()}
-        confirm = ConfirmJob.model_validate_json(known["confirm"])
-        answer = member.reveal_shares(roster, place, confirm, held, UnmaskJob.model_validate_json(told))
+    def _unmask(self, attempt: _Attempt, task: Task, told: bytes) -> str:
+        roster, place, _ = self._read(attempt, task)
+        confirm = ConfirmJob.model_validate_json(attempt.confirm)
+        answer = member.reveal_shares(roster, place, confirm, attempt.held, UnmaskJob.model_validate_json(told))
         markers = self._markers()
-        alive = alive_digest([roster.hashes[one] for one in confirm.alive])
-        mark = [known["about"]["attempt"], alive]
-        if markers["revealed"].setdefault(_name(task), mark) != mark:
+        mark = attempt.about.attempt, alive_digest([roster.hashes[alive] for alive in confirm.alive])
+        if markers.revealed.setdefault(_name(task), mark) != mark:
             raise SecureError("already-revealed", "this client has revealed its shares for another list")
-        self._write_markers(markers)
+        self._state.write_as(MARKERS, markers)
         point("reveal-marked")
         return answer.model_dump_json()
 
@@ -261,116 +337,97 @@ class SecureWork:
         assert spec is not None
         return replace(self._limits, minimum=max(spec.minimum, self._limits.minimum))
 
-    def _read(self, known: dict[str, Any], task: Task) -> tuple[ReadRoster, int, Secrets]:
+    def _read(self, attempt: _Attempt, task: Task) -> tuple[Roster, int, Secrets]:
+        """The attempt's roster, checked; this client's place in it; its secrets."""
         spec = task.config.secure_aggregation
         assert spec is not None
-        signed = KeysAnswer.model_validate_json(known["answers"]["train"])
-        told = Roster.model_validate_json(known["roster"])
+        signed = KeysAnswer.model_validate_json(attempt.answers["train"])
+        told = RosterMessage.model_validate_json(attempt.roster)
         roster = read_roster(told, signed, spec, self._least(task).minimum, _weighting(task))
         place = roster.place_of(signed.entry)
         member.expect_roster(roster, place, self._limits)
-        secret = {name: bytes.fromhex(value) for name, value in known["secrets"].items()}
-        return roster, place, Secrets(identity_of(self._state), **secret)
+        return roster, place, Secrets(identity_of(self._state), **attempt.secrets)
 
     # What it costs
 
     def cost(self) -> Cost | None:
         """What the kept change costs, which is noted before it first leaves under masks; None where none is kept."""
-        content, (_, about) = self._state.read_file(WORK), self._work()
-        if content is None or about is None:
+        content, (_, kept) = self._state.read_file(WORK), self._work()
+        if content is None or kept is None:
             return None
-        spent = SpendReport.model_validate(about["privacy"]) if "privacy" in about else None
-        return Cost(hashlib.sha256(content).hexdigest(), spent, Provenance(**about["provenance"]))
+        return Cost(hashlib.sha256(content).hexdigest(), kept.privacy, kept.provenance)
 
     def drop(self) -> None:
-        """Forget a change that its data set cannot afford, and this attempt with it: nothing of it has left."""
+        """Forget the kept change, and this attempt with it."""
         for name in (ATTEMPT, MASKED, WORK):
             self._state.remove_note(name)
 
     # After an answer
 
-    def unsent(self) -> Answer | None:
+    def unsent(self) -> StepAnswer | None:
         """The last answer that this client does not know to be accepted."""
-        known = self._attempt()
-        last = None if known is None else known.get("last")
-        if known is None or last is None or last["kind"] in known["accepted"]:
+        attempt = self._attempt()
+        if attempt is None or attempt.last is None or attempt.last.kind in attempt.accepted:
             return None
-        return Answer(last["task_id"], last["kind"], self._body(known, last["kind"]))
+        return self._last_answer(attempt, attempt.last)
 
-    def note_accepted(self, answer: Answer) -> None:
+    def note_accepted(self, answer: StepAnswer) -> None:
         """The coordinator has it. Only of a masked change it matters later; another answer is sent again at worst."""
-        known = self._attempt() if answer.kind == "mask" else None
-        if known is not None and answer.kind not in known["accepted"]:
-            known["accepted"].append(answer.kind)
-            self._write_attempt(known)
+        attempt = self._attempt() if answer.kind == "mask" else None
+        if attempt is not None and answer.kind not in attempt.accepted:
+            attempt.accepted.append(answer.kind)
+            self._state.write_as(ATTEMPT, attempt)
 
-    def note_refused(self, answer: Answer) -> None:
+    def note_refused(self, answer: StepAnswer) -> None:
         """The coordinator will never have it: it is not sent again."""
-        known = self._attempt()
-        if known is not None:
-            known["last"] = None
-            self._write_attempt(known)
+        attempt = self._attempt()
+        if attempt is not None:
+            attempt.last = None
+            self._state.write_as(ATTEMPT, attempt)
 
     def settle(self, task: Task) -> None:
         """A task of a later phase, or an evaluation, has come: commit the private tensors of a change that was summed.
 
         Keys, shares and the change itself are deleted; the markers stay.
         """
-        tensors, about = self._work()
-        if about is None or (task.secure is not None and _here(about) == _where(task)):
+        tensors, kept = self._work()
+        if kept is None or (task.secure is not None and kept.is_of(task)):
             return
-        known = self._attempt()
-        if known is not None and _here(known["about"]) == _here(about) and "mask" in known["accepted"]:
+        attempt = self._attempt()
+        if attempt is not None and attempt.about.is_of(kept) and "mask" in attempt.accepted:
             private = {n.removeprefix("private."): t for n, t in tensors.items() if n.startswith("private.")}
-            self._state.commit_prepared(private, Provenance(**about["provenance"]))
-        for name in (ATTEMPT, MASKED, WORK):
-            self._state.remove_note(name)
+            self._state.commit_prepared(private, kept.provenance)
+        self.drop()
 
     # Files
 
-    def _answer(self, known: dict[str, Any], task: Task) -> Answer:
+    def _answer(self, attempt: _Attempt, task: Task) -> StepAnswer:
         """Note for which task the answer is about to leave."""
-        known["last"] = {"task_id": task.task_id, "kind": task.kind}
-        self._write_attempt(known)
-        return Answer(task.task_id, task.kind, self._body(known, task.kind))
+        attempt.last = _LastAnswer(task_id=task.task_id, kind=task.kind)
+        self._state.write_as(ATTEMPT, attempt)
+        return self._last_answer(attempt, attempt.last)
 
-    def _body(self, known: dict[str, Any], kind: str) -> bytes:
-        if kind != "mask":
-            body: str = known["answers"][kind]
-            return body.encode()
-        masked = self._state.read_file(MASKED)
-        if masked is None:
+    def _last_answer(self, attempt: _Attempt, last: _LastAnswer) -> StepAnswer:
+        body = attempt.answers[last.kind].encode() if last.kind != "mask" else self._state.read_file(MASKED)
+        if body is None:
             raise self._state.damaged(MASKED)
-        return masked
+        return StepAnswer(last.task_id, last.kind, body)
 
-    def _work(self) -> tuple[Tensors, dict[str, Any] | None]:
+    def _work(self) -> tuple[Tensors, _KeptChange | None]:
         content = self._state.read_file(WORK)
         if content is None:
             return {}, None
         try:
             tensors, about = decode(content)
+            return tensors, _KeptChange.model_validate(about)
         except ValueError:
             raise self._state.damaged(WORK) from None
-        return tensors, dict(about)  # type: ignore[call-overload]
 
-    def _attempt(self) -> dict[str, Any] | None:
-        return self._json(ATTEMPT)
+    def _attempt(self) -> _Attempt | None:
+        return self._state.read_as(ATTEMPT, _Attempt)
 
-    def _write_attempt(self, known: dict[str, Any]) -> None:
-        self._state.write_note(ATTEMPT, json.dumps(known))
-
-    def _markers(self) -> dict[str, Any]:
-        return self._json(MARKERS) or {"revealed": {}, "payloads": {}, "round": 0}
-
-    def _write_markers(self, markers: dict[str, Any]) -> None:
-        self._state.write_note(MARKERS, json.dumps(markers))
-
-    def _json(self, name: str) -> dict[str, Any] | None:
-        text = self._state.read_note(name)
-        try:
-            return None if text is None else dict(json.loads(text))
-        except (ValueError, TypeError):
-            raise self._state.damaged(name) from None
+    def _markers(self) -> _Markers:
+        return self._state.read_as(MARKERS, _Markers) or _Markers()
 
 
 def _weighting(task: Task) -> Weighting:
@@ -382,14 +439,6 @@ def _weighting(task: Task) -> Weighting:
     if task.config.weighting is None:
         raise Failure("bad-roster", "the task does not say how much each client of its secure sum counts")
     return task.config.weighting
-
-
-def _where(task: Task) -> tuple[int, str]:
-    return task.round, task.phase
-
-
-def _here(about: Mapping[str, Any]) -> tuple[int, str]:
-    return about["round"], about["phase"]
 
 
 def _name(task: Task) -> str:

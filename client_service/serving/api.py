@@ -19,7 +19,7 @@ from promptfed.client_service.serving import page
 from promptfed.client_service.serving.browsers import OwnPageOnly
 from promptfed.client_service.serving.prediction import BadImage, NoPrompts, Predictor, TooManyPixels
 from promptfed.shared.messages import PROBLEM_BASE, Problem
-from promptfed.shared.service.http_connection import Connection
+from promptfed.shared.service.http_connection import StrictHttpProtocol
 from promptfed.shared.service.net import bind, is_loopback, url_of
 
 MAX_IMAGE_BYTES = 20 << 20
@@ -169,7 +169,7 @@ async def running_api(app: FastAPI, host: str, port: int) -> AsyncIterator[str]:
         raise ClientError(Exit.USAGE, text) from None
     config = uvicorn.Config(
         app,
-        http=Connection,
+        http=StrictHttpProtocol,
         ws="none",
         log_config=None,
         access_log=False,

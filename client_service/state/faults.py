@@ -12,30 +12,8 @@ from collections import Counter
 
 VARIABLE = "PROMPTFED_CLIENT_FAULT"
 
-#: Every point of one task but those below, in the order in which a protected task reaches them.
-POINTS = ("task-affordable", "pending-written", "spend-locked", "spend-half-written", "spend-written", "update-sent")
-
 #: Between two steps of a training.
 TRAINING_POINT = "training-step"
-
-#: Those of an evaluation whose accuracies leave as noisy counts.
-COUNT_POINTS = ("counts-written", "counts-spent")
-
-#: Those that secure sums reach besides, in their order.
-SECURE_POINTS = (
-    "secure-work-written",
-    "keys-written",
-    "keys-sent",
-    "share-written",
-    "share-sent",
-    "mask-written",
-    "mask-sent",
-    "confirm-written",
-    "confirm-sent",
-    "reveal-marked",
-    "unmask-written",
-    "unmask-sent",
-)
 
 _reached: Counter[str] = Counter()
 

@@ -24,11 +24,11 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body, sha256_of
@@ -41,6 +41,8 @@ ANSWERED = "answered"
 PAYLOADS = "payloads"
 LARGE = 16 << 20  # bytes from which a payload is mapped and not read
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Provenance:
+class TensorOrigin:
     """Where private tensors come from: the task that made them, and the peers for which they were prepared."""
 
     task_id: str | None = None
@@ -135,13 +137,9 @@ class PrivateState:
         Raises:
             ClientError: STATE where the folder belongs to another name or role.
         """
-        raw = self._read_json("identity.json")
-        if raw is None:
+        identity = self.read_as("identity.json", Identity)
+        if identity is None:
             return self._write_identity(Identity(name, role, secret or secrets.token_hex(32)))
-        try:
-            identity = Identity(**raw)
-        except TypeError:
-            raise self.damaged("identity.json") from None
         if (identity.name, identity.role) != (name, role):
             text = f"the state folder {self.folder} belongs to the {identity.role} {identity.name!r}"
             raise ClientError(Exit.STATE, f"{text}, not to the {role} {name!r}: give another --state-dir")
@@ -158,16 +156,16 @@ class PrivateState:
                 f"the state folder {self.folder} belongs to federation {identity.federation_id}, not to {federation_id}"
             )
             raise ClientError(Exit.STATE, f"{text}: give another --state-dir")
-        bound = Identity(identity.name, identity.role, identity.secret, federation_id, client_id or identity.client_id)
+        bound = replace(identity, federation_id=federation_id, client_id=client_id or identity.client_id)
         return bound if bound == identity else self._write_identity(bound)
 
     def _write_identity(self, identity: Identity) -> Identity:
-        self._write("identity.json", json.dumps(asdict(identity)).encode())
+        self.write_as("identity.json", identity)
         return identity
 
     def save_enrolment(self, info: EnrolmentInfo) -> None:
         """Keep what the coordinator said, for a restart with an enrolment token that has expired."""
-        self._write("enrolment.json", info.model_dump_json().encode())
+        self.write_as("enrolment.json", info)
 
     def enrolment(self) -> EnrolmentInfo | None:
         """What the coordinator said when the client enrolled; None where an earlier version kept only a part of it."""
@@ -175,24 +173,24 @@ class PrivateState:
         try:
             return None if raw is None else EnrolmentInfo.model_validate(raw)
         except ValidationError as error:
-            if all(one["type"] == "missing" for one in error.errors()):
+            if all(offence["type"] == "missing" for offence in error.errors()):
                 return None
             raise self.damaged("enrolment.json") from None
 
     # Private tensors
 
-    def committed(self) -> tuple[Tensors, Provenance]:
+    def committed(self) -> tuple[Tensors, TensorOrigin]:
         """The private tensors from which training starts; none before the first accepted update."""
         path = self.folder / "committed.safetensors"
         if not path.exists():
-            return {}, Provenance()
+            return {}, TensorOrigin()
         try:
             tensors, metadata = decode(path.read_bytes())
-            return tensors, Provenance(**metadata)  # type: ignore[arg-type]  # TypeError where it is no mapping
+            return tensors, TensorOrigin(**metadata)  # type: ignore[arg-type]  # TypeError where it is no mapping
         except (TensorError, TypeError):
             raise self.damaged(path.name) from None
 
-    def commit_prepared(self, private: Tensors, provenance: Provenance) -> None:
+    def commit_prepared(self, private: Tensors, provenance: TensorOrigin) -> None:
         """Commit private tensors that were made before training, which belong to no task."""
         self._write("committed.safetensors", _encode(private, provenance))
 
@@ -203,7 +201,7 @@ class PrivateState:
         (self.folder / "committed.safetensors").unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)
 
-    def write_pending(self, update: bytes, private: Tensors, provenance: Provenance) -> None:
+    def write_pending(self, update: bytes, private: Tensors, provenance: TensorOrigin) -> None:
         """Make an update and its private tensors durable together; from now on only these bytes are sent."""
         draft = self.folder / "pending.tmp"
         shutil.rmtree(draft, ignore_errors=True)
@@ -336,6 +334,22 @@ class PrivateState:
         except OSError:
             raise self.damaged(name) from None
 
+    def write_as(self, name: str, value: object) -> None:
+        """A file of JSON, on the disk when this returns: of a model, a dataclass or a mapping."""
+        self._write(name, TypeAdapter(type(value)).dump_json(value))
+
+    def read_as(self, name: str, kind: type[Kept]) -> Kept | None:
+        """What `write_as` wrote, as ``kind``; None where there is nothing.
+
+        Raises:
+            ClientError: STATE where it cannot be read, or is nothing of this kind.
+        """
+        content = self.read_file(name)
+        try:
+            return None if content is None else TypeAdapter(kind).validate_json(content)
+        except ValidationError:
+            raise self.damaged(name) from None
+
     def remove_note(self, name: str) -> None:
         """Take away what `write_note` wrote, if it is there."""
         (self.folder / name).unlink(missing_ok=True)
@@ -381,12 +395,12 @@ def _update_in(folder: Path) -> Pending:
     """The update that lies in a folder. Raises _Changed, or one of UNREADABLE."""
     about = json.loads((folder / "about.json").read_bytes())
     path = folder / "update.safetensors"
-    found = sha256_of(path)
-    if found != about["sha256"]:
+    digest = sha256_of(path)
+    if digest != about["sha256"]:
         raise _Changed
-    return Pending(about["task_id"], about["round"], about["phase"], Body(path, path.stat().st_size, found))
+    return Pending(about["task_id"], about["round"], about["phase"], Body(path, path.stat().st_size, digest))
 
 
-def _encode(private: Tensors, provenance: Provenance) -> bytes:
+def _encode(private: Tensors, provenance: TensorOrigin) -> bytes:
     # Clones, since safetensors refuses tensors that share memory, as views of one parameter do.
     return encode({name: tensor.detach().clone() for name, tensor in private.items()}, asdict(provenance))

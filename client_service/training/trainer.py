@@ -19,13 +19,13 @@ from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.agreement import Agreement
 from promptfed.client_service.privacy.noisy_counts import Leaving, NoisyCounts
 from promptfed.client_service.privacy.payloads import PayloadChecks, receipt, start_of
-from promptfed.client_service.privacy.policy import Facts, Policy, facts_of_task, refusals
+from promptfed.client_service.privacy.policy import Policy, SiteFacts, facts_of_task, refusals
 from promptfed.client_service.privacy.protection import SiteProtection
 from promptfed.client_service.privacy.secure import OwnNoise, Trained
 from promptfed.client_service.privacy.unexplained import unexplained
 from promptfed.client_service.serving.prediction import Predictor, Served
 from promptfed.client_service.state.faults import TRAINING_POINT, point
-from promptfed.client_service.state.private_state import PrivateState, Provenance, Serving
+from promptfed.client_service.state.private_state import PrivateState, Serving, TensorOrigin
 from promptfed.client_service.training.augmentation import kept_bytes
 from promptfed.client_service.training.data import TEST, TRAIN, Cancelled, ClientData, LocalSplit
 from promptfed.client_service.training.evaluation import Evaluation
@@ -72,7 +72,7 @@ class SiteRules:
     """
 
     policy: Policy | None = None
-    asked: Facts | None = None
+    asked: SiteFacts | None = None
     payloads: PayloadChecks | None = None
 
 
@@ -169,7 +169,7 @@ class TaskWork:
         if self.rules.payloads is not None:
             with unexplained(self.hides_failures):
                 self.rules.payloads.note(task, tensors, update)
-        provenance = Provenance(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
+        provenance = TensorOrigin(task.task_id, task.round, task.phase, peers, "sample" if protection else "none")
         return Trained(update, private, provenance, finite, spent)
 
     def own_noise(self, task: Task) -> OwnNoise | None:
@@ -291,8 +291,8 @@ class TaskWork:
         now = replace(self.rules.asked, today=datetime.now(UTC).date(), images=self._images)
         if task is not None:
             now = facts_of_task(task, now)
-        for refusal in refusals(self.rules.policy, now):
-            raise Failure(refusal.kind, refusal.text)
+        for offence in refusals(self.rules.policy, now):
+            raise offence
 
     @property
     def _images(self) -> int:

@@ -58,13 +58,13 @@ def _short(value: Any) -> Any:
     return value
 
 
-class JsonFormatter(log_lines.JsonFormatter):
+class JsonFormatter(log_lines.JsonLines):
     """A record as JSON; secrets never get here, because nothing logs headers or bodies."""
 
     fields = (*FIELDS, "data")
 
 
-class TextFormatter(log_lines.TextFormatter):
+class TextFormatter(log_lines.TextLines):
     """A record as a line for people: message, place, and ``KEY=VALUE`` for all else that an event tells."""
 
     def words(self, record: logging.LogRecord) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import resource
 
 from promptfed.coordinator.http.certificates import WithCertificate, names_shown
-from promptfed.shared.service.http_connection import Connection
+from promptfed.shared.service.http_connection import StrictHttpProtocol
 
 ACCEPTED_AT_ONCE = 32  # several times as many may have been accepted before the first of them is looked at
 QUEUE = 2048  # connections that the system keeps until they are accepted
@@ -36,7 +36,7 @@ def most_connections() -> int:
     return max(files - KEPT_FILES, files // 2)
 
 
-class LimitedConnection(Connection):
+class LimitedConnection(StrictHttpProtocol):
     """Hangs up on whoever is one too many."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -6,7 +6,8 @@ import asyncio
 import json
 from pathlib import Path
 
-from promptfed.client_service.http.coordinator_client import BadAnswer, CoordinatorClient, Refused, http_to
+from promptfed.client_service.http.connection import BadAnswer, Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
 from promptfed.client_service.privacy.agreement import FILE
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api.privacy_schemas import SpendList

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from promptfed.shared.messages import Role
+from promptfed.shared.messages import Message, Role
 from promptfed.shared.spec.spec import Name
 
 OperatorRole = Literal["viewer", "operator", "admin"]
@@ -20,10 +20,8 @@ FIRST_LINK = "0" * 64
 EXPIRED_AT = "when it was first seen to have expired; it stays expired if the clock is set back"
 
 
-class TokenRequest(BaseModel):
+class TokenRequest(Message):
     """Whom an enrolment token shall let in, and how long."""
-
-    model_config = {"extra": "forbid"}
 
     hours: Annotated[float | None, Field(gt=0, le=24 * 366, description="default: the coordinator's setting")] = None
     name: Annotated[Name | None, Field(description="by which it is listed; default: its id")] = None
@@ -74,10 +72,8 @@ class TokenPage(BaseModel):
     next: str | None
 
 
-class OperatorRequest(BaseModel):
+class OperatorRequest(Message):
     """A token for an operator."""
-
-    model_config = {"extra": "forbid"}
 
     name: Annotated[Name, Field(description="the person's or program's, as the audit log will have it")]
     role: Annotated[OperatorRole, Field(description="viewer reads, operator steers, admin also names operators")]

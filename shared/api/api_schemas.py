@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from promptfed.shared.messages import Domain, FederationState, Role, TaskKind
+from promptfed.shared.messages import Domain, FederationState, Message, Role, TaskKind
 from promptfed.shared.spec.spec import BackboneShape, ClassName, FederationSpec
 from promptfed.shared.spec.spec_section import left_out
 
@@ -279,10 +279,8 @@ class PromptsView(BaseModel):
     tensors: dict[str, TensorView]
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Message):
     """Text features ``(C, d_e)`` of the classes for which prompts are wanted, in the order of their names."""
-
-    model_config = {"extra": "forbid", "allow_inf_nan": False}
 
     class_names: list[ClassName] = Field(min_length=1, max_length=100_000)
     text_features: list[list[float]] = Field(min_length=1, max_length=100_000)

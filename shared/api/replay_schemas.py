@@ -6,13 +6,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from promptfed.shared.messages import Message
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 
 
-class ReplayRequest(BaseModel):
+class ReplayRequest(Message):
     """What shall be otherwise; nothing: the round is computed again as it was."""
-
-    model_config = {"extra": "forbid"}
 
     aggregation: AggregationSpec | None = Field(
         None, description="in the place of the spec's, whose max_weight_share stays unless another is given"

@@ -125,18 +125,18 @@ def epsilon_of(events: Iterable[Event], delta: float, interval: float = RECORDED
 
 @lru_cache(maxsize=256)
 def _composed(events: tuple[Event, ...], delta: float, interval: float) -> float:
-    from dp_accounting import NeighboringRelation, dp_event
-    from dp_accounting.pld import PLDAccountant
+    from dp_accounting import NeighboringRelation
 
     simple = _simple_bound(events, delta)
-    if simple > HOPELESS:
-        return simple
-    accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, value_discretization_interval=interval)
+    return simple if simple > HOPELESS else _by_pld(events, delta, NeighboringRelation.REPLACE_SPECIAL, interval)
+
+
+def _by_pld(events: Iterable[Event], delta: float, relation: Any, interval: float) -> float:
+    from dp_accounting.pld import PLDAccountant
+
+    accountant = PLDAccountant(relation, value_discretization_interval=interval)
     for event in events:
-        if event.mechanism == "laplace":
-            accountant.compose(dp_event.DiscreteLaplaceDpEvent(event.z, 1), event.count)
-        else:
-            accountant.compose(_gaussian(event), event.count)
+        accountant.compose(_mechanism(event), event.count)
     return float(accountant.get_epsilon(delta))
 
 
@@ -149,7 +149,7 @@ def _simple_bound(events: tuple[Event, ...], delta: float) -> float:
     accountant = RdpAccountant(orders, NeighboringRelation.REPLACE_SPECIAL)
     gaussians = [event for event in events if event.mechanism == "gaussian"]
     for event in gaussians:
-        accountant.compose(_gaussian(event), event.count)
+        accountant.compose(_mechanism(event), event.count)
     counts = math.fsum(event.z * event.count for event in events if event.mechanism == "laplace")
     return counts + (float(accountant.get_epsilon(delta)) if gaussians else 0.0)
 
@@ -171,21 +171,19 @@ def _replaced(events: tuple[Event, ...], delta: float) -> float:
 
 def _of_sums(sums: tuple[Event, ...], delta: float) -> float:
     from dp_accounting import NeighboringRelation
-    from dp_accounting.pld import PLDAccountant
 
     if epsilon_of(sums, delta) > HOPELESS / 4:
         # Such a loss would fill the memory. Without amplification a sum is ρ = (2/z)²/2 zero-concentrated.
         rho = math.fsum(2 * event.count / event.z**2 for event in sums)
         return rho + 2 * math.sqrt(rho * math.log(1 / delta))
-    accountant = PLDAccountant(NeighboringRelation.REPLACE_ONE, value_discretization_interval=RECORDED)
-    for event in sums:
-        accountant.compose(_gaussian(event), event.count)
-    return float(accountant.get_epsilon(delta))
+    return _by_pld(sums, delta, NeighboringRelation.REPLACE_ONE, RECORDED)
 
 
-def _gaussian(event: Event) -> Any:
+def _mechanism(event: Event) -> Any:
     from dp_accounting import dp_event
 
+    if event.mechanism == "laplace":
+        return dp_event.DiscreteLaplaceDpEvent(event.z, 1)
     noise = dp_event.GaussianDpEvent(event.z)
     return noise if event.q >= 1 else dp_event.PoissonSampledDpEvent(event.q, noise)
 

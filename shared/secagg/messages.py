@@ -71,7 +71,7 @@ class KeysAnswer(SecureMessage):
     signature: Hex64
 
 
-class Roster(SecureMessage):
+class RosterMessage(SecureMessage):
     """What step 1 reads: the entries that the client may use; ``hashes`` of all, in order, where these are not all."""
 
     entries: Annotated[list[KeysAnswer], Field(max_length=1024)]

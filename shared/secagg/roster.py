@@ -11,8 +11,7 @@ from promptfed.shared.secagg import SecureError
 from promptfed.shared.secagg.encoding import MOST_CLIENTS
 from promptfed.shared.secagg.graph import Graph, graph_of, ring_order
 from promptfed.shared.secagg.keys import is_signed
-from promptfed.shared.secagg.messages import Entry, KeysAnswer
-from promptfed.shared.secagg.messages import Roster as RosterMessage
+from promptfed.shared.secagg.messages import Entry, KeysAnswer, RosterMessage
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.weighting import WHOLE_WEIGHT, Weighting, whole_weights
 

@@ -29,7 +29,7 @@ REQUEST_LINE = re.compile(rb"[A-Z-]+ /[!\"$-~]* HTTP/1\.[01]\r\n")
 CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[^\r\n]*)?\r\n")
 
 
-class Connection(HttpToolsProtocol):
+class StrictHttpProtocol(HttpToolsProtocol):
     """Refuses what is ambiguous or too long, reads no further than to the end of the request under way, and hangs up
     on whoever does not reach the end of a request's head.
     """

@@ -13,7 +13,7 @@ from promptfed.shared.plain_text import plain
 ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
-class JsonFormatter(logging.Formatter):
+class JsonLines(logging.Formatter):
     """A record as one JSON object. ``fields``: attributes of records that are added where they are set."""
 
     fields: ClassVar[tuple[str, ...]] = ()
@@ -33,7 +33,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False, default=str)
 
 
-class TextFormatter(logging.Formatter):
+class TextLines(logging.Formatter):
     """A record as one line: the time, the level of warnings and errors, and `words`. Tracebacks keep their lines."""
 
     def __init__(self, fmt: str = "%(asctime)s %(message)s"):

@@ -24,7 +24,6 @@ from promptfed.shared.spec.spec_hints import meant
 from promptfed.shared.spec.spec_section import Section, ceil_fraction, left_out
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-RESERVED: dict[str, str] = {}
 
 VIEWS = 8
 
@@ -266,13 +265,8 @@ def parse_spec(raw: dict[str, Any], defaults: dict[str, Any] | None = None) -> F
     Raises:
         SpecError: with a dotted path for every offence.
     """
-    reserved = [{"path": key, "detail": text} for key, text in RESERVED.items() if key in raw]
-    allowed = {key: value for key, value in raw.items() if key not in RESERVED}
     try:
         # Strict JSON-mode validation: a float field takes 1, but an int field does not take "1" or 1.5.
-        spec = FederationSpec.model_validate(merged(defaults or {}, allowed))
+        return FederationSpec.model_validate(merged(defaults or {}, raw))
     except ValidationError as error:
-        raise SpecError([*reserved, *SpecError.from_validation(error, model=FederationSpec).errors]) from None
-    if reserved:
-        raise SpecError(reserved)
-    return spec
+        raise SpecError.from_validation(error, model=FederationSpec) from None

@@ -12,7 +12,7 @@ from promptfed.shared.spec.spec_aggregation import AggregationSpec
 Key = TypeVar("Key", str, int)
 
 
-class Rule(Protocol):
+class WeightRule(Protocol):
     """What `shares` needs of a rule."""
 
     @property
@@ -49,7 +49,7 @@ class Weighting(BaseModel):
         return AggregationSpec(weighting=self.weighting, max_weight_share=self.max_weight_share).weight_cap(count)
 
 
-def shares(samples: Mapping[Key, int], rules: Rule) -> dict[Key, float]:
+def shares(samples: Mapping[Key, int], rules: WeightRule) -> dict[Key, float]:
     """Each client's weight, summing to 1: by samples or equal, none over ``max_weight_share``.
 
     What the cap takes from some goes to the others in proportion to their weights. A cap under 1/K, which K clients
@@ -81,7 +81,7 @@ WHOLE_WEIGHT = 1 << 16
 """The weight of the heaviest client; every client's is a whole number of 65,536ths of it, at least 1."""
 
 
-def whole_weights(samples: Mapping[Key, int], rules: Rule) -> dict[Key, int]:
+def whole_weights(samples: Mapping[Key, int], rules: WeightRule) -> dict[Key, int]:
     """Each client's weight as a whole number of 1…65,536, in the ratio of its `shares`; equal ones are all 65,536."""
     given = shares(samples, rules)
     largest = max(given.values(), default=1.0)

@@ -20,7 +20,8 @@ import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.http.bodies import Body
-from promptfed.client_service.http.coordinator_client import BadAnswer, CoordinatorClient, Refused, open_http
+from promptfed.client_service.http.connection import BadAnswer, Refused
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.settings import Settings, make_settings
 from promptfed.shared.messages import FailureRequest, Task
 

@@ -13,7 +13,7 @@ import pytest
 
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings
-from promptfed.client_service.state.private_state import PrivateState, Provenance
+from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
@@ -27,14 +27,14 @@ def test_ephemeral_state_is_neither_locked_nor_synced(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), fsync(handle))[1])
     first = PrivateState(tmp_path / "ephemeral", ephemeral=True)
     identity = first.identity("a", "trainer")
-    first.write_pending(b"update", {}, Provenance("task"))
+    first.write_pending(b"update", {}, TensorOrigin("task"))
     second = PrivateState(tmp_path / "ephemeral", ephemeral=True)
     assert second.identity("a", "trainer") == identity
     pending = second.pending()
     assert pending is not None
     assert pending.update.read() == b"update"
     second.commit()
-    assert second.committed() == ({}, Provenance("task"))
+    assert second.committed() == ({}, TensorOrigin("task"))
     assert synced == []
     for state in (first, second):
         state.close()

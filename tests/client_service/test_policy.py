@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.joining.doctor import Examination
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.privacy.policy import EXAMPLE, RULES, Facts, Policy, read_policy, refusals
+from promptfed.client_service.privacy.policy import EXAMPLE, RULES, Policy, SiteFacts, read_policy, refusals
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.training import trainer
 from promptfed.shared.data import Source
@@ -25,7 +25,7 @@ from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 
 PEER = "ed25519:" + "0" * 64
-FACTS = Facts(
+FACTS = SiteFacts(
     coordinator="https://coordinator.example.org",
     federation="eyes",
     method="promptfl",
@@ -81,7 +81,7 @@ def test_a_site_that_asks_for_whole_clients_holds_the_federation_s_epsilon_again
 @pytest.mark.parametrize("rule", OFFENCES)
 def test_each_key_is_offended_by_what_is_just_beyond_it(tmp_path: Path, rule: str) -> None:
     policy, _ = read_policy(written(tmp_path, EXAMPLE))
-    facts = Facts(**{**vars(FACTS), **OFFENCES[rule]})
+    facts = SiteFacts(**{**vars(FACTS), **OFFENCES[rule]})
     (found,) = refusals(policy, facts)
     assert found.kind == f"policy-{rule}"
     assert refusals(Policy(version=1), facts) == []
@@ -98,7 +98,9 @@ def test_the_other_rules() -> None:
     assert [one.kind for one in refusals(seen, replace(FACTS, common=False, sums=None))] == ["policy-witnesses"]
     assert refusals(seen, FACTS) == refusals(seen, replace(FACTS, common=False, sums=3)) == []
     names = Policy.model_validate({"version": 1, "allow": {"class_names": "federation"}})
-    assert [one.kind for one in refusals(names, Facts(**{**vars(FACTS), "class_names": False}))] == ["policy-classes"]
+    assert [one.kind for one in refusals(names, SiteFacts(**{**vars(FACTS), "class_names": False}))] == [
+        "policy-classes"
+    ]
     same = Policy.model_validate({"version": 1, "allow": {"coordinators": ["https://coordinator.example.org:443/"]}})
     assert refusals(same, FACTS) == []
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.state.private_state import Pending, PrivateState, Provenance, Serving
+from promptfed.client_service.state.private_state import Pending, PrivateState, Serving, TensorOrigin
 from promptfed.shared.messages import TaskConfig
 
-ROUND_1 = Provenance("task-1", 1, "train", "peers")
-ROUND_2 = Provenance("task-2", 2, "train", "peers")
+ROUND_1 = TensorOrigin("task-1", 1, "train", "peers")
+ROUND_2 = TensorOrigin("task-2", 2, "train", "peers")
 
 
 class Killed(BaseException):
@@ -97,7 +97,7 @@ def test_a_kill_while_discarding_leaves_the_update_whole_or_gone(tmp_path: Path)
 
 def test_a_kill_while_writing_an_update_leaves_it_whole_or_absent(tmp_path: Path) -> None:
     def change(state: PrivateState) -> None:
-        state.write_pending(b"third", vector(3.0), Provenance("task-3", 3, "train", "peers"))
+        state.write_pending(b"third", vector(3.0), TensorOrigin("task-3", 3, "train", "peers"))
 
     seen = []
     for step in range(1, 200):
@@ -212,7 +212,7 @@ def test_the_accepted_update_is_kept_until_the_next_one(tmp_path: Path) -> None:
     state = PrivateState(tmp_path)
     assert state.answered() is None
     for number, update in enumerate((b"first", b"second"), 1):
-        state.write_pending(update, vector(1.0), Provenance(f"task-{number}", number, "train"))
+        state.write_pending(update, vector(1.0), TensorOrigin(f"task-{number}", number, "train"))
         state.commit()
         assert told(state.answered()) == (f"task-{number}", number, "train", update)
     state.write_pending(b"third", vector(1.0), ROUND_1)
@@ -227,20 +227,20 @@ def test_the_accepted_update_is_kept_until_the_next_one(tmp_path: Path) -> None:
 def test_private_tensors_and_the_update_made_with_them_are_forgotten_together(tmp_path: Path) -> None:
     state = PrivateState(tmp_path)
     state.reset_private()
-    state.commit_prepared({"a": torch.ones(2)}, Provenance(peers="p"))
-    state.write_pending(b"update", {"a": torch.zeros(2)}, Provenance("task-1", 1, "train"))
+    state.commit_prepared({"a": torch.ones(2)}, TensorOrigin(peers="p"))
+    state.write_pending(b"update", {"a": torch.zeros(2)}, TensorOrigin("task-1", 1, "train"))
     state.reset_private()
-    assert state.committed() == ({}, Provenance())
+    assert state.committed() == ({}, TensorOrigin())
     assert state.pending() is None
 
 
 def test_private_tensors_may_share_memory(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
     state = PrivateState(tmp_path)
-    state.commit_prepared({"a": whole[:3], "b": whole[3:], "all": whole}, Provenance(peers="p"))
+    state.commit_prepared({"a": whole[:3], "b": whole[3:], "all": whole}, TensorOrigin(peers="p"))
     tensors, provenance = state.committed()
     assert tensors["b"].tolist() == [3.0, 4.0, 5.0]
-    assert provenance == Provenance(peers="p")
+    assert provenance == TensorOrigin(peers="p")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

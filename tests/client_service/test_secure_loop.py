@@ -15,9 +15,9 @@ from promptfed.client_service.__main__ import main
 from promptfed.client_service.exits import Exit, Failure
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.peers import meet, own_fingerprint
-from promptfed.client_service.privacy.protection import Plan, SiteProtection
-from promptfed.client_service.privacy.secure import Answer, SecureWork, Trained
-from promptfed.client_service.state.private_state import PrivateState, Provenance
+from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
+from promptfed.client_service.privacy.secure import SecureWork, StepAnswer, Trained
+from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.client_service.task_loop import TaskLoop
 from promptfed.client_service.training.trainer import TaskWork
 from promptfed.shared.messages import PrivacyEvent, SpendReport
@@ -58,10 +58,10 @@ def loop_of(state: PrivateState, protection: SiteProtection | None = None) -> Ta
     agreement = agreed(state, {"name": "promptfl", "m": 4}, secure_aggregation=SecureAggregationSpec())
     data = SimpleNamespace(count=lambda which: 4)
     rules = SimpleNamespace(policy=None, payloads=None)
-    work = SimpleNamespace(rules=rules, data=data, protection=protection, expect_policy=lambda task=None: None)
+    own = {"state": state, "agreement": agreement, "rules": rules, "data": data, "protection": protection}
+    work = SimpleNamespace(**own, expect_policy=lambda task=None: None)
     monitor = SimpleNamespace(task=lambda *about: None, tell=lambda *about, **facts: None)
-    parts = (Coordinator(), state, work, Here(), monitor)
-    return TaskLoop(*cast(Any, parts), agreement)
+    return TaskLoop(*cast(Any, (Coordinator(), work, Here(), monitor)))
 
 
 @pytest.mark.parametrize("mutant", [False, True])
@@ -69,13 +69,13 @@ def test_an_update_in_the_clear_never_leaves(mutant: bool, tmp_path: Path, monke
     if mutant:
         PLAIN_PATH.apply(monkeypatch)
     loop = loop_of(PrivateState(tmp_path))
-    loop.state.write_pending(b"an update", {}, Provenance("task-1", 1, "train"))
+    loop.state.write_pending(b"an update", {}, TensorOrigin("task-1", 1, "train"))
     asyncio.run(loop._send_pending())
     assert loop.coordinator.sent == (["task-1"] if mutant else [])
 
 
 def protected(ledger: Ledger, most: float = 8.0) -> SiteProtection:
-    plan = Plan(24, 2.0, 1e-3, 8, 0.25, 1.0, 1.0, most)
+    plan = PrivacyPlan(24, 2.0, 1e-3, 8, 0.25, 1.0, 1.0, most)
     ledger.open(1e-3)
     return SiteProtection(PrivacySpec(level="sample", clip=0.3), plan, ledger, SeededNoise(1), "http://x", "fed-1")
 
@@ -85,7 +85,7 @@ def trained_work(folder: Path) -> SecureWork:
     world = World(folder, count=1)
     task, work = world.task("train", 0), world.works[0]
     update = {"context": torch.full((70,), 0.5)}
-    trained = Trained(update, {}, Provenance(task.task_id, 1, "train", privacy="sample"), {}, SPENT)
+    trained = Trained(update, {}, TensorOrigin(task.task_id, 1, "train", privacy="sample"), {}, SPENT)
     work.keep(task, {"context": torch.zeros(70)}, trained)
     return work
 
@@ -94,9 +94,9 @@ def test_a_change_is_paid_for_once_whatever_the_attempt(tmp_path: Path) -> None:
     work, ledger = trained_work(tmp_path / "work"), Ledger(None)
     loop = loop_of(PrivateState(tmp_path / "state"), protected(ledger))
     for attempt in (1, 2):
-        asyncio.run(loop._pay_masked(work, Answer(f"keys-{attempt}", "train", b"")))
+        asyncio.run(loop._pay_masked(work, StepAnswer(f"keys-{attempt}", "train", b"")))
         assert len(ledger.spends()) == attempt - 1, "keys cost nothing, nor does another attempt"
-        asyncio.run(loop._pay_masked(work, Answer(f"mask-{attempt}", "mask", b"")))
+        asyncio.run(loop._pay_masked(work, StepAnswer(f"mask-{attempt}", "mask", b"")))
         (spend,) = ledger.spends()
         content = work._state.read_file("secure-work.safetensors") or b""
         assert spend.release == hashlib.sha256(content).hexdigest()
@@ -113,7 +113,7 @@ def test_what_the_data_set_cannot_afford_is_deleted_unsent(
     work, ledger = trained_work(tmp_path / "work"), Ledger(None)
     loop = loop_of(PrivateState(tmp_path / "state"), protected(ledger, most=0.1))
     try:
-        asyncio.run(loop._pay_masked(work, Answer("mask-1", "mask", b"")))
+        asyncio.run(loop._pay_masked(work, StepAnswer("mask-1", "mask", b"")))
         kind = "left"
     except Failure as failure:
         kind = failure.kind
@@ -127,7 +127,7 @@ def test_what_was_trained_without_protection_is_no_masked_change_of_a_protected_
     world.keys(0)
     loop = loop_of(PrivateState(tmp_path / "state"), protected(Ledger(None)))
     with pytest.raises(Failure, match="not trained under protection") as refused:
-        asyncio.run(loop._pay_masked(world.works[0], Answer("mask-1", "mask", b"")))
+        asyncio.run(loop._pay_masked(world.works[0], StepAnswer("mask-1", "mask", b"")))
     assert refused.value.kind == "privacy-missing"
 
 

@@ -13,9 +13,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, create_model
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.http.connection import parse
-from promptfed.client_service.http.coordinator_client import BadAnswer
-from promptfed.client_service.privacy.agreement import FILE, Agreement, NotAgreed, Terms, terms_of
+from promptfed.client_service.http.connection import BadAnswer, parse
+from promptfed.client_service.privacy.agreement import FILE, AgreedTerms, Agreement, NotAgreed, terms_of
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, PayloadRef, Peer, SecurePart, Task, TaskConfig
@@ -136,7 +135,7 @@ def test_the_example_has_every_part() -> None:
 
 
 def test_offer_consent_and_task_have_the_same_terms() -> None:
-    assert all(issubclass(kind, TrainingTerms) for kind in (EnrolmentInfo, Terms, TaskConfig))
+    assert all(issubclass(kind, TrainingTerms) for kind in (EnrolmentInfo, AgreedTerms, TaskConfig))
     assert set(TaskConfig.model_fields) - set(TrainingTerms.model_fields) == {"peers"}
 
 

@@ -13,7 +13,7 @@ import pytest
 from promptfed.client_service.exits import Exit
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.protection import reported
-from promptfed.client_service.state.faults import POINTS, VARIABLE
+from promptfed.client_service.state.faults import VARIABLE
 from promptfed.shared.privacy.accounting import epsilon_of
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import TrainingSpec
@@ -23,6 +23,9 @@ from tests.client_service.conftest import make_coordinator as make_coordinator
 from tests.support.client_processes import ClientProcess, served, wait_for
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator
 from tests.support.waiting import PATIENCE
+
+#: Every point of one task but those below, in the order in which a protected task reaches them.
+POINTS = ("task-affordable", "pending-written", "spend-locked", "spend-half-written", "spend-written", "update-sent")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from promptfed.client_service.privacy.ledger import Ledger
-from promptfed.client_service.state import faults as client_faults
+from promptfed.client_service.state.faults import VARIABLE
 from promptfed.coordinator.store import fault_points
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Managed, Processes
@@ -22,6 +22,22 @@ from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk import operations
 from promptfed.sdk.follow import follow
 from promptfed.shared.privacy.accounting import epsilon_of
+
+#: The points of secure sums at a client, in their order.
+CLIENT_POINTS = (
+    "secure-work-written",
+    "keys-written",
+    "keys-sent",
+    "share-written",
+    "share-sent",
+    "mask-written",
+    "mask-sent",
+    "confirm-written",
+    "confirm-sent",
+    "reveal-marked",
+    "unmask-written",
+    "unmask-sent",
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -84,9 +100,9 @@ def run(armed: Armed, folder: Path, options: list[str]) -> str:
         return str(local.api.run(operations.accuracies(federation)).federation.state_hash)
 
 
-@pytest.mark.parametrize("point", client_faults.SECURE_POINTS)
+@pytest.mark.parametrize("point", CLIENT_POINTS)
 def test_a_client_dies(point: str, armed: Armed, undisturbed: str, tmp_path: Path) -> None:
-    armed.victim, armed.variable, armed.fault = "client-south", client_faults.VARIABLE, f"{point}:1"
+    armed.victim, armed.variable, armed.fault = "client-south", VARIABLE, f"{point}:1"
     assert run(armed, tmp_path, []) == undisturbed
     assert armed.deaths == 1
 
@@ -153,7 +169,7 @@ def paid_for(processes: Armed, folder: Path) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("point", PAYING_POINTS)
 def test_a_client_that_pays_dies(point: str, count: int, paying: Armed, tmp_path: Path) -> None:
-    paying.victim, paying.variable, paying.fault = "client-south", client_faults.VARIABLE, f"{point}:{count}"
+    paying.victim, paying.variable, paying.fault = "client-south", VARIABLE, f"{point}:{count}"
     paid_for(paying, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""One HTTP connection without a socket: our side of it (``Connection``), and h11's reading of the same bytes."""
+"""One HTTP connection without a socket: our side (``StrictHttpProtocol``), and h11's reading of the same bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import h11
 import uvicorn
 from uvicorn.server import ServerState
 
-from promptfed.shared.service.http_connection import Connection
+from promptfed.shared.service.http_connection import StrictHttpProtocol
 
 TURNS = 1000  # of the event loop, in which all that can be answered is
 
@@ -98,9 +98,9 @@ async def _converse(pieces: Sequence[bytes]) -> Conversation:
             await asyncio.sleep(0.01)
         await send({"type": "http.response.body", "body": b"good"})
 
-    config = uvicorn.Config(answer, http=Connection, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(answer, http=StrictHttpProtocol, ws="none", lifespan="off", log_config=None)
     config.load()
-    connection = Connection(config, ServerState(), {}, _loop=asyncio.get_running_loop())
+    connection = StrictHttpProtocol(config, ServerState(), {}, _loop=asyncio.get_running_loop())
     connection.connection_made(wire)
     for piece in pieces:
         for _ in range(TURNS):

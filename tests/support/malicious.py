@@ -18,7 +18,7 @@ import torch
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.peers import identity_of
 from promptfed.client_service.privacy.secure import SecureWork, Trained
-from promptfed.client_service.state.private_state import PrivateState, Provenance
+from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import PayloadRef, SecurePart, Task, TaskConfig
 from promptfed.shared.secagg import keys, member, opening, roster
 from promptfed.shared.secagg.member import Limits
@@ -99,7 +99,7 @@ class World:
         work.expect(task)
         if not work.is_trained(task):
             update = {"context": torch.full((SIZE,), 0.25 * (client + 1))}
-            about_it = Provenance(task.task_id, task.round, task.phase)
+            about_it = TensorOrigin(task.task_id, task.round, task.phase)
             work.keep(task, {"context": torch.zeros(SIZE)}, Trained(update, {}, about_it))
         return KeysAnswer.model_validate_json(work.keys(task).body)
 

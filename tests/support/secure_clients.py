@@ -12,7 +12,7 @@ import httpx
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.peers import identity_of
 from promptfed.client_service.privacy.secure import OwnNoise, SecureWork, Trained
-from promptfed.client_service.state.private_state import PrivateState, Provenance
+from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import EnrolRequest, SpendReport, Task
 from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.tensors import decode
@@ -70,7 +70,7 @@ class SecureClient(ScriptedClient):
                 payload = decode(told)[0]
                 self.trained += 1
                 update = trained(payload, self.name, {"round": task.round, "phase": task.phase})
-                about = Provenance(task.task_id, task.round)
+                about = TensorOrigin(task.task_id, task.round)
                 own = self.noise(task) if self.noise is not None else None
                 private = {"own": next(iter(update.values())) * 0 + task.round}
                 self.secure.keep(task, payload, Trained(update, private, about, {}, self.spent), own)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from promptfed.shared.secagg import keys, member, opening, roster
 from promptfed.shared.secagg.encoding import LARGEST_CHANGE, encoded
 from promptfed.shared.secagg.masks import Words
-from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, Roster, SharesAnswer, UnmaskAnswer
+from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, RosterMessage, SharesAnswer, UnmaskAnswer
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.weighting import Weighting
 
@@ -62,7 +62,7 @@ class Member:
         return encoded(self.change, self.roster.weights[self.place]).view(np.uint64)
 
     def share(self, message: str) -> str:
-        told = Roster.model_validate_json(self._in(message))
+        told = RosterMessage.model_validate_json(self._in(message))
         self.roster = roster.read_roster(told, self.entry, self.spec, self.limits.minimum, self.rule)
         self.place = self.roster.place_of(self.entry.entry)
         answer, self.own = member.share_secrets(self.secrets, self.roster, self.place)

@@ -16,7 +16,7 @@ from promptfed.shared.secagg.messages import (
     ConfirmJob,
     Entry,
     KeysAnswer,
-    Roster,
+    RosterMessage,
     SharesAnswer,
     UnmaskAnswer,
     UnmaskJob,
@@ -148,7 +148,7 @@ def test_a_roster_without_the_own_entry_twice_a_key_or_too_few_is_refused() -> N
     twice = member.signed_entry(clients[1].secrets, {**ABOUT, "samples": 2})
     made, signed = roster.make_roster([*(client.entry for client in clients), twice], SPEC, UNIFORM)
     assert "twice" in refusal("bad-roster", clients[0].share, made.message(signed, 0).model_dump_json())
-    few = Roster(entries=[client.entry for client in sorted(clients[:2], key=lambda c: c.entry.entry.digest())])
+    few = RosterMessage(entries=[client.entry for client in sorted(clients[:2], key=lambda c: c.entry.entry.digest())])
     refusal("bad-roster", clients[0].share, few.model_dump_json())
 
 
