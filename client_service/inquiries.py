@@ -1,4 +1,4 @@
-"""What a client asks before it carries out a task: whether its ledger is whole, and what others were given."""
+"""Questions to the coordinator before a task: is the ledger complete, and what were other clients given?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("promptfed.client")
 
 @dataclass
 class Inquiries:
-    """Of one client to its coordinator. Nothing is asked that neither its budget nor its policy needs."""
+    """One client's questions. It asks only what its budget or its policy needs."""
 
     coordinator: CoordinatorClient
     work: TaskWork
@@ -57,7 +57,7 @@ class Inquiries:
         await self.compute.run(lambda: protection.ledger.expect_whole(told))
 
     async def _expect_witnesses(self, task: Task) -> None:
-        """What others were given in the last phase in which this client has trained, where its policy wants that."""
+        """Compare this client's last payload with what others were given, if its policy asks for witnesses."""
         checks = self.work.rules.payloads
         waits = checks.unwitnessed(task) if checks is not None else None
         if checks is None or waits is None:
@@ -72,7 +72,7 @@ class Inquiries:
         await self.compute.run(lambda: checks.expect_witnesses(told))
 
     def tell_payload(self) -> None:
-        """What the look at the payload found, for log and status."""
+        """Write the result of the payload's check to log and status."""
         look = self.work.rules.payloads.last if self.work.rules.payloads is not None else None
         if look is not None:
             figures = {name: round(value, 4) for name, value in look.figures.items()}

@@ -1,4 +1,4 @@
-"""What a client is doing, told in four ways: status, Prometheus metrics, one log line, a hook for other programs."""
+"""A client's activity: as status, as Prometheus metrics, in the log, and through a hook for other programs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Status:
 
 
 class Monitor:
-    """Collects what happens. Each monitor has a registry of its own, so that many clients fit into one process."""
+    """Collects events. Each monitor has its own registry, so that many clients fit into one process."""
 
     def __init__(self, status: Status, hook: Hook | None = None):
         self.status = status

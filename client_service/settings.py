@@ -290,7 +290,7 @@ def one_line(error: ValidationError) -> str:
     return "; ".join(offences)
 
 
-def read_token(path: Path, what: str) -> str:
+def read_token(path: Path, kind: str) -> str:
     """The text of a token file.
 
     Raises:
@@ -300,8 +300,8 @@ def read_token(path: Path, what: str) -> str:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        text = f"cannot read the {what} in {path} ({reason}): put it there, or mount the volume that holds it"
+        text = f"cannot read the {kind} in {path} ({reason}): put it there, or mount the volume that holds it"
         raise ClientError(Exit.NOT_ALLOWED, text) from None
     if not token or not token.isascii() or not token.isprintable():
-        raise ClientError(Exit.NOT_ALLOWED, f"the file {path} holds no {what}")
+        raise ClientError(Exit.NOT_ALLOWED, f"the file {path} holds no {kind}")
     return token

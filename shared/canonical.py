@@ -26,12 +26,12 @@ def parse_json(text: bytes) -> Any:
 
 def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object as a mapping. Raises ValueError for a repeated key: readers differ in which of two values they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"it has the key {twice[:100]!r} twice")
-    return found
+    return mapping
 
 
 def _no_number(text: str) -> NoReturn:

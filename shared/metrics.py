@@ -48,9 +48,9 @@ def reliability(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> li
 
 def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
     """ECE = Σ n_b/N·|accuracy_b − confidence_b| over equal bins. Raises ValueError as `reliability`."""
-    found = reliability(confidence, right, bins)
-    total = sum(one.count for one in found)
-    return sum(one.count / total * abs(one.accuracy - one.confidence) for one in found)
+    filled = reliability(confidence, right, bins)
+    total = sum(group.count for group in filled)
+    return sum(group.count / total * abs(group.accuracy - group.confidence) for group in filled)
 
 
 def auroc(known: ArrayLike, unseen: ArrayLike) -> float:

@@ -113,8 +113,8 @@ def decode_file(path: Path) -> tuple[Tensors, object | None]:
     with path.open("rb") as file:
         metadata = _metadata(file.read(8 + MAX_HEADER_BYTES), path.stat().st_size)
     try:
-        with safe_open(path, framework="pt") as found:
-            return {name: found.get_tensor(name) for name in found.keys()}, metadata  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
     except UNREADABLE as error:
         raise TensorError("not-safetensors", f"the body is not a safetensors file: {error}") from None
 
@@ -173,10 +173,10 @@ def check(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Shape, str
     return size
 
 
-def _refuse(kind: str, what: str, names: Iterable[str], expected: Mapping[str, object]) -> None:
+def _refuse(kind: str, fault: str, names: Iterable[str], expected: Mapping[str, object]) -> None:
     for name in names:
         wanted = ", ".join(sorted(expected)) or "none"
-        raise TensorError(kind, f"tensor {name[:100]!r} {what}; expected tensors: {wanted}")
+        raise TensorError(kind, f"tensor {name[:100]!r} {fault}; expected tensors: {wanted}")
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:

@@ -105,9 +105,9 @@ class CoordinatorClient(CoordinatorConnection):
         body = failure.model_dump_json().encode()
         await self.call("POST", self._task_path(task_id, "failure"), token=self.token, body=body)
 
-    async def ask(self, kind: type[AnyMessage], what: str, **asked: str | int) -> AnyMessage:
-        """What the federation's resource ``what`` answers this client, ``asked`` in its query."""
-        path = self._path(what) + (f"?{urlencode(asked)}" if asked else "")
+    async def ask(self, kind: type[AnyMessage], resource: str, **query: str | int) -> AnyMessage:
+        """What a resource of the federation answers this client."""
+        path = self._path(resource) + (f"?{urlencode(query)}" if query else "")
         return parse(kind, (await self.call("GET", path, token=self.token)).body)
 
     async def withdraw(self) -> None:
@@ -117,8 +117,8 @@ class CoordinatorClient(CoordinatorConnection):
     def _path(self, *parts: str) -> str:
         return "/".join(["/v1/federations", *(quote(part, safe="") for part in (self.federation, *parts))])
 
-    def _task_path(self, task_id: str, what: str) -> str:
-        return self._path("tasks", task_id, what)
+    def _task_path(self, task_id: str, resource: str) -> str:
+        return self._path("tasks", task_id, resource)
 
     def _own_path(self, url: str) -> str:
         try:

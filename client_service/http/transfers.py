@@ -1,7 +1,7 @@
-"""Long bodies over slow lines: what was cut off goes on where it stopped, in both directions.
+"""Large bodies over slow lines: an interrupted transfer continues where it stopped, in both directions.
 
 Updates go up in parts after the IETF's draft-ietf-httpbis-resumable-upload, payloads come down by ranges (RFC 9110).
-Neither lies in memory as a whole.
+Neither is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, fol
             if _size(draft) > have:
                 patience.moved()
             await patience.wait(error)
-    found = "sha256:" + await asyncio.to_thread(sha256_of, draft)
-    if found != wanted.digest or _size(draft) != wanted.size:
+    digest = "sha256:" + await asyncio.to_thread(sha256_of, draft)
+    if digest != wanted.digest or _size(draft) != wanted.size:
         have = _size(draft)
         draft.unlink()
         raise BadAnswer(
-            f"the payload has {have} bytes and digest {found}; {wanted.size} bytes and {wanted.digest} were announced"
+            f"the payload has {have} bytes and digest {digest}; {wanted.size} bytes and {wanted.digest} were announced"
         )
     draft.replace(path)
     sync_folder(folder)

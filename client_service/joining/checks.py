@@ -1,4 +1,4 @@
-"""What has to be right on a data owner's machine, each found out by itself and told in one line."""
+"""Checks of a data owner's machine and data, one line each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEW_IMAGES = 4  # of a class
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: ``text`` says what was found, ``advice`` what to do about it."""
+    """The result of one check: ``text`` is the finding, ``advice`` what to do about it."""
 
     name: str
     verdict: Verdict
@@ -41,7 +41,7 @@ class Check:
 
 
 def check_versions() -> Check:
-    """What computes here."""
+    """The versions of Python, torch and open_clip."""
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {metadata.version(name)}" for name in ("torch", "open_clip_torch")]
     return Check("versions", "pass", ", ".join(versions))
@@ -121,8 +121,8 @@ def _counts(source: Source, role: str) -> Check:
         counts = Counter(source.train.labels.tolist())
         few = [name for label, name in enumerate(source.class_names) if counts[label] < FEW_IMAGES]
         if few:
-            what = f"only {FEW_IMAGES - 1} training images or fewer of {_shown(few)}"
-            return Check("data", "warn", f"{text}; {what}", "add images, or leave the class out")
+            text += f"; only {FEW_IMAGES - 1} training images or fewer of {_shown(few)}"
+            return Check("data", "warn", text, "add images, or leave the class out")
     elif not test:
         return Check("data", "fail", text, "an evaluator needs test images")
     if not test:

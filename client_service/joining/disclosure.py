@@ -1,4 +1,4 @@
-"""What taking part means and what will leave this machine, told before anything is sent, downloaded or computed."""
+"""What taking part means and what will leave this machine: shown before anything is sent, downloaded or computed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Disclosure:
             "changes": list(self.changes),
             "declared": asdict(self.declared) | {"domain": domain, "class_names": list(self.declared.class_names)},
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
-            "learned": [asdict(one) for one in self.disclosed],
+            "learned": [asdict(disclosed) for disclosed in self.disclosed],
             "test_sets": list(self._tests),
             "never": NEVER,
             **({} if self.plan is None else {"privacy": vars(self.plan)}),
@@ -209,16 +209,16 @@ class Disclosure:
         return [*lines, f"  metrics   {', '.join(self.terms.metrics) or 'none'}"]
 
     def _learned(self) -> list[str]:
-        operator = [one.what for one in self.disclosed if one.to == "operator"]
-        sites = [one.what for one in self.disclosed if one.to == "sites"]
+        operator = [disclosed.what for disclosed in self.disclosed if disclosed.to == "operator"]
+        sites = [disclosed.what for disclosed in self.disclosed if disclosed.to == "sites"]
         everything = "the operator: all of the above"
         summed = self.terms.secure_aggregation
         if self.exchanges and summed is not None:
             everything += f"; of the changes nothing but sums of at least {summed.minimum} clients"
         elif self.exchanges:
             everything += f", and {UPDATES}"
-        lines = [everything, *(f"the operator: {what}" for what in operator)]
-        lines += [f"every other site: {what}" for what in sites] or ["other sites: nothing"]
+        lines = [everything, *(f"the operator: {fact}" for fact in operator)]
+        lines += [f"every other site: {fact}" for fact in sites] or ["other sites: nothing"]
         return [f"  {line}" for line in lines]
 
 
@@ -265,19 +265,19 @@ def disclose(
     """
     trains = declared.role == "trainer"
     exchanges = _exchanges(method, info, shape) if trains else ()
-    disclosed = tuple(one for one in method.disclosures if trains or one.to == "sites") if exchanges else ()
-    return Disclosure(terms, declared, exchanges, disclosed, tuple(changes), plan)
+    told = tuple(fact for fact in method.disclosures if trains or fact.to == "sites") if exchanges else ()
+    return Disclosure(terms, declared, exchanges, told, tuple(changes), plan)
 
 
 def _exchanges(method: Method, info: EnrolmentInfo, shape: BackboneShape | None) -> tuple[Exchange, ...]:
     names = tuple(info.class_names) if info.class_names else None
     sizes = known_sizes(method, shape, names) if shape is not None else {}
-    found: dict[str, tuple[list[int], tuple[TensorSpec, ...]]] = {}
+    phases: dict[str, tuple[list[int], tuple[TensorSpec, ...]]] = {}
     for round in range(1, ROUNDS + 1):
         for phase in method.phases(round, ROUNDS):
-            found.setdefault(phase.name, ([], phase.up))[0].append(round)
+            phases.setdefault(phase.name, ([], phase.up))[0].append(round)
     return tuple(
-        Exchange(name, _when(rounds), tuple(_sent(spec, sizes) for spec in up)) for name, (rounds, up) in found.items()
+        Exchange(name, _when(rounds), tuple(_sent(spec, sizes) for spec in up)) for name, (rounds, up) in phases.items()
     )
 
 

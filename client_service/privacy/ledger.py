@@ -33,7 +33,7 @@ START = hashlib.sha256(b"").hexdigest()
 
 
 class BudgetExhausted(ValueError):
-    """What a task would cost no longer fits; the text gives what is spent, wanted and allowed, which is public."""
+    """The cost of a task exceeds the budget. The text tells ε spent, wanted and allowed, which are public."""
 
 
 @dataclass(frozen=True)

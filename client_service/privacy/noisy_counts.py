@@ -71,7 +71,7 @@ class _Drawn(BaseModel):
 def what_leaves(
     info: EnrolmentInfo, method: Method, role: Role, policy: Policy | None, handed_in: bool = False
 ) -> Leaving:
-    """What of its accuracies a site lets out: the stricter of what the federation asks and what its owner says.
+    """What a site reveals of its accuracies: the stricter of the federation's wish and its owner's policy.
 
     Under protection of records or of whole clients, or beside secure sums, they leave in the clear only where spec and
     owner both say so. Under protection of records, those of fine-tuned classifiers, which were trained without noise,
@@ -87,9 +87,9 @@ def what_leaves(
         return own or unsaid
     if own is None and guarded and asked == "plain":
         own = "plain" if handed_in else "withheld"
-    found = min(asked, own or asked, key=STRICTNESS.index)
+    stricter = min(asked, own or asked, key=STRICTNESS.index)
     tuned = method.fine_tunes and role == "trainer"
-    return "withheld" if tuned and (protected or found == "noisy") else found
+    return "withheld" if tuned and (protected or stricter == "noisy") else stricter
 
 
 def noisy_count(stream: NoiseStream, result: SplitResult, a: float) -> SplitResult:

@@ -1,8 +1,8 @@
-"""The policy of a site: one file at the client that no coordinator can talk it out of.
+"""The policy of a site: a file at the client, which no coordinator can change.
 
-It is read once, never leaves the machine, and is enforced before anything but the enrolment token was sent, and at each
-task. Every check is a function of plain values. A key that this version does not know is refused, not ignored: what it
-was to guarantee could not be kept.
+It is read once and never leaves the machine. It is enforced at each task, and at joining before anything but the
+enrolment token is sent. Every check is a function of plain values. An unknown key is refused, not ignored, because this
+version could not keep what the key promises.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ def _at_most(key: str, limit: int | None, value: int) -> str | None:
     return None if limit is None or value <= limit else f"limits.{key} is {limit}, and {value} are asked for"
 
 
-def _at_least(key: str, limit: int | None, value: int, what: str) -> str | None:
-    return None if limit is None or value >= limit else f"limits.{key} is {limit}, and {what} {value}"
+def _at_least(key: str, limit: int | None, value: int, owner: str) -> str | None:
+    return None if limit is None or value >= limit else f"limits.{key} is {limit}, and {owner} {value}"
 
 
 def _coordinator(policy: Policy, facts: SiteFacts) -> str | None:
@@ -226,7 +226,7 @@ def _coordinator(policy: Policy, facts: SiteFacts) -> str | None:
 
 
 def _is_listed(allowed: list[str] | None, address: str) -> bool:
-    return allowed is None or any(_address(one) == _address(address) for one in allowed)
+    return allowed is None or any(_address(listed) == _address(address) for listed in allowed)
 
 
 def _address(url: str) -> tuple[str, str, int | None, str]:

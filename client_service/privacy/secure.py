@@ -1,10 +1,10 @@
-"""A client's part of secure sums: on its disk before anything of it leaves, and revealed for one sum a phase at most.
+"""A client's part in secure sums. It is on disk before it is sent, and shares are revealed for one sum per phase only.
 
-In the state folder, each file by rename after fsync: ``secure-work.safetensors`` (the change, and the private tensors
-that go with it), ``secure-attempt.json`` (keys, shares, and the exact bytes of every answer),
-``secure-masked.safetensors``, and ``secure-markers.json``, which stays: for which phases this client has revealed, and
-which payloads it has trained from. Two sums over sets that differ by one client are that client's change, so a client
-that has revealed joins no other attempt at that phase, after any restart.
+Files in the state folder, each written by rename after fsync: ``secure-work.safetensors`` (the change and its private
+tensors), ``secure-attempt.json`` (keys, shares, the exact bytes of every answer), ``secure-masked.safetensors``, and
+``secure-markers.json``, which is never deleted: the phases for which this client has revealed shares, and the payloads
+that it has trained from. The difference of two sums whose sets differ by one client is that client's change. So a
+client that has revealed shares joins no other attempt at that phase, not even after a restart.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Pair = tuple[HexBytes, HexBytes]
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gave: ``update`` stays here, in the clear; ``private`` is committed once the sum has it."""
+    """The result of training. ``update`` never leaves in the clear; ``private`` is committed if the sum includes it."""
 
     update: Tensors
     private: Tensors

@@ -1,4 +1,4 @@
-"""A client's images as the methods see them: labels in the task's label space, features from the cache."""
+"""A client's images for the methods: labels in the task's label space, features from the cache."""
 
 from __future__ import annotations
 
@@ -218,12 +218,10 @@ class ClientData:
             self._cache.patches.fill(self._backbone, split, range(start, min(start + CHUNK, len(split))))
 
     def _patches(self, split: ImageSplit, rows: Tensor) -> Tensor:
-        found = self._cache.patches.rows(self._backbone, split, rows.tolist())
-        return found.to(self._backbone.device)
+        return self._cache.patches.rows(self._backbone, split, rows.tolist()).to(self._backbone.device)
 
     def _block_rows(self, split: ImageSplit, rows: Tensor, start: int) -> Tensor:
-        found = self._cache.blocks(start).rows(self._backbone, split, rows.tolist())
-        return found.to(self._backbone.device)
+        return self._cache.blocks(start).rows(self._backbone, split, rows.tolist()).to(self._backbone.device)
 
     def _images(self, which: str, rows: Tensor) -> Tensor:
         return torch.stack([self._image(self._splits[which], int(row)) for row in rows]).to(self._backbone.device)

@@ -1,4 +1,4 @@
-"""A payload against what its method declares, before anything is computed from it; an update as it is sent."""
+"""Payloads are compared with the tensors that their method declares; updates get the dtype in which they are sent."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def check_payload(tensors: Tensors, method: Method, phase: Phase | None, sizes: 
     specs = method.payload_tensors(phase)
     numbers = dict(sizes)
     for spec in specs:
-        found = tuple(tensors[spec.name].shape) if spec.name in tensors else ()
-        if len(found) == len(spec.shape):
-            for symbol, size in zip(spec.shape, found, strict=True):
+        shape = tuple(tensors[spec.name].shape) if spec.name in tensors else ()
+        if len(shape) == len(spec.shape):
+            for symbol, size in zip(spec.shape, shape, strict=True):
                 if isinstance(symbol, str):
                     numbers.setdefault(symbol, size)
     check(tensors, {spec.name: (_shape(spec, numbers), spec.dtype) for spec in specs})

@@ -220,7 +220,7 @@ class Tally:
         self.states += any(phase.state_hash for phase in report.phases)
         for phase in report.phases:
             self.counted.update(update.client for update in phase.counted)
-            self._spent |= {one.client: one.privacy for one in phase.updates if one.privacy is not None}
+            self._spent |= {update.client: update.privacy for update in phase.updates if update.privacy is not None}
             self._central = phase.privacy or self._central
             if phase.secure is not None:
                 self._spent |= phase.secure.privacy or {}
@@ -242,8 +242,8 @@ class Tally:
         if given.level == "client":
             return self._of_clients(view)
         spent = self._spent.values()
-        epsilons = sorted(one.epsilon for one in spent)
-        replaced = [one.epsilon_replace_one for one in spent if one.epsilon_replace_one is not None]
+        epsilons = sorted(client.epsilon for client in spent)
+        replaced = [client.epsilon_replace_one for client in spent if client.epsilon_replace_one is not None]
         return PrivacySummary(
             level=given.level,
             unit=given.unit,
@@ -252,9 +252,9 @@ class Tally:
             epsilon_median=median(epsilons) if epsilons else None,
             epsilon_replace_one=max(replaced) if replaced and len(replaced) == len(epsilons) else None,
             clients=len(epsilons),
-            delta=max((one.delta for one in spent), default=None),
-            noise_multiplier=min((one.noise_multiplier for one in spent), default=None),
-            noise="seeded" if any(one.noise == "seeded" for one in spent) else "secret",
+            delta=max((client.delta for client in spent), default=None),
+            noise_multiplier=min((client.noise_multiplier for client in spent), default=None),
+            noise="seeded" if any(client.noise == "seeded" for client in spent) else "secret",
             rounds_counted=self._rounds_counted,
             evaluation=view.spec.evaluations,
         )

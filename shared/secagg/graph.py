@@ -46,8 +46,8 @@ def graph_of(spec: SecureAggregationSpec, count: int, uniform: bool) -> Graph:
         threshold = _least_threshold(count, round(spec.colluding_share * count), spec.neighbours)
         fits = spec.neighbours < count - 1 and threshold is not None
         return Graph(count, least, threshold, spec.neighbours) if fits and threshold else Graph(count, least, least)
-    found = sparse(count, spec.colluding_share, spec.dropping_share)
-    return Graph(count, least, least) if found is None else Graph(count, least, found[1], found[0])
+    chosen = sparse(count, spec.colluding_share, spec.dropping_share)
+    return Graph(count, least, least) if chosen is None else Graph(count, least, chosen[1], chosen[0])
 
 
 @lru_cache(maxsize=64)
@@ -74,13 +74,13 @@ def _least_threshold(count: int, bad: int, k: int) -> int | None:
     """The least threshold that ``bad`` colluders reach among somebody's k neighbours with a chance under 2⁻⁴⁰."""
     if not 2 <= k < count:
         return None
-    total, tail, found = math.comb(count - 1, k), 0, None
+    total, tail, threshold = math.comb(count - 1, k), 0, None
     for held in range(k, 0, -1):
         tail += _ways(count - 1, bad, k, held)
         if count * Fraction(tail, total) >= OPENED:
             break
-        found = held
-    return None if found is None else max(2, found)
+        threshold = held
+    return None if threshold is None else max(2, threshold)
 
 
 def _ways(population: int, marked: int, drawn: int, hit: int) -> int:

@@ -115,7 +115,7 @@ def expect_roster(roster: Roster, place: int, limits: Limits) -> None:
 
 def _listed(roster: Roster, places: set[int], limits: Limits) -> int:
     """How many of ``places`` have a fingerprint that the site's policy lists."""
-    entries = (roster.entries[one] for one in places if one in roster.entries)
+    entries = (roster.entries[place] for place in places if place in roster.entries)
     return sum(fingerprint(bytes.fromhex(entry.identity_key)) in limits.peers for entry in entries)
 
 
@@ -200,7 +200,7 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
     least = max(LEAST_CLIENTS, limits.minimum, roster.graph.least)
     if len(chosen) < least:
         raise SecureError("policy-minimum", f"the sum would be over {len(chosen)} clients; {least} are the least")
-    weights = {one: roster.weights[one] for one in chosen}
+    weights = {member: roster.weights[member] for member in chosen}
     total = sum(weights.values())
     share = weights[place] / total
     if share > limits.max_own_share:
@@ -230,7 +230,7 @@ def confirm_list(
             "bad-roster", "who counts and who does not are together not those whom this client masked with"
         )
     expect_set(roster, job.alive, place, limits)
-    digest = alive_digest([roster.hashes[one] for one in job.alive])
+    digest = alive_digest([roster.hashes[member] for member in job.alive])
     signature = sign(own.identity, "confirm", confirmed(roster, place, digest))
     return ConfirmAnswer(alive_sha256=digest, signature=signature.hex())
 
@@ -254,16 +254,16 @@ def reveal_shares(
     Raises:
         SecureError: ``bad-roster`` where fewer than the threshold have signed this client's own list.
     """
-    digest = alive_digest([roster.hashes[one] for one in confirm.alive])
-    known = [one for one, signature in job.signatures if _has_signed(roster, place, one, digest, signature)]
+    digest = alive_digest([roster.hashes[member] for member in confirm.alive])
+    known = [signer for signer, signature in job.signatures if _has_signed(roster, place, signer, digest, signature)]
     if len(known) < len(job.signatures) or len(set(known)) < len(known) or len(known) < roster.graph.threshold:
         text = f"{len(set(known))} of {len(job.signatures)} signatures are of this client's own list"
         raise SecureError("bad-roster", f"{text}; {roster.graph.threshold} are needed")
     alive, dropped = set(confirm.alive), set(confirm.dropped)
     assert not alive & dropped, "nobody's seed and mask key are both told"
     return UnmaskAnswer(
-        seeds=[(one, held[one][0]) for one in sorted(held) if one in alive],
-        keys=[(one, held[one][1]) for one in sorted(held) if one in dropped],
+        seeds=[(owner, held[owner][0]) for owner in sorted(held) if owner in alive],
+        keys=[(owner, held[owner][1]) for owner in sorted(held) if owner in dropped],
     )
 
 

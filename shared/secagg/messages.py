@@ -128,4 +128,4 @@ class UnmaskAnswer(SecureMessage):
 
 def alive_digest(hashes: list[bytes]) -> str:
     """SHA-256 over the entries of those whose vectors count, in order, as hex."""
-    return hashlib.sha256(canonical_json([one.hex() for one in sorted(hashes)]).encode()).hexdigest()
+    return hashlib.sha256(canonical_json([digest.hex() for digest in sorted(hashes)]).encode()).hexdigest()

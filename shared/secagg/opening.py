@@ -30,7 +30,7 @@ def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:
         raise SecureError("wrong-roster", "the shares are for another roster")
     if len(answer.boxes) != wanted or any(len(box) != 2 * shamir.SHARE_BYTES + 16 for box in answer.boxes):
         raise SecureError("bad-exchange", f"{wanted} boxes of {2 * shamir.SHARE_BYTES + 16} bytes are expected")
-    if len(answer.commitments) != wanted + 1 or any(len(one) != COMMITMENT_BYTES for one in answer.commitments):
+    if len(answer.commitments) != wanted + 1 or any(len(own) != COMMITMENT_BYTES for own in answer.commitments):
         raise SecureError("bad-exchange", f"{wanted + 1} commitments of {COMMITMENT_BYTES} bytes are expected")
 
 
@@ -54,7 +54,7 @@ def confirm_job(sharing: Collection[int], alive: Collection[int]) -> ConfirmJob:
 
 def check_confirmation(roster: Roster, place: int, alive: Sequence[int], answer: ConfirmAnswer) -> None:
     """Raise SecureError (``bad-signature``) where the list is not signed by whoever is at ``place``."""
-    digest = alive_digest([roster.hashes[one] for one in alive])
+    digest = alive_digest([roster.hashes[member] for member in alive])
     key, signature = bytes.fromhex(roster.entries[place].identity_key), bytes.fromhex(answer.signature)
     if answer.alive_sha256 != digest or not is_signed(key, signature, "confirm", confirmed(roster, place, digest)):
         raise SecureError("bad-signature", "this is not the client's signature of the list of step confirm")
@@ -62,8 +62,8 @@ def check_confirmation(roster: Roster, place: int, alive: Sequence[int], answer:
 
 def unmask_job(roster: Roster, place: int, answers: Mapping[int, ConfirmAnswer]) -> UnmaskJob:
     """What step 4 tells the client at ``place``: the signatures of those whose keys it knows."""
-    known = [one for one in roster.holders(place) if one in answers]
-    return UnmaskJob(signatures=[(one, answers[one].signature) for one in known])
+    signers = [holder for holder in roster.holders(place) if holder in answers]
+    return UnmaskJob(signatures=[(signer, answers[signer].signature) for signer in signers])
 
 
 def check_reveal(
@@ -71,8 +71,8 @@ def check_reveal(
 ) -> None:
     """Raise SecureError (``bad-shares``) where these are not just the shares that ``place`` was dealt of each."""
     held = roster.holders(place)
-    wanted = [[one for one in held if one in set(kind)] for kind in (confirm.alive, confirm.dropped)]
-    if [[one for one, _ in given] for given in (answer.seeds, answer.keys)] != wanted:
+    wanted = [[owner for owner in held if owner in set(kind)] for kind in (confirm.alive, confirm.dropped)]
+    if [[owner for owner, _ in given] for given in (answer.seeds, answer.keys)] != wanted:
         raise SecureError(
             "bad-shares", "these are not the shares that were asked for: own masks of those who count, keys of the rest"
         )
@@ -86,7 +86,7 @@ def can_open(roster: Roster, sharing: Iterable[int], answered: Collection[int]) 
     if roster.graph.neighbours is None:
         return len(answered) >= roster.graph.threshold
     there = set(answered)
-    return all(len(there.intersection(roster.holders(one))) >= roster.graph.threshold for one in sharing)
+    return all(len(there.intersection(roster.holders(owner))) >= roster.graph.threshold for owner in sharing)
 
 
 def open_sum(
@@ -127,11 +127,11 @@ def open_sum(
 
 def _by_owner(given: Iterable[tuple[int, Sequence[tuple[int, bytes]]]]) -> dict[int, dict[int, bytes]]:
     """Of each owner the shares by where their holders evaluated the polynomial, a place + 1."""
-    found: dict[int, dict[int, bytes]] = {}
+    by_owner: dict[int, dict[int, bytes]] = {}
     for place, shares in given:
         for owner, share in shares:
-            found.setdefault(owner, {})[place + 1] = share
-    return found
+            by_owner.setdefault(owner, {})[place + 1] = share
+    return by_owner
 
 
 class _Opener:
@@ -162,10 +162,10 @@ class _Opener:
             if at not in self._factors:
                 self._factors[at] = shamir.factors(at)
             try:
-                found = shamir.combine({place: shares[place] for place in at}, self._factors[at])
+                secret = shamir.combine({place: shares[place] for place in at}, self._factors[at])
             except SecureError:
                 continue
-            if digest(found) == announced:
-                return found
+            if digest(secret) == announced:
+                return secret
         who = f"ed25519:{self._roster.entries[owner].identity_key}"
         raise SecureError("bad-shares", f"the shares that {who} has dealt do not open what it announced: withdraw it")

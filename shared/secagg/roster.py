@@ -63,7 +63,7 @@ class Roster:
         if self.graph.neighbours is None:
             return RosterMessage(entries=[signed[other] for other in range(len(self.hashes))])
         return RosterMessage(
-            entries=[signed[other] for other in self.holders(place)], hashes=[one.hex() for one in self.hashes]
+            entries=[signed[other] for other in self.holders(place)], hashes=[digest.hex() for digest in self.hashes]
         )
 
 
@@ -87,12 +87,12 @@ def read_roster(
     """
     signed = sorted((answer.entry.digest(), answer) for answer in message.entries)  # digests differ: see below
     digests = [digest for digest, _ in signed]
-    hashes = digests if message.hashes is None else [bytes.fromhex(one) for one in message.hashes]
+    hashes = digests if message.hashes is None else [bytes.fromhex(digest) for digest in message.hashes]
     _expect(len(set(hashes)) == len(hashes) and hashes == sorted(hashes), "names somebody twice, or out of order")
     _expect(len(set(digests)) == len(digests), "holds an entry twice")
     _expect(max(LEAST_CLIENTS, minimum) <= len(hashes) <= MOST_CLIENTS, f"is of {len(hashes)} clients")
-    place_of = {one: place for place, one in enumerate(hashes)}
-    _expect(all(one in place_of for one in digests), "holds entries that it does not name")
+    place_of = {digest: place for place, digest in enumerate(hashes)}
+    _expect(all(digest in place_of for digest in digests), "holds entries that it does not name")
     graph = graph_of(spec, len(hashes), message.hashes is not None)
     _expect((graph.neighbours is None) == (message.hashes is None), "has another graph than the federation's terms say")
     entries = {place_of[digest]: answer.entry for digest, answer in signed}
@@ -129,6 +129,6 @@ def is_entry_signed(answer: KeysAnswer) -> bool:
     return is_signed(bytes.fromhex(entry.identity_key), bytes.fromhex(answer.signature), "keys", body)
 
 
-def _expect(holds: bool, what: str) -> None:
+def _expect(holds: bool, fault: str) -> None:
     if not holds:
-        raise SecureError("bad-roster", f"the roster {what}")
+        raise SecureError("bad-roster", f"the roster {fault}")

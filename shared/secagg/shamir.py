@@ -31,15 +31,15 @@ def _value(coefficients: Sequence[int], at: int) -> int:
 
 def factors(places: Sequence[int]) -> dict[int, int]:
     """What each share at ``places`` is multiplied with: the Lagrange polynomials at 0."""
-    found = {}
+    at_zero = {}
     for place in places:
         above = below = 1
         for other in places:
             if other != place:
                 above = above * other % PRIME
                 below = below * (other - place) % PRIME
-        found[place] = above * pow(below, -1, PRIME) % PRIME
-    return found
+        at_zero[place] = above * pow(below, -1, PRIME) % PRIME
+    return at_zero
 
 
 def combine(shares: Mapping[int, bytes], at_zero: Mapping[int, int] | None = None) -> bytes:

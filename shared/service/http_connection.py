@@ -82,13 +82,13 @@ class StrictHttpProtocol(HttpToolsProtocol):
 
     def _feed_head(self) -> bool:
         """Whether there was a whole head. Raises where it is refused."""
-        found = self._unread.find(b"\r\n\r\n")
-        end = found + 4 if found >= 0 else len(self._unread)
-        if self._unread[0] <= 0x20 or (found < 0 and _has_bare_newline(self._unread)):
+        blank = self._unread.find(b"\r\n\r\n")
+        end = blank + 4 if blank >= 0 else len(self._unread)
+        if self._unread[0] <= 0x20 or (blank < 0 and _has_bare_newline(self._unread)):
             raise ValueError("no request begins like this")
         if end > HEAD_BYTES:
             raise ValueError("the head is too long")
-        if found < 0:
+        if blank < 0:
             return False
         head, self._unread = self._unread[:end], self._unread[end:]
         if not REQUEST_LINE.match(head):
@@ -219,10 +219,10 @@ class _Chunked:
             self._trailers += len(line)
             self.ended = line == b"\r\n"
             return
-        found = CHUNK_LINE.fullmatch(line)
-        if found is None:
+        match = CHUNK_LINE.fullmatch(line)
+        if match is None:
             raise ValueError("no size of a chunk")
-        size = int(found[1], 16)
+        size = int(match[1], 16)
         if size:
             self._content = size + len(b"\r\n")
         else:
@@ -264,10 +264,10 @@ class _Parts:
         return self._size
 
     def __bytes__(self) -> bytes:
-        found = b"".join(self._parts)
+        body = b"".join(self._parts)
         self._parts.clear()
         self._size = 0
-        return found
+        return body
 
     async def receive(self) -> ASGIReceiveEvent:
         """As the cycle's own, which takes the parts and would collect the next ones in a buffer of its own."""

@@ -1,4 +1,4 @@
-"""What an unknown key of a spec was meant to be."""
+"""Suggestions for unknown keys of a spec."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def _section(model: type[BaseModel] | None, path: Sequence[str]) -> type[BaseMod
 
 def _model_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
     kind = model.model_fields[name].annotation
-    return next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return next(
+        (part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, BaseModel)), None
+    )
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
