@@ -385,6 +385,5 @@ def _limits(policy: Policy | None) -> Limits:
     """What the site's policy says of secure sums."""
     if policy is None:
         return Limits()
-    own = policy.secure_aggregation
-    peers = frozenset(own.peers)
-    return Limits(own.minimum, own.max_own_share, own.sparse, peers, own.verified, own.unverified, own.min_effective)
+    own = policy.secure_aggregation.model_dump(exclude={"require"})
+    return Limits(**{**own, "peers": frozenset(own["peers"])})

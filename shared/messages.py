@@ -6,12 +6,12 @@ import hashlib
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.privacy.accounting import Event
 from promptfed.shared.privacy.settings import Evaluations
-from promptfed.shared.spec.spec import BackboneShape, ClassName, Name, check_class_names
+from promptfed.shared.spec.spec import BackboneShape, ClassNames, Name, Template
 from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.training_terms import TrainingTerms
 
@@ -56,14 +56,7 @@ class Domain(Message):
     """Where a client's images come from; ``description`` has ``{}`` for the class name, as in "a sketch of a {}"."""
 
     name: Name
-    description: Annotated[str, Field(max_length=500)]
-
-    @field_validator("description")
-    @classmethod
-    def _description_has_one_slot(cls, text: str) -> str:
-        if text.count("{}") != 1:
-            raise ValueError("must hold '{}' exactly once, where the class name goes")
-        return text
+    description: Template
 
 
 class EnrolledProtection(Message):
@@ -82,7 +75,7 @@ class EnrolRequest(Message):
     secret: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     role: Role = "trainer"
     num_samples: Annotated[int, Field(ge=0, le=1 << 40)]
-    class_names: Annotated[list[ClassName], Field(max_length=100_000)]
+    class_names: Annotated[ClassNames, Field(max_length=100_000)]
     domain: Domain | None = None
     backbone_fingerprint: Digest
     backbone_shape: BackboneShape
@@ -97,11 +90,6 @@ class EnrolRequest(Message):
         EnrolledProtection | None,
         left_out(description="at privacy.level sample"),
     ] = None
-
-    @field_validator("class_names")
-    @classmethod
-    def _class_names_are_distinct(cls, names: list[str]) -> list[str]:
-        return check_class_names(names)
 
     def proof_body(self) -> dict[str, str]:
         """What ``identity_proof`` signs besides the purpose: the key is this client's, under this name."""

@@ -37,13 +37,13 @@ def reliability(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> li
     if len(sure) != len(hits) or not len(sure):
         raise ValueError(f"{len(sure)} confidences for {len(hits)} answers")
     place = np.clip(np.ceil(sure * bins).astype(int) - 1, 0, bins - 1)
-    found = []
+    groups = []
     for k in range(bins):
         inside = place == k
         count = int(inside.sum())
         means = (float(sure[inside].mean()), float(hits[inside].mean())) if count else (0.0, 0.0)
-        found.append(Bin(k / bins, (k + 1) / bins, count, *means))
-    return found
+        groups.append(Bin(k / bins, (k + 1) / bins, count, *means))
+    return groups
 
 
 def calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:

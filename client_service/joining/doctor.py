@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from promptfed.client_service.exits import ClientError
 from promptfed.client_service.http.connection import BadAnswer, Refused
-from promptfed.client_service.http.coordinator_client import CoordinatorClient, http_to
+from promptfed.client_service.http.coordinator_client import CoordinatorClient, open_http
 from promptfed.client_service.joining.checks import (
     Check,
     check_clock,
@@ -159,7 +159,7 @@ class Examination:
         policy = read_policy(settings.policy_file)[0] if settings.policy_file is not None else None
 
         async def ask() -> tuple[EnrolmentInfo, float | None]:
-            async with http_to(settings.coordinator, settings.ca_file) as http:
+            async with open_http(settings) as http:
                 coordinator = CoordinatorClient(http, settings.coordinator, settings.federation, ANSWER_SECONDS)
                 coordinator.may_move = partial(expect_origin, policy)
                 return await coordinator.enrolment(token), coordinator.traffic.clock

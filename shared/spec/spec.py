@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     ValidationError,
@@ -29,6 +30,27 @@ VIEWS = 8
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 ClassName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def check_class_names(names: list[str]) -> list[str]:
+    """Return ``names`` if there is at least one and none occurs twice; ValueError otherwise."""
+    if not names:
+        raise ValueError("is empty: name at least one class")
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ValueError(f"lists a class twice: {', '.join(twice[:5])}")
+    return names
+
+
+def _with_one_slot(text: str) -> str:
+    if text.count("{}") != 1:
+        raise ValueError("must hold '{}' exactly once, where the class name goes")
+    return text
+
+
+ClassNames = Annotated[list[ClassName], AfterValidator(check_class_names)]
+Template = Annotated[str, Field(max_length=500), AfterValidator(_with_one_slot)]
+"""A text with ``{}`` where the class name goes."""
 Width = Annotated[int, Field(ge=1, le=1 << 15)]
 Depth = Annotated[int, Field(ge=1, le=256)]
 
@@ -191,9 +213,9 @@ class FederationSpec(Section):
     name: Name
     method: dict[str, Any]
     backbone: BackboneSpec = BackboneSpec()
-    class_names: list[ClassName] | None = None
+    class_names: ClassNames | None = None
     class_descriptions: Annotated[ClassDescriptions | None, left_out()] = None
-    template: Annotated[str, Field(max_length=500)] | None = "a photo of a {}."  # none: each data source's own
+    template: Template | None = "a photo of a {}."  # none: each data source's own
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 10
     training: TrainingSpec = TrainingSpec()
     participation: ParticipationSpec = ParticipationSpec()
@@ -220,34 +242,12 @@ class FederationSpec(Section):
             raise ValueError('needs a \'name\', such as {"name": "promptfl"}')
         return method
 
-    @field_validator("class_names")
-    @classmethod
-    def _class_names_are_distinct(cls, names: list[str] | None) -> list[str] | None:
-        return check_class_names(names) if names is not None else None
-
     @field_validator("class_descriptions")
     @classmethod
     def _descriptions_are_of_classes(cls, given: ClassDescriptions | None, info: ValidationInfo) -> Any:
         if given is not None:
             check_descriptions(given, info.data.get("class_names"))
         return given
-
-    @field_validator("template")
-    @classmethod
-    def _template_has_one_slot(cls, template: str | None) -> str | None:
-        if template is not None and template.count("{}") != 1:
-            raise ValueError("must hold '{}' exactly once, where the class name goes")
-        return template
-
-
-def check_class_names(names: list[str]) -> list[str]:
-    """Return ``names`` if there is at least one and none occurs twice; ValueError otherwise."""
-    if not names:
-        raise ValueError("is empty: name at least one class")
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        raise ValueError(f"lists a class twice: {', '.join(twice[:5])}")
-    return names
 
 
 def merged(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
