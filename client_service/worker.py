@@ -30,13 +30,18 @@ log = logging.getLogger("promptfed.client")
 
 
 class Worker:
-    """One client of one federation.
+    """One client of one federation. It changes nothing global but torch's number of threads.
 
-    ``parts`` hands in what is at hand already; the rest is made from the settings. ``executor``: where tensor work
-    runs, one job of this worker at a time. Of workers with common ``turns`` only so many carry out a task at once. An
-    ``ephemeral`` one is not started again after a crash and serves no predictions; one that is ``synced`` too can be
-    started again. ``hook(event, facts)`` is told of every event: enrolled, trained, accepted, evaluated, discarded,
-    refused, failed, cancelled, ended. Nothing global is changed but torch's number of threads.
+    Args:
+        settings: of this client.
+        parts: objects that exist already; the others are made from the settings.
+        http: an HTTP client that stays open.
+        executor: where tensor work runs, one job of this worker at a time.
+        turns: limits how many of the workers that share it carry out a task at the same time.
+        ephemeral: the worker is not restarted after a crash, and serves no predictions.
+        synced: the files of an ephemeral worker are synced all the same, so that it can be started again.
+        hook: called with every event and its facts: enrolled, trained, accepted, evaluated, discarded, refused, failed,
+            cancelled, ended.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a classifier answered for each image of a test set. They stay where they are computed: nothing sends them."""
+"""A classifier's answers for each image of a test set. They are never sent."""
 
 from __future__ import annotations
 

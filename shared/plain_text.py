@@ -1,4 +1,4 @@
-"""What others wrote, shown as text: it moves no cursor, hides no line, and is no HTML, Markdown or formula."""
+"""Makes text of others harmless: no control of the terminal, no HTML, no Markdown, no formula."""
 
 from __future__ import annotations
 

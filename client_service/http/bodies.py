@@ -21,20 +21,20 @@ class Body:
 
     @classmethod
     def of(cls, content: bytes) -> Body:
-        """Of bytes."""
+        """A body of bytes in memory."""
         return cls(content, len(content), hashlib.sha256(content).hexdigest())
 
     @property
     def digest_field(self) -> str:
-        """As headers say it (RFC 9530)."""
+        """The value of a digest header (RFC 9530)."""
         return f"sha-256=:{base64.b64encode(bytes.fromhex(self.sha256)).decode()}:"
 
     def read(self) -> bytes:
-        """All of them."""
+        """All bytes."""
         return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
 
     async def parts(self, begin: int, end: int) -> AsyncIterator[bytes]:
-        """Those from ``begin`` to ``end``, as they are written."""
+        """The bytes from ``begin`` to ``end``, in chunks."""
         if isinstance(self.content, bytes):
             for at in range(begin, end, CHUNK):
                 yield self.content[at : min(at + CHUNK, end)]

@@ -68,7 +68,7 @@ class LineTraffic:
 
 @dataclass
 class Reply:
-    """What was answered, whole."""
+    """A whole answer."""
 
     status: int
     body: bytes
@@ -205,7 +205,7 @@ class CoordinatorConnection:
         raise Refused(response.status_code, *_problem(response, content))
 
     def unreachable(self, error: BaseException) -> ClientError:
-        """What ends a client to which nobody answers."""
+        """The error that ends a client to which nobody answers."""
         return ClientError(Exit.UNREACHABLE, f"no answer from the coordinator at {self.base_url}: {_why(error)}")
 
     def backoff(self, attempt: int, error: BaseException) -> float:

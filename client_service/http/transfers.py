@@ -148,7 +148,7 @@ async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, fol
 
 
 def _is_there(path: Path, draft: Path) -> bool:
-    """Whether the whole file is there already; others go."""
+    """Whether the whole file is there already. Other files are deleted."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for other in path.parent.iterdir():
         if other not in (path, draft):
@@ -157,7 +157,7 @@ def _is_there(path: Path, draft: Path) -> bool:
 
 
 async def _receive(connection: CoordinatorConnection, url: str, wanted: Wanted, draft: Path, have: int) -> None:
-    """Add to what has arrived. Raises BadAnswer, Refused, Unavailable, TransportError."""
+    """Append to the draft. Raises BadAnswer, Refused, Unavailable, TransportError."""
     # As it lies there: of a compressed body no range could be told by what has arrived.
     headers = {"Authorization": f"Bearer {connection.token}", "Accept-Encoding": "identity"}
     if have:

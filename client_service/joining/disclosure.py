@@ -36,7 +36,7 @@ UPDATES = "what can be computed from each update: gradients of images have been 
 
 @dataclass(frozen=True)
 class Declared:
-    """What is said of this client once, when it enrols. ``fingerprint``: of the weights, once they are here."""
+    """What the coordinator is told when this client enrols. ``fingerprint``: of the weights, once they are here."""
 
     name: str
     role: Role

@@ -1,4 +1,4 @@
-"""A dry run of joining, which goes on after what is wrong and joins nothing.
+"""A dry run of joining: it continues after a problem, and joins nothing.
 
 It takes the steps of joining (`.enrolment`) one by one, and makes a line of each. With a coordinator it asks what an
 enrolment token lets anybody ask: the federation's method, backbone and class names. Nothing of this machine is told to

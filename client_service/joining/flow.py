@@ -298,8 +298,8 @@ class Joining:
         ledger = ledger or own_ledger(settings, policy)
         job = partial(site_plan, info, method, source.train, settings, policy, ledger, self.state)
         planned, groups = await self.compute.run(job)
-        ledger.unit, noise = info.privacy.unit, self.parts.privacy.noise
         where = settings.coordinator, info.federation_id
+        noise = self.parts.privacy.noise
         return SiteProtection(info.privacy, planned, ledger, noise, *where, groups, info.name, self.state)
 
     async def _agreement(

@@ -1,4 +1,4 @@
-"""What can be handed to a worker instead of being made from its settings."""
+"""Objects that a worker can be given instead of making them from its settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promptfed.shared.outcomes import Record
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 
 Consent = Callable[[Sequence[Check], Disclosure], Awaitable[bool]]
-"""Told what was found and what will leave this machine; False ends the client before anything is sent."""
+"""Decides on the checks and on what will leave this machine; False ends the client before anything is sent."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class PrivacyParts:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a worker that are at hand already, which is how many workers share one process.
+    """Parts of a worker that exist already, so that many workers share one process.
 
-    ``secret``: of the client's identity, for one that another process goes on with. A client that has not enrolled yet
-    asks ``consent``, where it is given, before it sends anything. ``record`` is told, in this process, what each test
-    image was classified as.
+    Attributes:
+        secret: of the client's identity, if another process will continue with it.
+        consent: asked before a client that has not enrolled yet sends anything.
+        record: receives, in this process, the answer for each test image.
     """
 
     backbone: Backbone | None = None

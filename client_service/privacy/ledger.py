@@ -66,8 +66,8 @@ class Spend(BaseModel):
 class Ledger:
     """One data set's budget at one δ. Without a ``path`` it is kept in memory, for simulations."""
 
-    def __init__(self, path: Path | None, dataset: str = "default", unit: str = "record"):
-        self.path, self.dataset, self.unit = path, dataset, unit
+    def __init__(self, path: Path | None, dataset: str = "default"):
+        self.path, self.dataset = path, dataset
         self._memory = b""
 
     # Reading
@@ -102,12 +102,16 @@ class Ledger:
 
     # Writing
 
-    def open(self, delta: float) -> None:
-        """Begin the ledger with ``delta``, unless it has begun. Raises ClientError (LEDGER) where it cannot be."""
+    def open(self, delta: float, unit: str = "record") -> None:
+        """Begin the ledger, unless it has begun: with ``delta``, of records or groups.
+
+        Raises:
+            ClientError: LEDGER where it cannot be written.
+        """
         with self._locked() as handle:
             if self._lines(self._bytes()):
                 return
-            about = {"kind": "open", "dataset": self.dataset, "unit": self.unit, "delta": delta}
+            about = {"kind": "open", "dataset": self.dataset, "unit": unit, "delta": delta}
             self._append(handle, about | {"relation": RELATION, "accountant": ACCOUNTANT})
 
     def expect(self, events: Sequence[Event], most: float, split: Part = "train") -> float:

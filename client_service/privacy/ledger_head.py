@@ -1,4 +1,4 @@
-"""What a client's state folder knows of the ledger, so that an old copy of it is found whoever is asked.
+"""The head of the ledger as this client saw it last, kept in its state folder: it exposes an old copy of the ledger.
 
 The note holds how many lines the ledger had after this client's last spend, and the SHA-256 of the last of them. A
 ledger that has fewer lines, or another one there, is a restored copy, was lost, or is another data set's.

@@ -1,4 +1,4 @@
-"""What a coordinator serves to train from: whether it is plausible, and whether other clients were given the same.
+"""Checks of the payloads that a coordinator serves: are they plausible, and were other clients given the same?
 
 Prompts that were made for one client can read from its update whether an image was trained on (PromptMIA, 2601.06641).
 Plausibility is looked at before training. That others were given the same is known a round later: each update carries

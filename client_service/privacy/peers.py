@@ -1,7 +1,7 @@
-"""Who signs: this client's identity key, and those of the others in its secure sums, remembered from their first use.
+"""Identity keys: this client's own, and those of the other members of its secure sums, remembered from first use.
 
-The coordinator relays the keys, so that it could invent clients. What is remembered shows changes, not a lie from the
-beginning: only fingerprints that owners compare over another channel rule that out.
+The coordinator relays the keys, so it could invent clients. Remembered keys show later changes only. Keys that are
+false from the beginning are ruled out by fingerprints that owners compare over another channel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One federation's differential privacy at this client: what a task costs, and that it is paid before it is sent."""
+"""One federation's differential privacy at this client: the cost of each task, paid before its update is sent."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class PrivacyPlan:
     replaced: float | None = None  # ``epsilon`` of replace-one neighbours
 
     def enrolled(self) -> EnrolledProtection:
-        """As the coordinator is told."""
+        """For the coordinator."""
         return EnrolledProtection(
             units=self.units, noise_multiplier=self.noise_multiplier, epsilon_planned=self.epsilon, delta=self.delta
         )
 
     def lines(self) -> list[tuple[str, str]]:
-        """As its owner is told."""
+        """For the owner of the data."""
         noise = f"z = {self.noise_multiplier:g} times the clip in each of {self.steps} steps at most"
         spent = f"{self.in_all:.3g} of {self.most:g} with what this data set has spent before"
         other = "" if self.replaced is None else f" (ε = {self.replaced:.3g} for replace-one neighbours)"
@@ -98,7 +98,7 @@ class SiteProtection:
 
     def open(self) -> None:
         """Begin the ledger once the data's owner has agreed, and keep what was planned for later starts."""
-        self.ledger.open(self.plan.delta)
+        self.ledger.open(self.plan.delta, self.privacy.unit)
         if self.state is not None:
             self.state.write_as(FILE, vars(self.plan) | {"epsilon_asked": self.privacy.epsilon})
 

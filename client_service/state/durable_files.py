@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Disk:
-    """Writes files; where it is ``synced`` they are on the disk when a call returns."""
+    """Writes files. If ``synced``, they are on the disk when a call returns."""
 
     def __init__(self, synced: bool):
         self._sync = os.fsync if synced else _leave
@@ -40,4 +40,4 @@ class Disk:
 
 
 def _leave(handle: int) -> None:
-    """To the system, which writes when it likes."""
+    """Leave writing to the operating system."""

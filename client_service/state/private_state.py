@@ -1,4 +1,4 @@
-"""What never leaves the client, on its disk: its secret, its private tensors, and an update until it is settled.
+"""The state folder of a client: its secret, its private tensors, and an update until it is settled.
 
 Layout of the state folder (mode 0700):
 
@@ -90,9 +90,8 @@ class Serving:
 class PrivateState:
     """The state folder of one client, locked against a second process.
 
-    An ``ephemeral`` one is for a client that nobody starts again after a crash: it is neither locked nor synced, so
-    that a process can hold a thousand of them. With ``synced`` it stands the machine's end all the same, for those whom
-    another process goes on with.
+    An ``ephemeral`` one is for a client that is not restarted after a crash. It is neither locked nor synced, so that a
+    process can hold a thousand of them. With ``synced`` it is synced all the same, so that another process can go on.
 
     Raises:
         ClientError: STATE where the folder is in use, unusable or damaged.
@@ -121,11 +120,11 @@ class PrivateState:
 
     @property
     def ephemeral(self) -> bool:
-        """Whether nobody starts this client again."""
+        """Whether this client is not restarted after a crash."""
         return self._lock is None
 
     def close(self) -> None:
-        """Give the folder free for another process."""
+        """Release the folder for another process."""
         if self._lock is not None:
             os.close(self._lock)
 
@@ -382,7 +381,7 @@ class PrivateState:
             raise self.damaged(name) from None
 
     def damaged(self, name: str) -> ClientError:
-        """What ends a client whose file ``name`` says nothing that can be."""
+        """The error that ends a client whose file ``name`` cannot be understood."""
         text = f"{self.folder / name} is damaged: restore it, or enrol anew with another --state-dir and --name"
         return ClientError(Exit.STATE, text)
 

@@ -188,7 +188,7 @@ class SuppliedState(BaseModel):
 
 
 class Nothing(BaseModel):
-    """What has no body."""
+    """An answer without a body."""
 
 
 class LastRefusal(BaseModel):

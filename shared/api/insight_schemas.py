@@ -1,4 +1,4 @@
-"""What the prompts themselves tell, in JSON."""
+"""Insights into learned prompts, in JSON."""
 
 from __future__ import annotations
 

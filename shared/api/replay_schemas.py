@@ -1,4 +1,4 @@
-"""What a replay of a round is asked and answers, in JSON."""
+"""Requests and answers of a round's replay, in JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptfed.shared.spec.spec_aggregation import AggregationSpec
 
 
 class ReplayRequest(Message):
-    """What shall be otherwise; nothing: the round is computed again as it was."""
+    """What to change; without any change the round is computed again as it was."""
 
     aggregation: AggregationSpec | None = Field(
         None, description="in the place of the spec's, whose max_weight_share stays unless another is given"

@@ -1,4 +1,4 @@
-"""What noise at the coordinator costs and does: ε of a federation for a whole client, and whether anything is left.
+"""Noise for whole clients: the ε of a federation, and how long the noise is compared with the signal.
 
 Neighbours differ in one client whose contribution is nothing, in all rounds. A phase adds N(0, (z·S)²) to each number
 of a sum of changes no longer than S, and divides it by K̄, how many are expected, which is public (McMahan et al.,

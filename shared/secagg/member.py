@@ -1,4 +1,4 @@
-"""What a client does in each step, as functions of what it keeps; what they return is stored before it is sent."""
+"""A client's part of each step, as functions of what it keeps. Their results are stored before they are sent."""
 
 from __future__ import annotations
 

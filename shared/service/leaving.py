@@ -9,9 +9,9 @@ from typing import NoReturn
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without taking the interpreter apart, which takes torch seconds on a busy machine.
+    """End the process without shutting down the interpreter, for which torch takes seconds on a busy machine.
 
-    What is on disk stands a kill at any instant, so nothing is lost.
+    What is on disk survives a kill at any instant, so nothing is lost.
     """
     logging.shutdown()
     sys.stdout.flush()

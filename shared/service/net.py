@@ -1,4 +1,4 @@
-"""Addresses that a service listens on, and those that a coordinator sends its callers on to."""
+"""Addresses that a service listens on, and those to which a coordinator redirects its callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service's page: the files in ``web/`` of its package, with the headers that shut browsers in."""
+"""A service's page: the files in ``web/`` of its package, with security headers for browsers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StaticPage:
 
 
 def _headers(images: str) -> dict[str, str]:
-    """Of every file: its own files and the API beside it, and no text ever becomes HTML or script."""
+    """Headers of every file: only the page's own files and API may be used, and text never becomes HTML or script."""
     policy = (
         "default-src 'none'",
         "script-src 'self'",

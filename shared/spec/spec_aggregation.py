@@ -1,4 +1,4 @@
-"""The spec's sections on how updates become one: rules, the coordinator's optimizer, secure aggregation."""
+"""The spec's sections on aggregation: rules, the coordinator's optimizer, secure aggregation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ServerOptimizerSpec(Section):
 
 
 class AggregationSpec(Section):
-    """How updates become one. ``max_weight_share`` caps what one client can weigh (1: no cap).
+    """How updates are aggregated. ``max_weight_share`` caps what one client can weigh (1: no cap).
 
     Numbers of samples are the clients' own word: rules other than the mean weigh all alike unless told otherwise.
     """
