@@ -31,6 +31,7 @@ from promptfed.client_service.joining.enrolment import (
 from promptfed.client_service.joining.parts import Consent, Parts
 from promptfed.client_service.monitor import Monitor
 from promptfed.client_service.privacy.agreement import Agreement, terms_of
+from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.noisy_counts import NoisyCounts, what_leaves
 from promptfed.client_service.privacy.payloads import PayloadChecks
 from promptfed.client_service.privacy.peers import identity_of
@@ -57,6 +58,17 @@ log = logging.getLogger("promptfed.client")
 
 class FederationEnded(Exception):
     """There is nothing left to take part in."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a federation offers, and what this site has for it."""
+
+    info: EnrolmentInfo
+    method: Method
+    source: Source
+    tests: Mapping[str, Source]
+    policy: Policy | None
 
 
 @dataclass
@@ -97,18 +109,19 @@ class Joining:
         enforce(policy, asked)
         take_own_options(method, settings)
         check_declaration(method, info, settings.role, source)
-        protection = await self._protection(info, method, source, policy)
-        agreement, declared = await self._agreement(info, method, source, list(tests), protection)
+        offer = Offer(info, method, source, tests, policy)
+        protection = await self._protection(offer)
+        agreement, declared = await self._agreement(offer, protection)
         if protection is not None:
             await self.compute.run(protection.open)
 
         payload = policy.payload if policy is not None else None
         checks = PayloadChecks(self.state, payload, info.federation_id) if payload is not None else None
-        privacy = await self._privacy(info, method, source, tests, policy, protection)
+        privacy = await self._privacy(offer, protection)
 
-        backbone = await self._backbone(info, method)
+        backbone = await self._backbone(offer)
         agreement.pin(backbone.fingerprint)
-        work = self._work(backbone, agreement, source, tests, privacy, SiteRules(policy, asked, checks))
+        work = self._work(offer, backbone, agreement, privacy, SiteRules(policy, asked, checks))
         await self.compute.run(lambda: self._check_texts(work, method, info))
         await self.compute.run(lambda: self._warm(work, method))
         signing = identity_of(self.state) if info.secure_aggregation is not None else None
@@ -128,31 +141,24 @@ class Joining:
             raise ClientError(Exit.REFUSED, f"the federation {info.name} is {info.state}: nobody can enrol any more")
         raise FederationEnded
 
-    async def _privacy(
-        self,
-        info: EnrolmentInfo,
-        method: Method,
-        source: Source,
-        tests: Mapping[str, Source],
-        policy: Policy | None,
-        protection: SiteProtection | None,
-    ) -> SitePrivacy:
+    async def _privacy(self, offer: Offer, protection: SiteProtection | None) -> SitePrivacy:
         """How updates are protected here, and what leaves with evaluations."""
         parts, counts = self.parts.privacy, None
-        leaving = what_leaves(info, method, self.settings.role, policy, parts.plain_evaluations)
+        leaving = what_leaves(offer.info, offer.method, self.settings.role, offer.policy, parts.plain_evaluations)
         if leaving == "noisy":
-            counts = await self.compute.run(lambda: self._counts(info, policy, source, tests))
+            counts = await self.compute.run(partial(self._counts, offer))
             leaving = "noisy" if counts is not None else "withheld"
         return SitePrivacy(protection, parts.noise, leaving, counts)
 
-    def _counts(
-        self, info: EnrolmentInfo, policy: Policy | None, source: Source, tests: Mapping[str, Source]
-    ) -> NoisyCounts | None:
-        settings, rules = self.settings, policy.privacy if policy is not None else None
-        ledger, noise = self.parts.privacy.ledger or own_ledger(settings, policy), self.parts.privacy.noise
+    def _counts(self, offer: Offer) -> NoisyCounts | None:
+        settings, rules = self.settings, offer.policy.privacy if offer.policy is not None else None
         most = rules.max_test_epsilon if rules is not None else settings.max_epsilon
-        counts = NoisyCounts(info, ledger, noise, self.state, most, settings.name, settings.coordinator)
-        return counts.begun(source, tests, rules.delta if rules is not None else None)
+        ledger, noise = self._ledger(offer), self.parts.privacy.noise
+        counts = NoisyCounts(offer.info, ledger, noise, self.state, most, settings.name, settings.coordinator)
+        return counts.begun(offer.source, offer.tests, rules.delta if rules is not None else None)
+
+    def _ledger(self, offer: Offer) -> Ledger:
+        return self.parts.privacy.ledger or own_ledger(self.settings, offer.policy)
 
     async def _data(self) -> tuple[Source, Mapping[str, Source]]:
         """The client's data and its test sets. One that cannot be declared is refused before anybody is asked."""
@@ -167,13 +173,7 @@ class Joining:
         return source, tests
 
     def _work(
-        self,
-        backbone: Backbone,
-        agreement: Agreement,
-        source: Source,
-        tests: Mapping[str, Source],
-        privacy: SitePrivacy,
-        rules: SiteRules,
+        self, offer: Offer, backbone: Backbone, agreement: Agreement, privacy: SitePrivacy, rules: SiteRules
     ) -> TaskWork:
         settings, parts = self.settings, self.parts
         cache = parts.features or FeatureCache(settings.features_dir, keep_patches=settings.keep_patches)
@@ -185,7 +185,7 @@ class Joining:
             settings.name,
             settings.role,
             backbone,
-            ClientData(source, backbone, cache, self.compute.stopped, tests, images),
+            ClientData(offer.source, backbone, cache, self.compute.stopped, offer.tests, images),
             self.state,
             self.predictor,
             agreement,
@@ -195,14 +195,14 @@ class Joining:
             rules,
         )
 
-    async def _backbone(self, info: EnrolmentInfo, method: Method) -> Backbone:
+    async def _backbone(self, offer: Offer) -> Backbone:
         settings, backbone = self.settings, self.parts.backbone
         if backbone is None:
             own = settings.device, settings.allow_backbone, settings.backbone_file
-            backbone = await self.compute.run(partial(open_backbone, info.backbone, *own))
-        await self.compute.run(partial(check_backbone, backbone, info.backbone))
+            backbone = await self.compute.run(partial(open_backbone, offer.info.backbone, *own))
+        await self.compute.run(partial(check_backbone, backbone, offer.info.backbone))
         try:
-            check_fits(method, shape_of(backbone))
+            check_fits(offer.method, shape_of(backbone))
         except MethodError as error:
             raise ClientError(Exit.BACKBONE, str(error)) from None
         self.monitor.status.backbone, self.monitor.status.device = backbone.fingerprint, str(backbone.device)
@@ -284,47 +284,37 @@ class Joining:
         log.info("this site's policy %s (sha256 %s) is enforced", path, digest)
         return policy
 
-    async def _protection(
-        self, info: EnrolmentInfo, method: Method, source: Source, policy: Policy | None
-    ) -> SiteProtection | None:
+    async def _protection(self, offer: Offer) -> SiteProtection | None:
         """What the federation's differential privacy costs here. Refused before anybody is asked where it cannot fit.
 
         Raises:
             ClientError: LEDGER.
         """
-        settings, ledger = self.settings, self.parts.privacy.ledger
+        settings, info = self.settings, offer.info
         if info.privacy is None or not info.privacy.protects_records or settings.role != "trainer":
             return None
-        ledger = ledger or own_ledger(settings, policy)
-        job = partial(site_plan, info, method, source.train, settings, policy, ledger, self.state)
+        ledger, noise = self._ledger(offer), self.parts.privacy.noise
+        job = partial(site_plan, info, offer.method, offer.source.train, settings, offer.policy, ledger, self.state)
         planned, groups = await self.compute.run(job)
         where = settings.coordinator, info.federation_id
-        noise = self.parts.privacy.noise
         return SiteProtection(info.privacy, planned, ledger, noise, *where, groups, info.name, self.state)
 
-    async def _agreement(
-        self,
-        info: EnrolmentInfo,
-        method: Method,
-        source: Source,
-        tests: list[str],
-        protection: SiteProtection | None = None,
-    ) -> tuple[Agreement, Declared]:
+    async def _agreement(self, offer: Offer, protection: SiteProtection | None) -> tuple[Agreement, Declared]:
         """What the owner agreed to, asked now where it was not before, and what is declared with it.
 
         No backbone is loaded for it, and no feature computed: until then nothing is done for the federation.
         """
-        settings, consent = self.settings, self.parts.consent
-        terms = terms_of(info, method, settings.coordinator, settings.role, tests)
+        settings, info, source = self.settings, offer.info, offer.source
+        terms = terms_of(info, offer.method, settings.coordinator, settings.role, list(offer.tests))
         declared = declaration(settings, source, domain_of(source), self.parts.backbone)
         known = Agreement.kept(self.state, terms)
         changes = known.changes(terms) if known is not None else []
         if known is not None and not changes:
             return known, declared
-        if consent is not None:
-            planned = protection.plan if protection is not None else None
-            disclosure = disclose(terms, info, method, declared, await self._shape(info), changes, planned)
-            await self._ask(consent, disclosure, source)
+        if self.parts.consent is not None:
+            planned, shape = protection.plan if protection is not None else None, await self._shape(info)
+            disclosure = disclose(terms, info, offer.method, declared, shape, changes, planned)
+            await self._ask(self.parts.consent, disclosure, source)
         return Agreement.made(self.state, terms), declared
 
     async def _shape(self, info: EnrolmentInfo) -> BackboneShape | None:
