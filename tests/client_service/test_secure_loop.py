@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from promptfed.client_service.__main__ import main
-from promptfed.client_service.exits import Exit, Failure
+from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.client_service.privacy.ledger import Ledger
 from promptfed.client_service.privacy.peers import meet, own_fingerprint
 from promptfed.client_service.privacy.protection import PrivacyPlan, SiteProtection
@@ -146,6 +147,24 @@ def test_private_tensors_of_a_change_that_is_not_finite_are_not_kept() -> None:
     work.adds_client_noise = False
     with pytest.raises(MethodError, match="'a' holds NaN"):
         TaskWork._sent(work, Phase("train", (), ()), result, payload, before)
+
+
+def test_attempts_of_earlier_versions_are_read_and_others_end_the_client_by_name(tmp_path: Path) -> None:
+    world = World(tmp_path, count=1)
+    sent = world.keys(0)
+    work, note = world.works[0], "secure-attempt.json"
+    kept = json.loads(work._state.read_note(note) or "")
+    earlier = {name: kept[name] for name in ("about", "secrets", "answers", "accepted", "last")}
+    assert {len(bytes.fromhex(secret)) for secret in earlier["secrets"].values()} == {32}
+    work._state.write_note(note, json.dumps(earlier))
+    assert world.keys(0) == sent
+    del earlier["about"]["samples"]  # versions that had no rule of weights
+    work._state.write_note(note, json.dumps(earlier))
+    with pytest.raises(Failure, match="asked otherwise than before"):
+        world.keys(0)
+    work._state.write_note(note, json.dumps({"about": earlier["about"]}))
+    with pytest.raises(ClientError, match=r"secure-attempt\.json is damaged: restore it, or enrol anew"):
+        world.keys(0)
 
 
 def test_peers_are_remembered_from_their_first_use(tmp_path: Path) -> None:
