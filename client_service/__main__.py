@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource
 
-from promptfed.client_service.exits import Exit
+from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.log_messages import JsonFormatter, TextFormatter
 from promptfed.client_service.settings import Settings, one_line
 from promptfed.shared.service.leaving import leave
@@ -24,14 +24,23 @@ def set_up_logging(log_format: Literal["text", "json"]) -> None:
 
 
 def start(settings: Settings) -> int:
-    """Run a client with logging set up; torch is imported here and not before. The exit code."""
+    """Do what the settings ask for, with logging set up; the exit code. Torch is imported here and not before."""
     set_up_logging(settings.log_format)
-    if settings.check:
-        return check(settings)
-    if settings.withdraw:
-        return call_back(settings)
-    if settings.fingerprint:
-        return tell_fingerprint(settings)
+    try:
+        if settings.check:
+            return check(settings)
+        if settings.withdraw:
+            from promptfed.client_service.joining.withdrawal import withdraw
+
+            return withdraw(settings)
+        if settings.fingerprint:
+            from promptfed.client_service.privacy.peers import own_fingerprint
+
+            print(own_fingerprint(settings.state_dir))
+            return Exit.OK
+    except ClientError as error:
+        logging.getLogger("promptfed.client").error("%s", error)
+        return error.exit
     from promptfed.client_service.worker import run
 
     return run(settings)
@@ -49,31 +58,6 @@ def check(settings: Settings) -> int:
     if examination.disclosure is not None:
         terminal.show(examination.disclosure)
     return Exit.OK if examination.healthy else Exit.BAD_INPUT
-
-
-def call_back(settings: Settings) -> int:
-    """Call consent back; the exit code."""
-    from promptfed.client_service.exits import ClientError
-    from promptfed.client_service.joining.withdrawal import withdraw
-
-    try:
-        return withdraw(settings)
-    except ClientError as error:
-        logging.getLogger("promptfed.client").error("%s", error)
-        return error.exit
-
-
-def tell_fingerprint(settings: Settings) -> int:
-    """Print by what other owners know this client's signatures; the key is made where there is none yet."""
-    from promptfed.client_service.exits import ClientError
-    from promptfed.client_service.privacy.peers import own_fingerprint
-
-    try:
-        print(own_fingerprint(settings.state_dir))
-    except ClientError as error:
-        logging.getLogger("promptfed.client").error("%s", error)
-        return error.exit
-    return Exit.OK
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

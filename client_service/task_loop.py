@@ -277,9 +277,7 @@ class TaskLoop:
                 await self.compute.run(lambda: protection.pay(pending, release))
         except Failure as failure:
             self.state.discard()
-            facts = {"round": pending.round, "phase": pending.phase}
-            self.monitor.tell("failed", **facts, type=failure.kind, detail=str(failure))
-            await self._report(pending.task_id, failure.kind, str(failure))
+            await self._give_up(pending, failure.kind, str(failure))
             return False
         return True
 
@@ -324,7 +322,7 @@ class TaskLoop:
             self.monitor.tell("again", **_facts(task))
         self.agreement.note_sending(task)
 
-    async def _give_up(self, task: Task, kind: str, detail: str) -> None:
+    async def _give_up(self, task: Task | Pending, kind: str, detail: str) -> None:
         self.monitor.tell("failed", round=task.round, phase=task.phase, type=kind, detail=detail)
         await self._report(task.task_id, kind, detail)
 

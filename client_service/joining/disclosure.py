@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from promptfed.client_service.privacy.agreement import AgreedTerms
+from promptfed.client_service.privacy.agreement import ROUNDS, AgreedTerms, phases_of
 from promptfed.client_service.privacy.protection import PrivacyPlan
-from promptfed.client_service.training.payloads import ROUNDS, known_sizes
+from promptfed.client_service.training.payloads import known_sizes
 from promptfed.shared.messages import Domain, EnrolmentInfo, Role
 from promptfed.shared.methods.core.interface.base import Method
 from promptfed.shared.methods.core.interface.disclosures import Disclosed
@@ -272,12 +272,9 @@ def disclose(
 def _exchanges(method: Method, info: EnrolmentInfo, shape: BackboneShape | None) -> tuple[Exchange, ...]:
     names = tuple(info.class_names) if info.class_names else None
     sizes = known_sizes(method, shape, names) if shape is not None else {}
-    phases: dict[str, tuple[list[int], tuple[TensorSpec, ...]]] = {}
-    for round in range(1, ROUNDS + 1):
-        for phase in method.phases(round, ROUNDS):
-            phases.setdefault(phase.name, ([], phase.up))[0].append(round)
     return tuple(
-        Exchange(name, _when(rounds), tuple(_sent(spec, sizes) for spec in up)) for name, (rounds, up) in phases.items()
+        Exchange(name, _when(rounds), tuple(_sent(spec, sizes) for spec in phase.up))
+        for name, (phase, rounds) in phases_of(method).items()
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -23,13 +23,15 @@ from promptfed.client_service.state.private_state import PrivateState
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import MOST_PEERS, EnrolmentInfo, Message, Role, Task, Told
 from promptfed.shared.methods import make_method
-from promptfed.shared.methods.core.interface.base import Method
+from promptfed.shared.methods.core.interface.base import Method, Phase
 from promptfed.shared.plain_text import plain
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
+from promptfed.shared.tensors import TensorSpec
 
 FILE, ANSWERS, WITHDRAWN = "consent.json", "answers.json", "withdrawn"
 ATTEMPTS = 5  # answers for one phase: an operator may let those whose update was refused try again
+ROUNDS = 3  # that stand for all: the first, those in between, the last
 RESTORES = 3  # of the coordinator from a backup, without asking the owner
 FIGURES = ("ece", "macro_f1")  # of a test set, beside its accuracy
 MEASURED = ("train_seconds", "trained_parameters")  # numbers that every method's update carries
@@ -114,7 +116,9 @@ def terms_of(info: EnrolmentInfo, method: Method, coordinator: str, role: Role, 
         evaluate_every=info.evaluate_every,
         evaluation=info.evaluation,
         most_peers=MOST_PEERS if method.needs.domain_descriptions else 0,
-        sends={phase.name: [_tensor(spec) for spec in phase.up] for phase in _phases(method)} if trains else {},
+        sends={name: [_tensor(spec) for spec in phase.up] for name, (phase, _) in phases_of(method).items()}
+        if trains
+        else {},
         metrics=_metrics(method, info) if trains else [],
         accuracies=["test", *sorted(tests)],
         figures=list(FIGURES),
@@ -128,17 +132,16 @@ def _metrics(method: Method, info: EnrolmentInfo) -> list[str]:
     return sorted(PROTECTED) if info.privacy is not None else sorted({*method.metrics, *MEASURED})
 
 
-def _phases(method: Method) -> Iterator[Any]:
-    """The phases of a first, a middle and a last round, each once."""
-    seen = set()
-    for round in (1, 2, 3):
-        for phase in method.phases(round, 3):
-            if phase.name not in seen:
-                seen.add(phase.name)
-                yield phase
+def phases_of(method: Method) -> dict[str, tuple[Phase, list[int]]]:
+    """The phases of a method by name, each with the rounds that have it: the first, a middle and the last one."""
+    phases: dict[str, tuple[Phase, list[int]]] = {}
+    for round in range(1, ROUNDS + 1):
+        for phase in method.phases(round, ROUNDS):
+            phases.setdefault(phase.name, (phase, []))[1].append(round)
+    return phases
 
 
-def _tensor(spec: Any) -> str:
+def _tensor(spec: TensorSpec) -> str:
     return f"{spec.name} ({', '.join(map(str, spec.shape))}) {spec.dtype}"
 
 

@@ -28,7 +28,6 @@ from promptfed.shared.messages import PayloadReceipt, Task, Witnesses, receipt_b
 from promptfed.shared.methods.core.interface.base import ClientInfo, Method, MethodError, Phase, ServerContext
 from promptfed.shared.secagg.keys import is_signed, public_identity, sign
 from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import Tensors, decode, encode
 
 FILE, LAST = "payloads.json", "payload-last.safetensors"
@@ -228,8 +227,7 @@ def _start(
 ) -> Tensors | None:
     config = task.config
     names = tuple(config.class_names) if config.class_names else None
-    training = TrainingSpec.model_validate(config.training)
-    context = ServerContext(training, shape_of(backbone), names, clients, config.seed, config.rounds)
+    context = ServerContext(config.training, shape_of(backbone), names, clients, config.seed, config.rounds)
     try:
         with torch.no_grad():
             state = method.initial_state_with(backbone, context, initial_draws(config.seed))

@@ -22,8 +22,9 @@ from pydantic import Field, ValidationError, model_validator
 from promptfed.client_service.exits import ClientError, Exit, Failure
 from promptfed.shared.messages import EnrolmentInfo, Role, Task
 from promptfed.shared.privacy.accounting import LEAST_DELTA, steps_of
-from promptfed.shared.spec.spec import BackboneSpec, Name, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import Name, SpecError
 from promptfed.shared.spec.spec_section import Section
+from promptfed.shared.spec.training_terms import TrainingTerms
 
 EXAMPLE = (files(__package__) / "policy_example.yaml").read_text()
 """A policy with comments, to begin with (`promptfed policy example`)."""
@@ -150,46 +151,37 @@ class SiteFacts:
 
 def facts_of(info: EnrolmentInfo, coordinator: str, role: Role, images: int, units: int | None = None) -> SiteFacts:
     """What the enrolment information says; ``units``: of training, where they are not the ``images``."""
-    training = TrainingSpec.model_validate(info.training or {})
+    privacy = info.privacy
     return SiteFacts(
         coordinator=coordinator,
         federation=info.name,
-        method=str(info.method.get("name")),
-        backbone=_backbone(info.backbone),
-        rounds=info.rounds or 0,
-        epochs=training.epochs,
-        steps=steps_of(units or images, training.batch_size, training.epochs) if images else 0,
         images=images,
         role=role,
-        level=info.privacy.level if info.privacy is not None else "none",
-        class_names=info.class_names is not None,
-        unit=info.privacy.unit if info.privacy is not None else "record",
-        epsilon=info.privacy.epsilon if info.privacy is not None and info.privacy.level == "client" else None,
-        sums=info.secure_aggregation.minimum if info.secure_aggregation is not None else None,
-        common=_is_common(info.method),
+        unit=privacy.unit if privacy is not None else "record",
+        epsilon=privacy.epsilon if privacy is not None and privacy.level == "client" else None,
+        **_asked(info, (units or images) if images else 0),
     )
 
 
 def facts_of_task(task: Task, enrolled: SiteFacts) -> SiteFacts:
     """What a task's own configuration asks, of a site that has ``enrolled`` for what was said then."""
-    config, images = task.config, enrolled.images
-    try:
-        training = TrainingSpec.model_validate(config.training)
-        epochs, steps = training.epochs, steps_of(images, training.batch_size, training.epochs) if images else 0
-    except ValidationError:  # no training that there is: the terms of the agreement refuse it by its name
-        epochs, steps = enrolled.epochs, enrolled.steps
-    return replace(
-        enrolled,
-        method=str(config.method.get("name")),
-        backbone=_backbone(config.backbone),
-        rounds=config.rounds,
-        epochs=epochs,
-        steps=steps,
-        level=config.privacy.level if config.privacy is not None else "none",
-        class_names=config.class_names is not None,
-        sums=config.secure_aggregation.minimum if config.secure_aggregation is not None else None,
-        common=_is_common(config.method),
-    )
+    return replace(enrolled, **_asked(task.config, enrolled.images))
+
+
+def _asked(terms: TrainingTerms, units: int) -> dict[str, Any]:
+    """What training by ``terms`` on so many ``units`` asks, as fields of `SiteFacts`."""
+    training, backbone, sums = terms.training, terms.backbone, terms.secure_aggregation
+    return {
+        "method": str(terms.method.get("name")),
+        "backbone": f"{backbone.model}/{backbone.pretrained or 'random'}",
+        "rounds": terms.rounds,
+        "epochs": training.epochs,
+        "steps": steps_of(units, training.batch_size, training.epochs) if units else 0,
+        "level": terms.privacy.level if terms.privacy is not None else "none",
+        "class_names": terms.class_names is not None,
+        "sums": sums.minimum if sums is not None else None,
+        "common": _is_common(terms.method),
+    }
 
 
 def _is_common(method: Mapping[str, Any]) -> bool:
@@ -200,10 +192,6 @@ def _is_common(method: Mapping[str, Any]) -> bool:
         return make_method(dict(method)).one_payload
     except (SpecError, KeyError, TypeError):
         return True
-
-
-def _backbone(spec: BackboneSpec) -> str:
-    return f"{spec.model}/{spec.pretrained or 'random'}"
 
 
 def _listed(key: str, allowed: list[str] | None, value: str) -> str | None:
@@ -221,12 +209,13 @@ def _at_least(key: str, limit: int | None, value: int, owner: str) -> str | None
 
 
 def _coordinator(policy: Policy, facts: SiteFacts) -> str | None:
-    allowed, own = policy.allow.coordinators, facts.coordinator
-    return None if _is_listed(allowed, own) else _listed("coordinators", allowed, own)
+    return _origin(policy, facts.coordinator)
 
 
-def _is_listed(allowed: list[str] | None, address: str) -> bool:
-    return allowed is None or any(_address(listed) == _address(address) for listed in allowed)
+def _origin(policy: Policy, address: str) -> str | None:
+    allowed = policy.allow.coordinators
+    same = any(_address(listed) == _address(address) for listed in allowed or [])
+    return None if same else _listed("coordinators", allowed, address)
 
 
 def _address(url: str) -> tuple[str, str, int | None, str]:
@@ -333,8 +322,7 @@ def expect_origin(policy: Policy | None, origin: str) -> None:
 
     What is asked there goes with the client's secret, and what is answered with its update: neither is sent.
     """
-    allowed = policy.allow.coordinators if policy is not None else None
-    offended = None if policy is None or _is_listed(allowed, origin) else _listed("coordinators", allowed, origin)
+    offended = _origin(policy, origin) if policy is not None else None
     if offended is not None:
         text = f"the coordinator sends this client on by a 307, and the site's policy does not allow it: {offended}"
         raise ClientError(Exit.POLICY, f"policy-coordinator: {text}; nothing was sent there")

@@ -33,7 +33,6 @@ from promptfed.shared.privacy.accounting import (
 )
 from promptfed.shared.privacy.noise import Noise
 from promptfed.shared.privacy.settings import PrivacySpec
-from promptfed.shared.spec.spec import TrainingSpec
 from promptfed.shared.tensors import decode
 
 FILE = "protection.json"  # what was planned when this client enrolled
@@ -108,7 +107,7 @@ class SiteProtection:
         Raises:
             Failure: data-changed, or privacy-budget-exhausted.
         """
-        plan, training = self.plan, TrainingSpec.model_validate(task.config.training)
+        plan, training = self.plan, task.config.training
         units = images if self.groups is None else len(self.groups)
         if units != plan.units:
             text = f"{units} {self.privacy.unit}s instead of the {plan.units} that were enrolled"
@@ -260,7 +259,7 @@ def plan(
     """
     privacy = info.privacy
     assert privacy is not None
-    training = TrainingSpec.model_validate(info.training)
+    training = info.training
     try:
         _check_unit(ledger, privacy)
         wanted = ledger.delta() or delta or privacy.delta or default_delta(max(1, units))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from promptfed.client_service.privacy.agreement import ROUNDS
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface.base import ClientInfo, Method, MethodError, Phase, ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Shape, Tensors, TensorSpec, check
-
-ROUNDS = 3  # that stand for all: the first, those in between, the last
 
 
 def known_sizes(method: Method, shape: BackboneShape, class_names: tuple[str, ...] | None) -> dict[str, int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, Protocol, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
-from promptfed.shared.spec.spec_section import Section
 
 Key = TypeVar("Key", str, int)
 
@@ -24,11 +23,13 @@ class WeightRule(Protocol):
         """The largest share of one of ``count`` clients."""
 
 
-class Weighting(Section, frozen=True):
+class Weighting(BaseModel):
     """The rule for the weights of a secure sum: every client computes all weights itself (`whole_weights`).
 
     ``max_weight_share``: as ``aggregation.max_weight_share`` of the spec.
     """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
     weighting: Literal["samples", "uniform"]
     max_weight_share: Annotated[float | None, Field(gt=0, le=1)] = None
