@@ -47,7 +47,7 @@ def start(settings: Settings) -> int:
 
 
 def check(settings: Settings) -> int:
-    """Look at everything and join nothing; BAD_INPUT where something stands in the way."""
+    """Check everything and join nothing; BAD_INPUT if a check fails."""
     from promptfed.client_service.joining.consent import Terminal
     from promptfed.client_service.joining.doctor import Examination
 

@@ -38,7 +38,7 @@ class Inquiries:
         await self._expect_witnesses(task)
 
     async def expect_whole_ledger(self) -> None:
-        """Raise ClientError (LEDGER) where the ledger lacks what this client or its coordinator knows: an old copy."""
+        """Raise ClientError (LEDGER) if the ledger is an old copy, which lacks spends of this client."""
         protection = self.work.protection
         if protection is None or protection.ledger.path is None:
             return

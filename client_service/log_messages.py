@@ -26,7 +26,7 @@ class TextFormatter(log_lines.TextLines):
 
 
 def sentence(event: str, facts: Mapping[str, Any]) -> str | None:
-    """One line of text, or None for an event that is told as it is."""
+    """One line of text, or None for an event without a sentence of its own."""
     made = {
         "enrolled": _enrolled,
         "trained": _trained,

@@ -1,4 +1,4 @@
-"""Everything that a client is told when it starts: command line, environment (``PROMPTFED_CLIENT_*``), defaults."""
+"""The settings of a client: command line, environment (``PROMPTFED_CLIENT_*``), defaults."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _who_and_where(cls, given: Any) -> Any:
-        """A name and a state folder, where they were not given."""
+        """Fill in a name and a state folder if they were not given."""
         if not isinstance(given, dict):
             return given
         name = given.get("name") or _own_name(given.get("state_dir"))
@@ -234,7 +234,7 @@ class Settings(BaseSettings):
 
     @property
     def policy_file(self) -> Path | None:
-        """The policy that was named, or the account's own where there is one."""
+        """The policy that was named, or the account's own if there is one."""
         own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "promptfed" / "policy.yaml"
         return self.policy or (own if own.exists() else None)
 

@@ -74,7 +74,7 @@ class TaskLoop:
             self._secure = SecureWork(self.state, terms.federation_id, _limits(self.work.rules.policy), samples)
 
     async def take_part(self) -> None:
-        """Carry out tasks, first of all sending what an earlier run left unsent.
+        """Send what an earlier run left unsent, then carry out tasks.
 
         Raises:
             Refused: 410 when the federation has ended, 401 or 403 when this client is no longer part of it.
@@ -142,7 +142,7 @@ class TaskLoop:
         await self._send_pending()
 
     async def _exchange(self, secure: SecureWork, task: Task, payload: bytes | Path) -> None:
-        """Answer a step of a secure sum with what is on the disk before it leaves."""
+        """Answer a step of a secure sum. The answer is on the disk before it is sent."""
         secure.expect(task)
         if task.kind == "train" and not secure.is_trained(task):
             self._compare(task)
@@ -185,7 +185,7 @@ class TaskLoop:
         secure.note_accepted(answer)
 
     async def _pay_masked(self, secure: SecureWork, answer: StepAnswer) -> None:
-        """Write what a change costs into the ledger before it leaves under masks; one that no longer fits is deleted.
+        """Write the cost of a change into the ledger before it is sent under masks; delete one that no longer fits.
 
         Raises:
             Failure: privacy-budget-exhausted.
@@ -307,7 +307,7 @@ class TaskLoop:
             await asyncio.sleep(SHORTEST_POLL)
 
     def _compare(self, task: Task) -> None:
-        """Tell the owner where this client was given other tensors than the others, though the method has one payload.
+        """Tell the owner if this client was given other tensors than the others, though the method has one payload.
 
         What the coordinator says of the others is its word; owners who trust it less compare the digests in their logs
         and in the round's report.
@@ -317,7 +317,7 @@ class TaskLoop:
             self.monitor.tell("other_payload", **_facts(task), payload=own, common=common)
 
     def _note_sending(self, task: Task) -> None:
-        """Count the answer before it leaves; tell the owner where a round is answered again."""
+        """Count the answer before it is sent; tell the owner if a round is answered again."""
         if self.agreement.goes_back(task):
             self.monitor.tell("again", **_facts(task))
         self.agreement.note_sending(task)

@@ -54,7 +54,7 @@ class NotAFile(OSError):
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open an ordinary file for reading. Never blocks on what is none.
+    """Open an ordinary file for reading. It never blocks on other kinds of files.
 
     Raises:
         NotAFile: it is a pipe, a socket, a device or a folder.

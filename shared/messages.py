@@ -178,7 +178,7 @@ class PrivacyEvent(Message):
     count: Annotated[int, Field(ge=1, le=1 << 40)]
 
     def event(self) -> Event:
-        """As accountants take it. Raises PrivacyError where it is nothing that can be accounted for."""
+        """For an accountant. Raises PrivacyError if it cannot be accounted for."""
         return Event(**self.model_dump())
 
 
@@ -208,7 +208,7 @@ class PayloadReceipt(Message):
 
 
 class Witness(PayloadReceipt):
-    """A receipt as other clients of the phase get to see it: for whom it is, its key says, and no name."""
+    """A receipt as other clients of the phase see it: with its client's key, and without a name."""
 
     payload_sha256: Digest
 

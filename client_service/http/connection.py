@@ -111,7 +111,7 @@ class CoordinatorConnection:
         limit: int = MAX_JSON_BYTES,
         retry: bool = True,
     ) -> Reply:
-        """Ask, again where that may help. Raises Refused, BadAnswer, ClientError."""
+        """Send a request, again if that may help. Raises Refused, BadAnswer, ClientError."""
         default = {"Content-Type": "application/json"} if body is not None else {}
         all_headers = {"Authorization": f"Bearer {token}", **default, **(headers or {})}
 
@@ -136,7 +136,7 @@ class CoordinatorConnection:
         timeouts: httpx.Timeout,
         limit: int,
     ) -> Reply:
-        """Ask once, and whoever is named instead; ``body`` makes it anew for each. Raises what `call` tries again."""
+        """Send a request once, and follow redirects; ``body`` makes each body. Raises what `call` retries."""
         async with self.answered(verb, url, body, headers, timeouts) as response:
             content = await self.read(response, limit)
             self.take(response, content)
@@ -151,7 +151,7 @@ class CoordinatorConnection:
         headers: dict[str, str],
         timeouts: httpx.Timeout,
     ) -> AsyncIterator[httpx.Response]:
-        """The answer of whoever carries the federation out, a refusal too, with its body unread."""
+        """The answer of the coordinator that carries the federation out, also a refusal, with its body unread."""
         try:
             for _ in range(MOST_MOVES):
                 full = (self._holder or self.base_url) + url
@@ -196,7 +196,7 @@ class CoordinatorConnection:
         self.traffic.clock = _ahead(response.headers.get("date"), self.traffic.clock)
 
     def take(self, response: httpx.Response, content: bytes) -> None:
-        """Count an exchange, and raise Unavailable or Refused for what is no success."""
+        """Count an exchange; raise Unavailable or Refused unless it succeeded."""
         self.take_traffic(response, content)
         if response.is_success:
             return
@@ -232,7 +232,7 @@ class Patience:
         self._attempts, self._since = 0, time.monotonic()
 
     async def wait(self, error: BaseException) -> None:
-        """Wait after a failure. Raises ClientError where it cannot pass, or nothing has moved for too long."""
+        """Wait after a failure. Raises ClientError if waiting cannot help, or if nothing has moved for too long."""
         connection = self._connection
         if not may_pass(error) or time.monotonic() - self._since >= connection.give_up_after:
             raise connection.unreachable(error) from None
@@ -283,7 +283,7 @@ def parse(kind: type[AnyMessage], body: bytes) -> AnyMessage:
 
 
 def _problem(response: httpx.Response, body: bytes | bytearray) -> tuple[str, str]:
-    """Kind and detail of a refusal, cleaned for a log: what a server says may hold anything."""
+    """Kind and detail of a refusal, cleaned for a log, since a server may send any characters."""
     if response.is_redirect:
         return "redirect", f"redirects are not followed (to {_clean(response.headers.get('location', ''))})"
     try:

@@ -57,7 +57,7 @@ class CoordinatorClient(CoordinatorConnection):
         return None if answer.status == 204 else parse(Task, answer.body)
 
     async def payload(self, task: Task, folder: Path | None = None) -> bytes | Path:
-        """The task's tensors, as announced; many of them in a file of ``folder``, where one is given.
+        """The task's tensors, as announced; large ones in a file of ``folder``, if one is given.
 
         Raises:
             BadAnswer: another origin than the coordinator's, too many bytes, or others than the task announces.
@@ -111,7 +111,7 @@ class CoordinatorClient(CoordinatorConnection):
         return parse(kind, (await self.call("GET", path, token=self.token)).body)
 
     async def withdraw(self) -> None:
-        """Take part no longer. Refused 403 where that is so already, 409 where the federation has ended."""
+        """Withdraw this client. Refused 403 if it has withdrawn already, 409 if the federation has ended."""
         await self.call("POST", self._path("withdrawal"), token=self.token)
 
     def _path(self, *parts: str) -> str:

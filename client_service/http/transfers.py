@@ -39,7 +39,7 @@ _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
 async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
-    """Bring a body to ``url``, from where the coordinator has it; returns once it is accepted.
+    """Send a body to ``url``, continuing after what the coordinator has; returns once the body is accepted.
 
     Raises:
         Refused: the coordinator does not take it.
@@ -72,7 +72,7 @@ async def send(connection: CoordinatorConnection, url: str, body: Body) -> None:
 
 
 async def _arrived(connection: CoordinatorConnection, url: str, whole: dict[str, str]) -> int | None:
-    """How many bytes the coordinator has; None where the whole is accepted. Raises Refused with the reason."""
+    """How many bytes the coordinator has; None if it has accepted the whole. Raises Refused with the reason."""
     try:
         answer = await connection.call("HEAD", url, token=connection.token, headers=whole)
     except Refused as refused:
@@ -117,7 +117,7 @@ class Wanted:
 
 
 async def fetch(connection: CoordinatorConnection, url: str, wanted: Wanted, folder: Path) -> Path:
-    """Bring the body at ``url`` into a file of ``folder``, which then holds no other; or find it there.
+    """Fetch the body at ``url`` into a file of ``folder``, unless it is there; other files of the folder are deleted.
 
     Raises:
         BadAnswer: it is not what was announced.

@@ -72,7 +72,7 @@ def _gpu(number: int) -> str:
 
 
 def check_disk(folder: Path) -> Check:
-    """Whether the state folder, or what will hold it, can be written and has room."""
+    """Whether the state folder, or the folder that will hold it, is writable and has room."""
     place = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     try:
         free = shutil.disk_usage(place).free

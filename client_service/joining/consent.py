@@ -1,4 +1,4 @@
-"""What a data owner sees when a client starts: the checks, what will leave the machine, and a question if need be."""
+"""What a data owner sees when a client starts: checks, what will leave the machine, and a question if necessary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUESTION = "Join? [y/N] "
 
 
 class Terminal:
-    """Tells on stderr; asks only where a person sits at both ends and has not said ``--yes``."""
+    """Writes to stderr. It asks only if stdin and stderr are terminals and ``--yes`` is not given."""
 
     def __init__(self, log_format: Literal["text", "json"], ask: bool, agree: str | None = None):
         self._json = log_format == "json"

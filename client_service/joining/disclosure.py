@@ -49,7 +49,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class SentTensor:
-    """One tensor of an update; a size that is not known yet stands as its symbol, ``bytes`` then None."""
+    """One tensor of an update. A size that is not known yet is shown as its symbol, and ``bytes`` is None."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -103,7 +103,7 @@ class Disclosure:
         return ("its test images", *self.terms.accuracies[1:])
 
     def lines(self) -> list[str]:
-        """For people; what others chose stands in it as plain text, cut off where it is long."""
+        """For people. Texts of others are shown as plain text, and cut off if they are long."""
         terms = self.terms
         return [_line(line) for line in (
             *self._changed(),

@@ -60,7 +60,7 @@ Result = TypeVar("Result")
 
 
 class _Given(Settings):
-    """Settings of the arguments alone: what the environment says to a client has no part in a look."""
+    """Settings from the arguments alone, without those in the environment."""
 
     @classmethod
     def settings_customise_sources(
@@ -107,7 +107,7 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing stands in the way of joining."""
+        """Whether no check has failed."""
         return all(check.verdict != "fail" for check in self.checks)
 
     def run(self) -> None:
@@ -193,7 +193,7 @@ class Examination:
         return backbone
 
     def _fit(self, info: EnrolmentInfo, source: Source | None, backbone: Backbone | None) -> None:
-        """Whether method, backbone and class names go together; then what would leave the machine is known."""
+        """Check method, backbone and class names together; then the disclosure can be made."""
         method = self._try("method", lambda: federation_method(info))
         if source is not None:
             self._policy(info, source)

@@ -149,7 +149,7 @@ def check_declaration(method: Method, info: EnrolmentInfo, role: Role, source: S
 
 
 def declaration(settings: Settings, source: Source, domain: Domain | None, backbone: Backbone | None) -> Declared:
-    """All that the coordinator learns of this client when it enrols, as far as it is known without a backbone."""
+    """Everything that the coordinator learns when this client enrols, as far as it is known without a backbone."""
     samples = source.train if settings.role == "trainer" else source.test
     device = backbone.device if backbone is not None else torch.device(choose_device(settings.device))
     return Declared(
@@ -218,7 +218,7 @@ def explain(refused: Refused, settings: Settings) -> ClientError:
 
 
 def enrolment_token(settings: Settings, identity: Identity) -> str | None:
-    """The token; not needed by who has enrolled, since its secret is enough from then on. Raises ClientError."""
+    """The token. A client that has enrolled needs none, because it has its secret. Raises ClientError."""
     path, enrolled = settings.enrolment_token_file, identity.client_id is not None
     if path is None and not enrolled:
         text = "no enrolment token: give --enrolment-token-file (`promptfed federation token` makes one)"

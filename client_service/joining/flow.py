@@ -84,7 +84,7 @@ class Joining:
     predictor: Predictor | None
 
     async def join(self) -> TaskWork:
-        """Enrol, or be recognised, and return what carries out tasks.
+        """Enrol, or be recognised, and return the object that carries out tasks.
 
         Raises:
             ClientError: what is wrong with data, backbone, state folder or settings.
@@ -134,7 +134,7 @@ class Joining:
         return work
 
     def _expect_use(self, info: EnrolmentInfo, identity: Identity) -> None:
-        """Raises ClientError or FederationEnded where it is over and this client would not serve either."""
+        """Raises ClientError or FederationEnded if the federation is over and this client would serve nothing."""
         if info.state not in ENDED or self.settings.serve:
             return
         if identity.client_id is None:
@@ -231,7 +231,7 @@ class Joining:
         return known, None
 
     def _check_texts(self, work: TaskWork, method: Method, info: EnrolmentInfo) -> None:
-        """Every class name that is to be trained or tested must fit into the text tower with what the method adds."""
+        """Check that every class name, with the method's own tokens, fits into the text tower."""
         torch.set_num_threads(self.settings.threads)
         data = work.data
         spaces = [(label_space(method, info, data.class_names), data.template)]
@@ -265,7 +265,7 @@ class Joining:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None
 
     def _tell_patch_cost(self, work: TaskWork, parts: Sequence[str]) -> None:
-        """Say what patch features will take on disk before any is computed; refuse where there is no room."""
+        """Tell how much disk the patch features will take before any is computed; refuse if there is no room."""
         cost = work.data.patch_cost(parts)
         if not cost.images:
             return
@@ -277,7 +277,7 @@ class Joining:
         log.info("%s; %s MB are free there", text, f"{cost.free / 1e6:,.1f}")
 
     def _policy(self) -> Policy | None:
-        """The site's policy. Raises ClientError (POLICY) where one is there and cannot be used."""
+        """The site's policy. Raises ClientError (POLICY) if there is one and it cannot be used."""
         if (path := self.settings.policy_file) is None:
             return None
         policy, digest = read_policy(path)
@@ -285,7 +285,7 @@ class Joining:
         return policy
 
     async def _protection(self, offer: Offer) -> SiteProtection | None:
-        """What the federation's differential privacy costs here. Refused before anybody is asked where it cannot fit.
+        """The cost of the federation's differential privacy here. It is refused before anybody is asked if too high.
 
         Raises:
             ClientError: LEDGER.
@@ -300,7 +300,7 @@ class Joining:
         return SiteProtection(info.privacy, planned, ledger, noise, *where, groups, info.name, self.state)
 
     async def _agreement(self, offer: Offer, protection: SiteProtection | None) -> tuple[Agreement, Declared]:
-        """What the owner agreed to, asked now where it was not before, and what is declared with it.
+        """The owner's agreement, asked for now if necessary, and what is declared with it.
 
         No backbone is loaded for it, and no feature computed: until then nothing is done for the federation.
         """
@@ -318,13 +318,13 @@ class Joining:
         return Agreement.made(self.state, terms), declared
 
     async def _shape(self, info: EnrolmentInfo) -> BackboneShape | None:
-        """The backbone's sizes, as far as they can be told without its weights."""
+        """The backbone's sizes, as far as they are known without its weights."""
         if self.parts.backbone is not None:
             return shape_of(self.parts.backbone)
         return info.backbone.shape or await self.compute.run(lambda: shape_by_name(info.backbone.model))
 
     async def _ask(self, consent: Consent, disclosure: Disclosure, source: Source) -> None:
-        """Tell what was found and what will be sent; go on only if that is wanted."""
+        """Show the checks and what will be sent; continue only with consent."""
         checks = await self.compute.run(lambda: self._checks(source))
         if await consent(checks, disclosure):
             return
@@ -335,7 +335,7 @@ class Joining:
         raise ClientError(Exit.DECLINED, f"the federation is not what you agreed to ({changed}): {remedy}")
 
     def _checks(self, source: Source) -> list[Check]:
-        """What joining did not fail at is told all the same."""
+        """The checks, also those that passed."""
         return [
             *check_data(source, self.settings.role),
             check_device(self.settings.device),

@@ -51,7 +51,7 @@ def withdraw(settings: Settings) -> int:
 
 
 def _tell(settings: Settings) -> bool:
-    """Whether the coordinator knows; where it does not, the operator has to be told in another way."""
+    """Tell the coordinator. False if it cannot be told: then the operator has to be told in another way."""
     try:
         identity = Identity(**json.loads((settings.state_dir / "identity.json").read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -43,7 +43,7 @@ OF_THE_WEIGHTS = {"backbone": {"fingerprint", "shape"}}  # pinned once the weigh
 
 
 class NotAgreed(ValueError):
-    """A task is not what the owner of the data agreed to; the text says in what."""
+    """A task differs from what the owner of the data agreed to; the text says how."""
 
 
 class AgreedTerms(TrainingTerms):
@@ -70,7 +70,7 @@ class AgreedTerms(TrainingTerms):
 
     @property
     def offer(self) -> dict[str, Any]:
-        """What is not the owner's own choice: a change of it is asked again."""
+        """The terms that are not the owner's own choice. If they change, the owner is asked again."""
         return self.model_dump(mode="json", exclude={"coordinator", "accuracies"})
 
     @property
@@ -212,11 +212,11 @@ class Agreement:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """What may be told of a test set beside its accuracy."""
+        """The figures of a test set that may be sent beside its accuracy."""
         return tuple(self.consent.terms.figures)
 
     def changes(self, terms: AgreedTerms) -> list[str]:
-        """Why the owner is to be asked again; empty where the consent covers ``terms``.
+        """The reasons to ask the owner again; empty if the consent covers ``terms``.
 
         Figures that the consent leaves out are no reason: they are not sent.
         """
@@ -285,7 +285,7 @@ class Agreement:
             )
 
     def _expect_turn(self, task: Task) -> None:
-        """Rounds go forward and each phase is answered once, but where the coordinator was restored from a backup."""
+        """Rounds go forward and each phase is answered once, unless the coordinator was restored from a backup."""
         sent, key = self.sent, _key(task)
         if not self.goes_back(task):
             if task.round == sent.round and sent.sent.get(key, 0) >= ATTEMPTS:

@@ -175,7 +175,7 @@ class Ledger:
         ]
 
     def expect_whole(self, told: SpendList) -> None:
-        """Raise ClientError (LEDGER) where something was sent that is not written here."""
+        """Raise ClientError (LEDGER) if the coordinator has had something that is not written here."""
         missing = self.lacks(told)
         if missing:
             rounds = ", ".join(str(spend.round) for spend in missing[:5])
@@ -186,7 +186,7 @@ class Ledger:
             )
 
     def adopt(self, told: SpendList, coordinator: str) -> int:
-        """Write down what a coordinator tells of and this ledger lacks; how many that were.
+        """Write down the spends that a coordinator knows and this ledger lacks; their number.
 
         A coordinator's word can add to a ledger, and never takes from it; no limit holds what has been sent back.
 

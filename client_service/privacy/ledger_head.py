@@ -20,7 +20,7 @@ def keep_head(ledger: Ledger, state: PrivateState) -> None:
 
 
 def expect_head(ledger: Ledger, state: PrivateState) -> None:
-    """Raise ClientError (LEDGER) where ``ledger`` does not begin with what this client has seen of it."""
+    """Raise ClientError (LEDGER) if ``ledger`` does not begin with the lines that this client has seen."""
     known = _known(ledger, state)
     if known is None:
         return
@@ -36,7 +36,7 @@ def expect_head(ledger: Ledger, state: PrivateState) -> None:
 
 
 def adopt_head(ledger: Ledger, state: PrivateState) -> None:
-    """Take the head of a ledger to which what was missing has been added.
+    """Note the head of a ledger to which the missing lines have been added.
 
     Raises:
         ClientError: LEDGER where it has fewer lines than this client knew of: something is missing still.

@@ -120,7 +120,7 @@ class NoisyCounts:
 
     @property
     def privacy(self) -> PrivacySpec:
-        """As the federation asks; of one that is not protected what is the default."""
+        """The federation's privacy settings; the defaults if it has none."""
         return self.info.privacy or PrivacySpec()
 
     def begun(self, source: Source, tests: Mapping[str, Source], delta: float | None) -> NoisyCounts | None:

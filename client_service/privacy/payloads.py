@@ -149,7 +149,7 @@ class PayloadChecks:
         return {"change": ratio}
 
     def note(self, task: Task, payload: Tensors, update: Tensors) -> None:
-        """Remember what was trained from, and how far this client has changed it."""
+        """Remember the payload that was trained from, and the length of this client's change."""
         known, digest = self._known(), task.payload.sha256
         known.first = known.first or _rows(payload)
         own = _rows(update)
@@ -169,7 +169,7 @@ class PayloadChecks:
         return None if waits is None or waits.is_of(task) else (waits.round, waits.phase)
 
     def expect_witnesses(self, told: Witnesses) -> None:
-        """Hold the receipts of a phase that this client has trained in against what it was given itself.
+        """Compare the receipts of a phase in which this client has trained with its own payload.
 
         Raises:
             Failure: policy-witnesses, where too few others have signed the same payload, or one another.
@@ -256,7 +256,7 @@ def _distance(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float
 
 
 def _relative(payload: Tensors, start: Tensors) -> float:
-    """The distance to ``start`` in its own length; infinite where the tensors are others."""
+    """The distance to ``start`` in units of its length; infinite if the names or shapes differ."""
     if {name: tensor.shape for name, tensor in payload.items()} != {n: tensor.shape for n, tensor in start.items()}:
         return float("inf")
     length = _distance(start, {name: torch.zeros_like(tensor) for name, tensor in start.items()})

@@ -51,7 +51,7 @@ def own_fingerprint(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Met:
-    """The other members of a secure sum that this client sees, as far as it knows them.
+    """How many of the other members of a secure sum this client knows.
 
     ``new``: never met before. ``listed``: among the fingerprints of its owner's policy.
     """

@@ -64,7 +64,7 @@ class Privacy(Section):
 
 
 class SentNumbers(Section):
-    """What numbers may leave; accuracy None: as the federation says, withheld where it is protected."""
+    """The numbers that may leave; accuracy None: as the federation says, withheld if it is protected."""
 
     accuracy: Literal["withheld", "noisy", "plain"] | None = None
     training: bool = True

@@ -40,7 +40,7 @@ Groups = Sequence[Sequence[int]] | None
 
 
 class _KeptPlan(BaseModel):
-    """What of a plan later starts of this client go by."""
+    """The part of a plan that later starts of this client use."""
 
     epsilon_asked: float | None
     steps: int
@@ -150,7 +150,7 @@ class SiteProtection:
         return self.pay_for(release, reported(pending.update.read()), pending.round, pending.phase, pending.task_id)
 
     def pay_for(self, release: str, spent: SpendReport | None, round: int, phase: str, task_id: str | None) -> bool:
-        """Write the spend of what is about to leave under the name ``release``; as `pay`."""
+        """As `pay`, for a release that is not an update of its own."""
         if spent is None:
             raise Failure("privacy-missing", "the update that waits was not trained under protection")
         about = {
@@ -295,7 +295,7 @@ def _check_unit(ledger: Ledger, privacy: PrivacySpec) -> None:
 
 
 def expect_room(plan: PrivacyPlan, dataset: str, partial: bool = False) -> None:
-    """Raise ClientError (LEDGER) where the whole schedule does not fit, unless ``partial`` takes part until it ends."""
+    """Raise ClientError (LEDGER) if the whole schedule does not fit, unless ``partial`` allows to end early."""
     if plan.in_all > plan.most and not partial:
         text = f"all rounds would make ε = {plan.in_all:.4g} of the {plan.most:g} that the data set {dataset!r} has"
         raise ClientError(Exit.LEDGER, f"{text}: raise --max-epsilon, or ask for fewer rounds or more noise")

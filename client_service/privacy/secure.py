@@ -176,7 +176,7 @@ class SecureWork:
     # Step 0
 
     def is_trained(self, task: Task) -> bool:
-        """Whether the change for this phase is there: another attempt trains nothing."""
+        """Whether the change for this phase is there already, so that another attempt need not train."""
         kept = self._work()[1]
         return kept is not None and kept.payload == task.payload.sha256 and kept.is_of(task)
 

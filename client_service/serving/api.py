@@ -1,4 +1,4 @@
-"""The client's own small API: what it does, and predictions. Open on loopback; elsewhere it wants a bearer token."""
+"""The client's own API: its status, and predictions. On loopback it is open; elsewhere it needs a bearer token."""
 
 from __future__ import annotations
 

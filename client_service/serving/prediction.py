@@ -83,7 +83,7 @@ class OneImage:
 
 
 class Predictor:
-    """Holds what is served; ``predict`` may be called from any thread."""
+    """Predicts with the current prompts; ``predict`` may be called from any thread."""
 
     def __init__(self) -> None:
         self.served: Served | None = None
@@ -126,7 +126,7 @@ def _probabilities(classifier: Classifier, split: OneImage, row: Tensor) -> list
 
 
 def _domains(classifier: Classifier, split: OneImage, row: Tensor) -> list[dict[str, Any]] | None:
-    """The domains that the image looks like, where the classifier tells; in the order in which it knows them."""
+    """The shares of the domains that the image looks like, in the classifier's order; None if it mixes no domains."""
     if not isinstance(classifier, Mixes):
         return None
     shares = classifier.shares(split, row)[0].tolist()

@@ -1,1 +1,1 @@
-"""What a client keeps on its disk, written whole or not at all."""
+"""What a client keeps on disk. Each file is written as a whole or not at all."""

@@ -22,7 +22,7 @@ class Disk:
             self._sync(file.fileno())
 
     def adopt(self, source: Path, path: Path) -> None:
-        """A second name for a file, or a copy where the file system has none."""
+        """A second name for a file, or a copy if the file system has no hard links."""
         path.unlink(missing_ok=True)
         try:
             os.link(source, path)

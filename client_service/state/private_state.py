@@ -69,7 +69,7 @@ class TensorOrigin:
 
 @dataclass(frozen=True)
 class Pending:
-    """An update that is ready to be sent, as it will be sent however often."""
+    """An update that is ready to be sent. It is sent with the same bytes every time."""
 
     task_id: str
     round: int
@@ -236,14 +236,14 @@ class PrivateState:
         self._keep_answered()
 
     def answered(self) -> Pending | None:
-        """The update that was accepted last, as it was sent; None where there is none, or it is damaged."""
+        """The update that was accepted last, as it was sent; None if there is none, or if it is damaged."""
         try:
             return _update_in(self.folder / ANSWERED)
         except UNREADABLE:
             return None
 
     def _keep_answered(self) -> None:
-        """Of the pending update, whose private tensors are committed, keep what was sent."""
+        """Keep the sent part of the pending update, whose private tensors are committed."""
         shutil.rmtree(self.folder / ANSWERED, ignore_errors=True)
         os.rename(self._pending, self.folder / ANSWERED)
         self._disk.sync_folder(self.folder)
@@ -325,7 +325,7 @@ class PrivateState:
         self._write(name, content)
 
     def read_file(self, name: str) -> bytes | None:
-        """What `write_file` wrote; None where there is nothing. Raises ClientError: STATE where it cannot be read."""
+        """What `write_file` wrote; None if there is nothing. Raises ClientError: STATE if it cannot be read."""
         try:
             return (self.folder / name).read_bytes()
         except FileNotFoundError:
@@ -338,7 +338,7 @@ class PrivateState:
         self._write(name, TypeAdapter(type(value)).dump_json(value))
 
     def read_as(self, name: str, kind: type[Kept]) -> Kept | None:
-        """What `write_as` wrote, as ``kind``; None where there is nothing.
+        """What `write_as` wrote, as ``kind``; None if there is nothing.
 
         Raises:
             ClientError: STATE where it cannot be read, or is nothing of this kind.
@@ -350,12 +350,12 @@ class PrivateState:
             raise self.damaged(name) from None
 
     def remove_note(self, name: str) -> None:
-        """Take away what `write_note` wrote, if it is there."""
+        """Delete a file that `write_note` wrote, if it exists."""
         (self.folder / name).unlink(missing_ok=True)
         self._disk.sync_folder(self.folder)
 
     def delete_private(self) -> None:
-        """Delete private tensors, the update that waits, prompts to predict with and features: all but who this is."""
+        """Delete private tensors, the pending update, prompts for predictions and features. The identity stays."""
         for name in (PENDING, ANSWERED, "pending.tmp", "discarded", "features", PAYLOADS):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         own = ("secure-work*", "secure-attempt*", "secure-masked*")

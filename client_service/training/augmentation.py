@@ -29,7 +29,7 @@ def kept_bytes(images: int, views: int, d_e: int) -> int:
 
 
 def crop_box(width: int, height: int, draws: Generator) -> tuple[int, int, int, int]:
-    """Left, upper, right and lower edge of a random crop; the largest central one where ten tries do not fit."""
+    """Left, upper, right and lower edge of a random crop; of the largest central one if ten tries do not fit."""
     for _ in range(TRIES):
         share, stretch, across, down = torch.rand(4, generator=draws).tolist()
         area = width * height * (AREA[0] + (AREA[1] - AREA[0]) * share)

@@ -158,7 +158,7 @@ class ClientData:
         )
 
     def no_images(self) -> LocalSplit:
-        """An empty split, which is what an evaluator has to train on."""
+        """An empty split, for evaluators, which do not train."""
         empty = torch.zeros(0, self._backbone.d_e, device=self._backbone.device)
         none = torch.zeros(0, dtype=torch.int64)
         return LocalSplit(none, lambda: empty, lambda rows: empty[rows], lambda: empty, lambda rows: empty[rows])
@@ -260,7 +260,7 @@ def in_domain(source: Source, name: str, words: str | None = None) -> Source:
 
 
 def check_domain(method: Method, role: str, source: Source) -> None:
-    """Refuse images of no domain where the method needs one of every trainer.
+    """Refuse images without a domain if the method needs one of every trainer.
 
     Raises:
         ClientError: BAD_INPUT, with what to do.

@@ -28,7 +28,7 @@ Results = dict[str, SplitResult]
 
 @dataclass
 class Evaluation:
-    """Measures a client's test sets; what the template gives is the same in every round and measured once."""
+    """Measures a client's test sets. The template's accuracy is the same in every round and measured once."""
 
     data: ClientData
     client: str = ""
@@ -133,7 +133,7 @@ class Evaluation:
 
 
 def _rounded(figure: float) -> float:
-    """To four places: what a table shows, and no more about a small test set."""
+    """Rounded to four places, as in tables, so that no more is revealed about a small test set."""
     return round(figure, 4)
 
 

@@ -13,7 +13,7 @@ from promptfed.shared.tensors import Shape, Tensors, TensorSpec, check
 
 
 def known_sizes(method: Method, shape: BackboneShape, class_names: tuple[str, ...] | None) -> dict[str, int]:
-    """Numbers for the symbols in shapes, but for those that change with who takes part."""
+    """Numbers for the symbols in shapes, except those that depend on who takes part."""
     somebody = ClientInfo("somebody", "trainer", 1, class_names or (), Domain(name="d", description="{}"))
     alone = _dims(method, shape, class_names, (somebody,))
     nobody = _dims(method, shape, class_names, ())
@@ -66,7 +66,7 @@ def phase_of(method: Method, round: int, rounds: int, name: str) -> Phase:
 
 
 def as_sent(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """In float32, whatever the backbone's precision, or in bfloat16 where the phase's ``dtype`` asks for it."""
+    """In float32, whatever the backbone's precision, or in bfloat16 if the phase's ``dtype`` asks for it."""
     tensor = tensor.detach().cpu()
     if not tensor.is_floating_point():
         return tensor
@@ -74,7 +74,7 @@ def as_sent(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def unchanged(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """What is sent for ``tensor`` where nothing has changed: the payload's tensor, or zeros where it has none."""
+    """What is sent for ``tensor`` if nothing has changed: the payload's tensor, or zeros if it has none."""
     if before is None or before.shape != tensor.shape:
         return torch.zeros_like(tensor)
     return before.detach().cpu().to(tensor.dtype)

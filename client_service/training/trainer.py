@@ -103,7 +103,7 @@ class TaskWork:
 
     @property
     def protection(self) -> SiteProtection | None:
-        """What every training task passes, where the site's records are protected."""
+        """The protection of every training task, if the site's records are protected."""
         return self.privacy.protection
 
     def train(self, task: Task, payload: bytes | Path, cancelled: Cancelled) -> dict[str, float]:
@@ -127,7 +127,7 @@ class TaskWork:
         return dict(trained.metrics)
 
     def trained(self, task: Task, payload: bytes | Path, cancelled: Cancelled) -> Trained:
-        """Train from committed state; nothing of it is written down.
+        """Train from committed state, without writing anything to disk.
 
         Raises:
             MethodError: the method cannot carry out this task.
@@ -242,7 +242,7 @@ class TaskWork:
         check_payload(tensors, method, phase, known_sizes(method, shape_of(self.backbone), names))
 
     def _agreed_metrics(self, measured: dict[str, float]) -> dict[str, float]:
-        """What the method declares, and its owner was told, leaves; other numbers stay here."""
+        """The numbers that the method declares and the owner has agreed to; others are not sent."""
         agreed = self.agreement.metrics(measured)
         for name in measured.keys() - agreed.keys() - self._kept_back:
             self._kept_back.add(name)

@@ -217,7 +217,7 @@ def calibrate(epsilon: float, delta: float, q: float, steps: int) -> float:
 
 
 class Accountant:
-    """`epsilon_of` at one δ, with what it has computed kept in a file beside the ledger that it serves."""
+    """`epsilon_of` at one δ. Its results are kept in a file beside the ledger."""
 
     def __init__(self, delta: float, cache: Path | None = None):
         self.delta = delta
@@ -240,7 +240,7 @@ class Accountant:
 
 
 def _read(cache: Path) -> dict[str, float]:
-    """What an earlier process computed; nothing where the file is not there or says nothing that can be."""
+    """What an earlier process computed; nothing if the file is absent or cannot be understood."""
     try:
         known = json.loads(cache.read_bytes())
         return {str(key): float(value) for key, value in known.items()}

@@ -1,4 +1,4 @@
-"""Noise of several clients together: each adds a part to its change, and whoever opens the sum finds enough of it.
+"""Noise of several clients together: each adds a part to its change, and the sum has enough noise.
 
 A change is clipped to length S, written in whole numbers of 2⁻³² and gets a draw of the discrete Gaussian for each
 number; the sum of at least h honest parts hides any one client (Kairouz, Liu, Steinke, "The Distributed Discrete

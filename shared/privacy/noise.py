@@ -51,7 +51,7 @@ class NoiseStream:
         return total / 2.0
 
     def poisson_sample(self, count: int, q: float) -> NDArray[np.int64]:
-        """Which of ``count`` units are in: each with probability ``q`` by itself, in rising order ``(|S|,)``."""
+        """The sampled units of ``count``, each with probability ``q`` independently, in rising order ``(|S|,)``."""
         return np.flatnonzero(self.uniforms(count) <= q)
 
     def below(self, bound: int) -> int:

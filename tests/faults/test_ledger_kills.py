@@ -24,7 +24,7 @@ from tests.support.client_processes import ClientProcess, served, wait_for
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator
 from tests.support.waiting import PATIENCE
 
-#: Every point of one task but those below, in the order in which a protected task reaches them.
+#: The points of one task, in the order in which a protected task reaches them.
 POINTS = ("task-affordable", "pending-written", "spend-locked", "spend-half-written", "spend-written", "update-sent")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
