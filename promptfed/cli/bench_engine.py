@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from promptfed.experiments.bench.runner import Runner
-from promptfed.experiments.cluster.cells import RayLater, RayRunner
+from promptfed.experiments.cluster.cells import RayRunner, connected_later
 from promptfed.sdk.errors import CommandError, Exit
 
 OPTIONS = frozenset({"engine", "address", "gpus_per_cell"})
@@ -29,5 +29,5 @@ def runner_for(options: Mapping[str, Any], out: Path, given: Set[str]) -> Iterat
             raise CommandError(f"{names}: for --engine ray; add it, or leave them out", Exit.BAD_INPUT)
         yield Runner(*common)
         return
-    with RayLater(options["address"]) as ray:
-        yield RayRunner(*common, ray=ray, gpus_per_cell=options["gpus_per_cell"])
+    with connected_later(options["address"]) as cluster:
+        yield RayRunner(*common, cluster=cluster, gpus_per_cell=options["gpus_per_cell"])

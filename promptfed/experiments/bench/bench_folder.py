@@ -25,9 +25,8 @@ GROWS = ("targets",)  # fields of a setting that may grow later, as methods and 
 def identity(bench: Bench) -> JsonObject:
     """The settings that must be the same for all runs of a folder, so that one table can compare them."""
     setting = {name: value for name, value in asdict(bench.setting).items() if name not in GROWS}
-    about = {"protocol": bench.protocol.name, "setting": setting, "spec": dict(bench.base)}
-    whole = about | {"m": bench.m, "steps": bench.steps}
-    plain: JsonObject = json.loads(json.dumps(whole))
+    spec = {"spec": dict(bench.base), "m": bench.m, "steps": bench.steps}
+    plain: JsonObject = json.loads(json.dumps({"protocol": bench.protocol.name, "setting": setting} | spec))
     return plain
 
 

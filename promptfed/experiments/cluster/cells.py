@@ -7,12 +7,11 @@ with the cells that have no file.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Self
 
 from promptfed.experiments.bench.bench_folder import BENCH_FILE
 from promptfed.experiments.bench.results import BenchRun
@@ -25,30 +24,18 @@ RETRIES = 5  # of a cell whose process or node dies
 SEEN_SECONDS = 60.0  # until a file of another node must be visible here
 
 
-@dataclass
-class RayLater:
-    """A connection that is opened when it is first needed, and closed at the end of the block."""
-
-    address: str | None
-    _stack: ExitStack = field(default_factory=ExitStack)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @cached_property
-    def cluster(self) -> Cluster:
-        """The connection. Raises CommandError as `connected` does."""
-        return self._stack.enter_context(connected(self.address))
+@contextmanager
+def connected_later(address: str | None) -> Iterator[Callable[[], Cluster]]:
+    """A function that connects as `connected` does when it is first called; the block closes the connection."""
+    with ExitStack() as stack:
+        yield cache(lambda: stack.enter_context(connected(address)))
 
 
 @dataclass(kw_only=True)
 class RayRunner(Runner):
     """Runs jobs as Ray tasks, each with one CPU for each torch thread and ``gpus_per_cell`` GPUs."""
 
-    ray: RayLater
+    cluster: Callable[[], Cluster]
     gpus_per_cell: float = 0.0
 
     def run_each(self, jobs: Sequence[Job], progress: Progress) -> list[BenchRun]:
@@ -69,7 +56,7 @@ class RayRunner(Runner):
         return runs
 
     def _run_all(self, missing: list[Job], jobs: Sequence[Job], progress: Progress) -> None:
-        cluster = self.ray.cluster
+        cluster = self.cluster()
         for cpus in {self._cpus(job) for job in missing}:
             expect_room(cluster.nodes(), "cell", 1, cpus, self.gpus_per_cell)
         remote = cluster.ray.remote(run_cell)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -18,21 +17,11 @@ from promptfed.shared.files import write_whole
 DAYS = 365
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """PEM files of a self-signed certificate and its key."""
+def make_certificate(address: str, folder: Path) -> tuple[Path, Path]:
+    """New PEM files in ``folder``: a self-signed certificate for the IP ``address``, and its key.
 
-    certificate: Path
-    key: Path
-
-    @property
-    def authority(self) -> str:
-        """The PEM text that crews trust."""
-        return self.certificate.read_text()
-
-
-def make_certificate(address: str, folder: Path) -> Certificate:
-    """A new certificate for the IP ``address`` in ``folder``. Only the owner can read the key."""
+    Only the owner can read the key.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator of a promptfed run")])
     now = datetime.now(UTC)
@@ -48,8 +37,8 @@ def make_certificate(address: str, folder: Path) -> Certificate:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
-    written = Certificate(folder / "coordinator.pem", folder / "coordinator.key")
-    write_whole(written.certificate, made.public_bytes(Encoding.PEM), synced=False)
+    certificate_file, key_file = folder / "coordinator.pem", folder / "coordinator.key"
+    write_whole(certificate_file, made.public_bytes(Encoding.PEM), synced=False)
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_whole(written.key, private, mode=0o600, synced=False)
-    return written
+    write_whole(key_file, private, mode=0o600, synced=False)
+    return certificate_file, key_file

@@ -149,10 +149,10 @@ def _coordinator(folder: RunFolder, address: str) -> Iterator[tuple[LocalFederat
     options, authority = [], None
     before = os.environ.get(CA_VARIABLE)
     if address != LOOPBACK:
-        made = make_certificate(address, folder.path)
-        authority = made.authority
-        options = [f"--host={address}", f"--tls-cert={made.certificate}", f"--tls-key={made.key}"]
-        os.environ[CA_VARIABLE] = str(made.certificate)
+        certificate, key = make_certificate(address, folder.path)
+        authority = certificate.read_text()
+        options = [f"--host={address}", f"--tls-cert={certificate}", f"--tls-key={key}"]
+        os.environ[CA_VARIABLE] = str(certificate)
     try:
         with Processes(folder.path) as processes, LocalFederation(processes, folder.path, options=options) as local:
             yield local, authority

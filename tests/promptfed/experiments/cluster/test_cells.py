@@ -16,7 +16,7 @@ from promptfed.cli.bench import make_bench
 from promptfed.cli.main import app
 from promptfed.experiments.bench.bench_folder import claim
 from promptfed.experiments.bench.runner import Bench, Job, Runner
-from promptfed.experiments.cluster.cells import RayLater, RayRunner, run_cell
+from promptfed.experiments.cluster.cells import RayRunner, run_cell
 from promptfed.experiments.cluster.connection import Node
 from promptfed.experiments.cluster.run import versions
 from promptfed.experiments.protocols.setting import Setting
@@ -66,9 +66,8 @@ class _Result:
 
 
 def runner(out: Path, ray: AtOnce, cpus: float = 2.0) -> RayRunner:
-    later = RayLater(None)
-    later.cluster = SimpleNamespace(ray=ray, nodes=lambda: [Node("192.0.2.1", cpus, 0.0)])
-    return RayRunner(out, ray=later)
+    cluster = SimpleNamespace(ray=ray, nodes=lambda: [Node("192.0.2.1", cpus, 0.0)])
+    return RayRunner(out, cluster=lambda: cluster)
 
 
 def test_the_runs_are_those_of_this_process_and_progress_is_told(tmp_path: Path) -> None:

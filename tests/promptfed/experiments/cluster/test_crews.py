@@ -164,16 +164,16 @@ def test_crews_that_had_nothing_to_do_have_ended() -> None:
 
 
 def test_another_machines_crews_talk_tls_to_a_coordinator_that_they_know(tmp_path: Path) -> None:
-    made = make_certificate("127.0.0.1", tmp_path)
-    assert made.key.stat().st_mode & 0o777 == 0o600
+    certificate, key = make_certificate("127.0.0.1", tmp_path)
+    assert key.stat().st_mode & 0o777 == 0o600
     stranger = tmp_path / "stranger"
     stranger.mkdir()
-    options = {"tls_cert": made.certificate, "tls_key": made.key}
+    options = {"tls_cert": certificate, "tls_key": key}
     with in_thread(tmp_path / "coordinator", **options) as server:
         url = server.url.replace("http://", "https://")
-        known = ssl.create_default_context(cadata=made.authority)
+        known = ssl.create_default_context(cadata=certificate.read_text())
         assert httpx.get(f"{url}/healthz", verify=known, trust_env=False, timeout=PATIENCE).status_code == 200
-        unknown = ssl.create_default_context(cadata=make_certificate("127.0.0.1", stranger).authority)
+        unknown = ssl.create_default_context(cafile=make_certificate("127.0.0.1", stranger)[0])
         with pytest.raises(httpx.ConnectError, match="certificate"):
             httpx.get(f"{url}/healthz", verify=unknown, trust_env=False, timeout=PATIENCE)
 
