@@ -53,7 +53,6 @@ def rows_of(bench: Bench, runs: Sequence[BenchRun]) -> list[TableRow]:
     entry. An entry whose ``label_space`` or template gives another zero-shot result has that row in front of it.
     """
     rows: list[TableRow] = []
-    templates: list[TableRow] = []
     for entry in bench.entries:
         by_variant: dict[str, list[dict[str, float]]] = {}
         template: list[dict[str, float]] = []
@@ -64,12 +63,12 @@ def rows_of(bench: Bench, runs: Sequence[BenchRun]) -> list[TableRow]:
                 by_variant.setdefault(variant, []).append(columns)
             if zero_shot is not None:
                 template.append(zero_shot)
+        templates = [row for row in rows if row.is_zero_shot]
         same = next((row for row in templates if row.scores == tuple(template)), None)
         if same is None and template:
             label = f"{ZERO_SHOT}, as for {entry.label}" if templates else ZERO_SHOT
             same = TableRow(label, tuple(template), zero_shot=label)
             rows.insert(len(rows) if templates else 0, same)
-            templates.append(same)
         costs = {key: fmean(run.costs[key] for run in own) for key in own[0].costs}
         for variant, seeds in by_variant.items():
             label = f"{entry.label} ({variant})" if variant else entry.label

@@ -17,8 +17,6 @@ from promptfed.experiments.protocols.protocols import Trial
 from promptfed.runtime.services import Site
 from promptfed.sdk.errors import CommandError, Exit
 
-RUNS = TypeAdapter(list[BenchRun])
-
 
 class Verdict(BaseModel):
     """Whether a repeated run has the same results. ``apart``: the largest difference of two accuracies (fraction)."""
@@ -44,14 +42,13 @@ def read_runs(path: Path) -> list[BenchRun]:
     """
     file = path / "results.json" if path.is_dir() else path
     try:
-        runs: list[Any] = json.loads(file.read_text())["runs"]
-        read = RUNS.validate_python(runs)
+        runs = [BenchRun.model_validate(run) for run in json.loads(file.read_text())["runs"]]
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no results.json of `promptfed bench`"
         raise CommandError(f"{file} cannot be read: {reason}", Exit.BAD_INPUT) from None
-    if not read:
+    if not runs:
         raise CommandError(f"{file} holds no runs", Exit.BAD_INPUT)
-    return read
+    return runs
 
 
 def chosen(runs: Sequence[BenchRun], label: str | None, seed: int | None, trial: str | None) -> BenchRun:

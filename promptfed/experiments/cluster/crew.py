@@ -109,7 +109,7 @@ async def _work(assignment: Assignment) -> list[Outcomes]:
         _http(assignment) as http,
         run_workers(setup, http, assignment.federation, assignment.enrolment_token) as workers,
     ):
-        await workers.ended()
+        await workers.wait()
     return kept.read()
 
 

@@ -49,12 +49,8 @@ class RunningWorkers:
         finally:
             enrolled.cancel()
 
-    async def ended(self) -> None:
-        """Return once all have ended. Raises CommandError once one has failed."""
-        await self.wait(None)
-
-    async def wait(self, seconds: float | None) -> None:
-        """Return after ``seconds`` or once all have ended. Raises CommandError once one has failed."""
+    async def wait(self, seconds: float | None = None) -> None:
+        """Return once all have ended, or after ``seconds``. Raises CommandError once one has failed."""
         await asyncio.wait(self.tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         self.check()
 
