@@ -14,19 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import BENCHMARKS
+from benchmarks.players import SHAPES
+
 CLIENTS = {"flower": "own-clients", "flower_lean": "lean-clients"}
-"""Two ways to play Flower's clients, by the name under which a case is kept: see ``benchmarks/flower.py``."""
-SHAPES = {32: (16, 512), 5120: (64, 20480)}  # KB: m and d_t of a float32 context
+"""Two ways to play Flower's clients, by the name of their cases in the results: see ``benchmarks/flower.py``."""
 ROUNDS = {10: 20, 100: 5, 1000: 2}
-MOST_KILOBYTES = 32  # what the comparison is about
+MOST_KILOBYTES = 32  # the comparison is about small updates
 MOST_OWN_CLIENTS = 100  # a thousand of flwr's own in one process had not played two rounds after five minutes
 WANTED = "flwr>=1.41,<1.43"
-SCRIPT = Path(__file__).with_name("flower.py")
+SCRIPT = BENCHMARKS / "flower.py"
 WHOLE_SECONDS = 300.0
 
 
 def compares(name: str, kilobytes: int, clients: int) -> bool:
-    """Whether a case is measured there."""
+    """Whether a case is measured with these clients of Flower's."""
     return kilobytes <= MOST_KILOBYTES and (name != "flower" or clients <= MOST_OWN_CLIENTS)
 
 
@@ -42,7 +44,7 @@ def own_python() -> Iterator[str]:
 
 
 def measure(python: str, name: str, kilobytes: int, clients: int) -> dict[str, Any]:
-    """One case, as ``coordinator_load.measure`` tells of ours; an update is not answered, so nothing waits for it."""
+    """One case with the figures of ``coordinator_load.measure``; Flower answers no update, so latencies are missing."""
     rounds, shape = ROUNDS[clients], SHAPES[kilobytes]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,7 +67,6 @@ def measure(python: str, name: str, kilobytes: int, clients: int) -> dict[str, A
     numbers = json.loads(told.splitlines()[-1])
     updates = rounds * clients
     return {
-        "database": name,
         "flwr": numbers["flwr"],
         "kilobytes": kilobytes,
         "clients": clients,

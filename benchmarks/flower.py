@@ -39,12 +39,12 @@ MESSAGE_BYTES = 512 << 20
 
 
 def memory_mb(key: str) -> float:
-    """``VmRSS`` or ``VmHWM`` of this process."""
+    """``VmRSS`` or ``VmHWM`` of this process. This file runs in a Python without promptfed."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
-class Timed(FedAvg):
+class Timed(FedAvg):  # type: ignore[misc]
     """Federated averaging that looks at the clock when a round's instructions go out and when all answers are in."""
 
     def __init__(self, **options: Any):
@@ -124,7 +124,7 @@ def play_own(port: int, clients: int, content: np.ndarray) -> None:
     from flwr.compat.client.app import start_client
     from flwr.compat.client.numpy_client import NumPyClient
 
-    class Answering(NumPyClient):
+    class Answering(NumPyClient):  # type: ignore[misc]
         def fit(self, parameters: Any, config: Any) -> Any:
             return [content], 10, {}
 

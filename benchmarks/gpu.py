@@ -1,12 +1,11 @@
-"""What a GPU changes, in one command of at most ten minutes: docs/results/gpu.json, and docs/results/gpu.md made of it.
+"""What a GPU changes, in one command of at most ten minutes: docs/results/gpu.json, and docs/results/gpu.md from it.
 
     python -m benchmarks.gpu --json docs/results/gpu.json
     python -m benchmarks.gpu --page                                   # writes docs/results/gpu.md
     python -m benchmarks.gpu --device cpu --smoke --json smoke.json   # that all parts run, on the embedded backbone
 
 Needs promptfed and this repository, no network and no weights: those of ViT-B/16 and L/14 are drawn. Every part is a
-process of its own with a time of its own, writes what it has after each case, and is ended where it takes longer; what
-there was no time for is named. Parts:
+process with a time limit of its own and writes its numbers after each case. Cases without time left are named. Parts:
 
   methods     every registered method on both backbones: seconds of a client's task, peak memory, and how far the state
               lies from that of the same run on the CPU
@@ -30,13 +29,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.gpu_crews import Limit, conducted
 from benchmarks.gpu_page import PAGE, page
-from benchmarks.harness import machine
+from benchmarks.harness import DOCS, machine, parser
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
 from promptfed.sdk.backbone import open_backbone
@@ -58,18 +57,19 @@ SOME = ("promptfl", "plan", "fedotp")  # prompts in text, in both towers, and pa
 SMOKE_METHODS = ("promptfl", "plan", "zero_shot")
 REPEATABLE = {"deterministic": True}  # where hashes are compared: a GPU's fastest kernels add in any order
 MIB = 1 << 20
+Precision = Literal["fp32", "fp16", "bf16"]
 
 
 @dataclass
 class Part:
-    """One part at work: ``write`` keeps what it has found so far."""
+    """One part at work; its figures so far are in ``figures`` and in the file ``out``."""
 
     device: str
     models: Mapping[str, str]
     until: float
     out: Path
     smoke: bool
-    found: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
     _backbones: dict[tuple[str, str, str], Backbone] = field(default_factory=dict)
     _sources: SharedSources = field(default_factory=SharedSources)
 
@@ -79,18 +79,18 @@ class Part:
         return Path(tempfile.mkdtemp(prefix="promptfed-gpu-", dir=self.out.parent))
 
     def case(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure and write; what fails, and what there is no time for, is written too."""
+        """Measure and write; failures, and cases without time left, are written too."""
         if time.monotonic() > self.until:
-            told: dict[str, Any] = {"skipped": "no time was left"}
+            outcome: dict[str, Any] = {"skipped": "no time was left"}
         else:
             try:
-                told = measure()
+                outcome = measure()
             except (CommandError, RuntimeError, ValueError) as error:
-                told = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        self.found[name] = told
-        write_whole(self.out, json.dumps(self.found).encode(), synced=False)
+                outcome = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        self.figures[name] = outcome
+        write_whole(self.out, json.dumps(self.figures).encode(), synced=False)
 
-    def backbone(self, model: str, device: str, precision: str = "fp32") -> Backbone:
+    def backbone(self, model: str, device: str, precision: Precision = "fp32") -> Backbone:
         """Loaded once."""
         key = model, device, precision
         if key not in self._backbones:
@@ -145,11 +145,12 @@ def _peak(device: str) -> int | None:
 
 
 def _weights(backbone: Backbone) -> int:
-    return round(sum(value.numel() * value.element_size() for value in backbone.model.parameters()) / MIB)
+    sizes: list[int] = [value.numel() * value.element_size() for value in backbone.model.parameters()]
+    return round(sum(sizes) / MIB)
 
 
 def _task(result: FederationResult) -> dict[str, Any]:
-    """Of the last round, in the mean over clients: the first pays for what is made once."""
+    """Figures of the last round, mean over clients: the first round pays for caches and constants."""
     last = result.round_reports[-1]
     updates = [update for phase in last.phases for update in phase.updates]
     clients = {update.client for update in updates}
@@ -162,10 +163,10 @@ def _task(result: FederationResult) -> dict[str, Any]:
     }
 
 
-def distance(found: Tensors, wanted: Tensors) -> float:
+def distance(state: Tensors, wanted: Tensors) -> float:
     """The largest difference of an entry, over the largest entry: 0 where both are empty."""
     filled = [name for name in wanted if wanted[name].numel()]
-    differences = [float((found[name].double() - wanted[name].double()).abs().max()) for name in filled]
+    differences = [float((state[name].double() - wanted[name].double()).abs().max()) for name in filled]
     sizes = [float(wanted[name].double().abs().max()) for name in filled]
     return max(differences, default=0.0) / max(max(sizes, default=0.0), 1e-30)
 
@@ -175,13 +176,13 @@ def methods(part: Part) -> None:
     results: dict[tuple[str, str], FederationResult] = {}
 
     def on_device(model: str, name: str) -> dict[str, Any]:
-        results[model, name], told = part.run(model, name, part.device)
-        return told
+        results[model, name], figures = part.run(model, name, part.device)
+        return figures
 
     def on_cpu(model: str, name: str) -> dict[str, Any]:
-        wanted, told = part.run(model, name, "cpu")
-        found = distance(results[model, name].state, wanted.state)
-        return {"task_seconds": told["task_seconds"], "distance": found}
+        wanted, figures = part.run(model, name, "cpu")
+        apart = distance(results[model, name].state, wanted.state)
+        return {"task_seconds": figures["task_seconds"], "distance": apart}
 
     for model in part.models:
         for name in SMOKE_METHODS if part.smoke else sorted(METHODS):
@@ -234,7 +235,7 @@ def twice(part: Part) -> None:
 def bf16(part: Part) -> None:
     """A method that trains through the image tower, in single precision and with autocast; and a backbone in bf16."""
 
-    def measure(model: str, method: dict[str, Any], precision: str) -> dict[str, Any]:
+    def measure(model: str, method: dict[str, Any], precision: Precision) -> dict[str, Any]:
         return part.run(model, method, part.device, precision=precision)[1]
 
     for model in part.models:
@@ -251,20 +252,21 @@ def memory(part: Part) -> None:
     spec, sites = plan(model, pretrained, "plan", 2, training=training)
 
     def measure() -> dict[str, Any]:
-        _, told = part.run(model, "plan", part.device, training=training)
+        _, figures = part.run(model, "plan", part.device, training=training)
         part._backbones.clear()
         _begin(part.device)
-        between = None if told["peak_mib"] is None else (told["weights_mib"] + told["peak_mib"]) * MIB // 2
+        peak = figures["peak_mib"]
+        between = None if peak is None else (figures["weights_mib"] + peak) * MIB // 2
         with tempfile.TemporaryDirectory(dir=part.out.parent) as folder:
             try:
                 conducted(spec, sites, 1, part.device, Path(folder), Limit(between))
             except CommandError as error:
                 failure = str(error)
             else:
-                return {"failed": f"nothing failed with {between} bytes", **told}
+                return {"failed": f"nothing failed with {between} bytes", **figures}
             after, _ = conducted(spec, sites, 1, part.device, Path(folder))
-        named = "OutOfMemoryError" in failure
-        return {"failure": failure, "named": named, "same_state_after": after.state_hash == told["state_hash"], **told}
+        same = after.state_hash == figures["state_hash"]
+        return {"failure": failure, "named": "OutOfMemoryError" in failure, "same_state_after": same, **figures}
 
     part.case(f"{model} plan", measure)
 
@@ -280,7 +282,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
 
 
 def about(device: str) -> dict[str, Any]:
-    """The device and what computes on it."""
+    """The device and the libraries that compute on it."""
     if device == "cpu":
         return machine() | {"device": "cpu"}
     properties = torch.cuda.get_device_properties(0)
@@ -304,25 +306,25 @@ def run_parts(options: argparse.Namespace) -> dict[str, Any]:
 
 def _in_process(options: argparse.Namespace, name: str, model: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="promptfed-gpu-") as folder:
-        out = Path(folder) / "found.json"
+        out = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--model", model, "--json", str(out)]
         command += ["--device", options.device, *(["--smoke"] if options.smoke else [])]
         seconds = options.seconds or BUDGETS[name] + STARTING
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)  # noqa: S603 (ourselves)
             ended = "" if done.returncode == 0 else " ".join(done.stderr.split())[-300:]
         except subprocess.TimeoutExpired:
             ended = f"ended after {seconds:.0f} s"
         if out.exists():
-            found = json.loads(out.read_text())
-        return found | ({f"{model} (part)": {"failed": ended}} if ended else {})
+            figures = json.loads(out.read_text())
+        return figures | ({f"{model} (part)": {"failed": ended}} if ended else {})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts, or one of them; 1 where there is no such device."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, default=Path("docs/results/gpu.json"), help="where the numbers are")
+    made = parser(__doc__)
+    made.set_defaults(json=DOCS / "results" / "gpu.json")
     made.add_argument("--page", action="store_true", help=f"write {PAGE} from the numbers")
     made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     made.add_argument("--smoke", action="store_true", help="a few methods on the embedded backbone: that it runs")

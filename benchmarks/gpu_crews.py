@@ -1,4 +1,4 @@
-"""Crews as processes without Ray: what `benchmarks.gpu` runs several of on one device, and limits one's memory."""
+"""Crews as processes without Ray, several on one device, with a limit on the memory of each; for `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Limit:
-    """The device memory that a process may allocate; None, where there is no device: every step fails as if."""
+    """The device memory that a process may allocate. None, without a device: every step fails as on a full one."""
 
     bytes: int | None
 
@@ -40,10 +40,10 @@ class Limit:
             torch.cuda.set_per_process_memory_fraction(self.bytes / total)
             return
 
-        def fail(*_: object) -> Any:
+        def fail(*_: object) -> dict[str, float]:
             raise torch.OutOfMemoryError("as if the device were full")
 
-        TaskWork.train = fail  # type: ignore[method-assign]
+        TaskWork.train = fail  # type: ignore[method-assign, assignment]
 
 
 def _play(assignment: Assignment, limit: Limit | None, answers: Any) -> None:
@@ -68,8 +68,8 @@ class SpawnedCrews:
     def begin(self, assignments: Sequence[Assignment]) -> None:
         """Start one for each."""
         self._answers = self._context.Queue()
-        for one in assignments:
-            process = self._context.Process(target=_play, args=(one, self.limit, self._answers), daemon=True)
+        for assignment in assignments:
+            process = self._context.Process(target=_play, args=(assignment, self.limit, self._answers), daemon=True)
             process.start()
             self._processes.append(process)
 
@@ -77,7 +77,7 @@ class SpawnedCrews:
         """Raise CommandError for one that has failed or died."""
         while self._processes and not self._answers.empty():
             self._take(self._answers.get())
-        dead = [one for one in self._processes if one.exitcode not in (None, 0)]
+        dead = [process for process in self._processes if process.exitcode not in (None, 0)]
         if dead:
             raise CommandError(f"a crew's process ended with {dead[0].exitcode}", Exit.FAILED)
 
@@ -88,7 +88,7 @@ class SpawnedCrews:
         self._answered += 1
 
     def outcomes(self, seconds: float) -> list[Outcomes]:
-        """What all have kept, once they have ended."""
+        """The outcomes of all crews, once they have ended."""
         while self._answered < len(self._processes):
             self._take(self._answers.get(timeout=seconds))
         return self._got
@@ -102,7 +102,7 @@ class SpawnedCrews:
 
 @contextmanager
 def _watched(device: str) -> Iterator[list[int]]:
-    """The most device memory that all processes together used during the block, in a list of one; none on a CPU."""
+    """A list that holds the most device memory in MiB that all processes used in the block; empty on a CPU."""
     most: list[int] = []
     ended = threading.Event()
 
@@ -125,7 +125,7 @@ def _watched(device: str) -> Iterator[list[int]]:
 def conducted(
     spec: dict[str, Any], sites: Sequence[Site], crews: int, device: str, folder: Path, limit: Limit | None = None
 ) -> tuple[FederationResult, int | None]:
-    """Run, or go on with, a federation in ``folder`` by so many crews; its result, and MiB of the device at most.
+    """Run or continue a federation in ``folder`` with so many crews: its result, and the most MiB of device memory.
 
     Raises:
         CommandError: it did not finish.

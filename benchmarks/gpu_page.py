@@ -1,14 +1,13 @@
-"""docs/results/gpu.md, made from the numbers of `benchmarks.gpu`."""
+"""docs/results/gpu.md from the numbers of `benchmarks.gpu`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import table
+from benchmarks.harness import DOCS, table
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "gpu.md"
+PAGE = DOCS / "results" / "gpu.md"
 HEAD = """# On a GPU
 
 What a GPU changes, measured by one command of at most ten minutes. It needs promptfed and this repository, no network
@@ -20,15 +19,15 @@ python -m benchmarks.gpu --page
 ```
 """
 NONE = """
-**No GPU could be had so far: there are no figures.** What is tested without one: all parts of the command run on a CPU
-and the embedded backbone (`python -m benchmarks.gpu --device cpu --smoke`, in the tests), where a device that is too
-small is played by a step that raises what torch raises.
+**No GPU was available so far: there are no figures.** Without one, the tests run all parts of the command on a CPU and
+the embedded backbone (`python -m benchmarks.gpu --device cpu --smoke`); a step that raises torch's error stands in for
+a device that is too small.
 """
 Case = Mapping[str, Any]
 
 
 def page(numbers: Mapping[str, Any] | None) -> str:
-    """The whole page; ``numbers`` None: none could be had."""
+    """The whole page; ``numbers`` None: no GPU was available."""
     if numbers is None:
         return HEAD + NONE
     about = numbers["about"]
@@ -51,21 +50,21 @@ TITLES = {
 }
 
 
-def _methods(found: Mapping[str, Case]) -> str:
+def _methods(cases: Mapping[str, Case]) -> str:
     rows = []
-    for name, case in found.items():
+    for name, case in cases.items():
         if name.endswith(" cpu"):
             continue
-        cpu = found.get(f"{name} cpu", {})
+        cpu = cases.get(f"{name} cpu", {})
         cells = [case.get("task_seconds"), case.get("peak_mib"), cpu.get("task_seconds"), cpu.get("distance")]
         rows.append([name, *map(_cell, cells), _remark(case) or _remark(cpu)])
     columns = ["backbone, method", "task, s", "peak, MiB", "task on the CPU, s", "state apart", "remark"]
     return table(columns, rows)
 
 
-def _cases(found: Mapping[str, Case]) -> str:
-    keys = sorted({key for case in found.values() for key in case})
-    rows = [[name, *(_cell(case.get(key)) for key in keys)] for name, case in found.items()]
+def _cases(cases: Mapping[str, Case]) -> str:
+    keys = sorted({key for case in cases.values() for key in case})
+    rows = [[name, *(_cell(case.get(key)) for key in keys)] for name, case in cases.items()]
     return table(["case", *keys], rows)
 
 

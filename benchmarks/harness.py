@@ -1,53 +1,87 @@
-"""What the benchmarks have in common: options, clocks, made-up clients, the machine's description, tables and files."""
+"""What the benchmarks share: options, clocks, coordinator processes, the machine's description, tables and files."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import json
+import os
 import platform
-import random
+import re
+import resource
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from promptfed.shared.clip import Backbone, BackboneError, load_backbone, shape_of
-from promptfed.shared.methods.core.interface.base import ClientContext, Method, ServerContext, Split
-from promptfed.shared.seeds import initial_draws
-from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, TrainingSpec
-from promptfed.shared.spec.training_terms import TrainingTerms
-from promptfed.shared.tensors import Tensors
+if TYPE_CHECKING:
+    from tests.support.coordinators import CoordinatorProcess
 
-TEMPLATE = "a photo of a {}."
-RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
-MOST_DEVIATION = 1e-4
-VIT_B_16 = BackboneShape(d_t=512, d_v=768, d_e=512, text_layers=12, vision_layers=12, context_length=77, patch_size=16)
+BENCHMARKS = Path(__file__).parent
+DOCS = BENCHMARKS.parent / "docs"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options with ``description`` as it is written above them, and ``--json FILE`` among them."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, help="write all numbers here")
-    return made
+    """A parser with the option ``--json FILE``; ``description`` is shown as it is written."""
+    command = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("--json", type=Path, help="write all numbers here")
+    return command
 
 
 def integers(text: str) -> list[int]:
-    """``0,1,2`` as numbers."""
+    """The numbers of ``0,1,2``."""
     return [int(number) for number in text.split(",") if number]
 
 
-def write(path: Path | None, numbers: object, indent: int = 1) -> None:
-    """Write what ``--json`` asked for."""
+def write(path: Path | None, numbers: object) -> None:
+    """Write the file that ``--json`` asked for, if it did."""
     if path is not None:
-        path.write_text(json.dumps(numbers, indent=indent) + "\n")
+        path.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+def shown(figures: Mapping[str, Any]) -> str:
+    """A line for each figure."""
+    return "\n".join(
+        f"{name:28s} {value:,.4g}" if isinstance(value, float) else f"{name:28s} {value}"
+        for name, value in figures.items()
+    )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Markdown; the first ``texts`` columns are aligned left, the others right."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * texts + "--:|" * (len(columns) - texts), *lines[1:]])
+
+
+def fill_tables(page: str, name: str, made: Mapping[str, str]) -> str:
+    """``page`` with its tables between ``<!-- table: name KEY -->`` and ``<!-- end of table -->`` replaced."""
+    for key, text in made.items():
+        begin, end = f"<!-- table: {f'{name} {key}'.strip()} -->\n", "\n<!-- end of table -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        if not pattern.search(page):
+            raise SystemExit(f"the page has no place for the table: {begin.strip()}")
+        page = pattern.sub(lambda _, text=f"{begin}{text}{end}": text, page)  # type: ignore[misc]
+    return page
+
+
+def mean_and_spread(values: Sequence[float], scale: float = 100.0, digits: int = 1, *, sample: bool = False) -> str:
+    """``mean ± standard deviation``, in percent by default; the deviation of the population or of a sample."""
+    mean = statistics.fmean(values)
+    spread = statistics.stdev(values) if sample and len(values) > 1 else statistics.pstdev(values)
+    return f"{scale * mean:.{digits}f} ± {scale * spread:.{digits}f}"
+
+
+def in_words(seconds: float) -> str:
+    """Seconds, or milliseconds below one."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -62,20 +96,18 @@ def medians(runs: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {way: statistics.median(values) for way, values in runs.items()}
 
 
-def in_words(seconds: float) -> str:
-    """Seconds, or milliseconds below one."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
-
-
-def in_own_process(module: str, *options: str) -> Any:
-    """The JSON that ``python -m module`` prints in its last line."""
+def in_own_process(module: str, *options: str, seconds: float | None = None) -> Any:
+    """The JSON in the last line that ``python -m module`` prints. TimeoutExpired after ``seconds``."""
     command = [sys.executable, "-m", module, *options]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603 (ourselves)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(  # noqa: S603 (our own modules)
+        command, check=True, stdout=subprocess.PIPE, text=True, timeout=seconds, env=environment
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def machine() -> dict[str, Any]:
-    """The processor, and what computes on it."""
+    """The processor, and the libraries that compute on it."""
     cpu = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -83,144 +115,62 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": cpu,
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """Markdown; the first ``texts`` columns are set left, the others, numbers, right."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * texts + "--:|" * (len(columns) - texts), *lines[1:]])
+@contextlib.contextmanager
+def coordinator(*options: str) -> Iterator[CoordinatorProcess]:
+    """A coordinator process on a temporary folder; SystemExit with its log if it does not start."""
+    from tests.support.coordinators import CoordinatorProcess
 
-
-def random_backbone(model: str) -> Backbone:
-    """``model`` with random weights, whose values do not matter to a clock."""
-    try:
-        return load_backbone(model, "random")
-    except BackboneError as error:
-        raise SystemExit(str(error)) from error
-
-
-def class_names(count: int, backbone: Backbone) -> tuple[str, ...]:
-    """Different names of one to five tokens in equal shares, of words that are one token each."""
-    from open_clip import IMAGENET_CLASSNAMES
-
-    words = sorted({name.lower() for name in IMAGENET_CLASSNAMES if name.isalpha()})
-    words = [word for word in words if len(backbone.embed_words(word)) == 1]
-    draw = random.Random(0)
-    names: list[str] = []
-    while len(names) < count:
-        name = " ".join(draw.sample(words, len(names) % 5 + 1))
-        if name not in names:
-            names.append(name)
-    return tuple(names)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A client's training images: one batch in memory, as many times over as a task has steps."""
-
-    pixels: Tensor  # (B, 3, H, W)
-    classes: Tensor  # (B,)
-    steps: int = 1
-    encoded: Tensor | None = None  # (B, d_e), where image features are kept
-
-    @classmethod
-    def drawn(cls, backbone: Backbone, size: int, classes: int, draws: torch.Generator) -> Batch:
-        """Random images and labels, without features."""
-        pixels = torch.randn(size, 3, *backbone.image_size, generator=draws)
-        return cls(pixels, torch.randint(classes, (size,), generator=draws))
-
-    @property
-    def labels(self) -> Tensor:
-        """Of all images."""
-        return self.classes.repeat(self.steps)
-
-    def __len__(self) -> int:
-        return self.steps * len(self.classes)
-
-    def features(self) -> Tensor:
-        """As a client has kept them."""
-        assert self.encoded is not None, "only round 1 looks at frozen features"
-        return self.encoded.repeat(self.steps, 1)
-
-    def raw_features(self) -> Tensor:
-        """As `features`: random images have no lengths that a step's time depends on."""
-        return self.features()
-
-    def patches(self, indices: Tensor) -> Tensor:
-        """None are kept here: `benchmarks.patch_step` has them."""
-        raise AssertionError("this benchmark keeps no patch features")
-
-    def images(self, indices: Tensor) -> Tensor:
-        """Images at ``indices``."""
-        return self.pixels[indices % len(self.pixels)]
-
-
-def client_context(backbone: Backbone, names: tuple[str, ...], train: Split, **changes: Any) -> ClientContext:
-    """What a client hands its method, in the only round unless ``changes`` say otherwise."""
-    terms = TrainingTerms(
-        method={"name": "promptfl"},
-        training=changes.pop("training", TrainingSpec()),
-        backbone=BackboneSpec(),
-        class_names=None,
-        template=TEMPLATE,
-        rounds=changes.pop("rounds", 1),
-        seed=changes.pop("seed", 0),
-    )
-    context = ClientContext(
-        backbone=backbone,
-        terms=terms,
-        class_names=names,
-        template=TEMPLATE,
-        client="benchmark",
-        domain=None,
-        peers=(),
-        round=1,
-        phase="train",
-        train=train,
-    )
-    return replace(context, **changes)
-
-
-def started(method: Method, backbone: Backbone, names: tuple[str, ...], batch: int) -> tuple[TrainingSpec, Tensors]:
-    """One epoch of batches of ``batch`` images at the method's own rate, and its state before the first round."""
-    defaults = {key: value for key, value in method.defaults.get("training", {}).items() if key != "schedule"}
-    training = TrainingSpec(**defaults | {"batch_size": batch, "epochs": 1})
-    server = ServerContext(training, shape_of(backbone), names, (), 0, 1)
-    return training, method.initial_state(server, initial_draws(0))
+    with tempfile.TemporaryDirectory(prefix="promptfed-benchmark-") as folder:
+        process = CoordinatorProcess(Path(folder) / "data", *options)
+        try:
+            if process.dead:
+                raise SystemExit(process.log())
+            yield process
+        finally:
+            process.signal(signal.SIGTERM)
+            process.wait()
+            process.http.close()
 
 
 @dataclass
-class Step:
-    """What a step took, and how each trained tensor is after it."""
+class Footprint:
+    """What a process holds at a moment, in MB and files; ``peak_mb`` is the most memory so far."""
 
-    seconds: float
-    after: Tensors
-
-
-def largest_deviation(step: Step, wanted: Step, start: Tensors, without_effect: tuple[str, ...]) -> float:
-    """Of what one step changed, relative to the largest change of the same tensor.
-
-    Some biases move no softmax, so that their gradients are rounding alone: tensors whose names end ``without_effect``
-    are compared on the scale of all tensors.
-    """
-    changed = {name: float((value - start[name]).abs().max()) for name, value in wanted.after.items()}
-    largest, worst = max(changed.values()), 0.0
-    for name, value in wanted.after.items():
-        scale = largest if name.endswith(without_effect) else changed[name]
-        worst = max(worst, float((step.after[name] - value).abs().max()) / scale)
-    if worst > MOST_DEVIATION:
-        raise SystemExit(f"The ways differ: a tensor moves otherwise by {worst:.1e} of its largest change.")
-    return worst
+    resident_mb: float
+    peak_mb: float
+    open_files: int
 
 
-async def read_chunks(reader: asyncio.StreamReader) -> bytes:
-    """A body in chunks, as long reports come."""
-    found = []
-    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-        found.append((await reader.readexactly(size + 2))[:-2])
-    await reader.readuntil(b"\r\n")
-    return b"".join(found)
+def memory(pid: int, field: str) -> int:
+    """Bytes of a field of /proc/PID/status, such as VmRSS."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise LookupError(field)
+
+
+def footprint(pid: int) -> Footprint:
+    """Memory and open files of a process."""
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return Footprint(memory(pid, "VmRSS") / 2**20, memory(pid, "VmHWM") / 2**20, files)
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """CPU seconds that a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def allow_many_connections() -> None:
+    """Raise the limit on open files, and let SIGTERM end started processes too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""What a coordinator holds in memory while updates of hundreds of megabytes come in and are averaged.
+"""Memory of a coordinator while updates of hundreds of megabytes come in and are aggregated.
 
 A real coordinator process; this process plays the clients of ``fedavg`` with all weights of a ViT-B/32, whose updates
 it makes one after another in a file and streams. The bar: under 1 GB above idle with ten clients.
@@ -14,7 +14,6 @@ it makes one after another in a file and streams. The bar: under 1 GB above idle
 from __future__ import annotations
 
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,13 +22,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import machine, parser, write
+from benchmarks.harness import coordinator, machine, memory, parser, write
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import Tensors, encode_file
 from promptfed.testing.clients import ScriptedClient, digest_header_of
-from tests.support.coordinators import CoordinatorProcess
 
 SHAPE = {
     "d_t": 512,
@@ -46,29 +44,24 @@ PART = 1 << 20
 
 
 class Watch:
-    """The most anonymous memory of a process, looked at twenty times a second."""
+    """The most anonymous memory of a process during a block, looked at twenty times a second."""
 
     def __init__(self, pid: int):
-        self._pid, self._stop, self.most = pid, threading.Event(), 0
-        self.idle = memory(pid, "RssAnon")
+        self._pid, self._stop = pid, threading.Event()
+        self.most = self.idle = memory(pid, "RssAnon")
         self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
         self._thread.start()
+        return self
 
     def _look(self) -> None:
         while not self._stop.wait(0.05):
             self.most = max(self.most, memory(self._pid, "RssAnon"))
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-
-
-def memory(pid: int, field: str) -> int:
-    """Bytes of a field of /proc/PID/status."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) << 10
-    raise LookupError(field)
 
 
 def parts_of(path: Path) -> Iterator[bytes]:
@@ -78,60 +71,49 @@ def parts_of(path: Path) -> Iterator[bytes]:
             yield part
 
 
-def changes(options: dict[str, Any]) -> Tensors:
+def changes(trainable: str) -> Tensors:
     """One client's update, seeded."""
-    method = make_method({"name": "fedavg", **options})
+    method = make_method({"name": "fedavg", "trainable": trainable})
     context = ServerContext(TrainingSpec(), BackboneShape(**SHAPE), None, (), seed=0, rounds=2)
     dims, [phase] = method.dims(context), method.phases(1, 2)
     draws = torch.Generator().manual_seed(0)
     return {spec.name: torch.randn(spec.resolve(dims), generator=draws).mul_(1e-4) for spec in phase.up}
 
 
-def run(clients: int, options: dict[str, Any], folder: Path, rule: str = "mean") -> dict[str, Any]:
+def run(clients: int, trainable: str, rule: str = "mean") -> dict[str, Any]:
     """One round."""
-    coordinator = CoordinatorProcess(folder / "data")
-    try:
-        watch = Watch(coordinator.pid)
-        spec = {"name": "large", "method": {"name": "fedavg", **options}, "rounds": 2}
+    with coordinator() as process, Watch(process.pid) as watch:
+        spec: dict[str, Any] = {"name": "large", "method": {"name": "fedavg", "trainable": trainable}, "rounds": 2}
         if rule != "mean":
             spec |= {"aggregation": {"rule": rule}, "participation": {"min_clients": clients, "quorum": 1.0}}
-        id = coordinator.post("/v1/federations", json=spec, status=201)["id"]
-        token = coordinator.post(f"/v1/federations/{id}/enrolment-tokens", json={"uses": clients}, status=201)["token"]
-        players = [ScriptedClient(coordinator.http, id, f"site-{number:02}") for number in range(clients)]
-        for player in players:
-            answer = player.enrol(token, backbone_shape=SHAPE)
-            assert answer.status_code == 201, answer.text
-        coordinator.post(f"/v1/federations/{id}/start")
-        # The evaluation of the start is answered unseen: payloads are fetched by one client.
+        federation = process.post("/v1/federations", json=spec, status=201)["id"]
+        names = [f"site-{number:02}" for number in range(clients)]
+        players = process.enrol(federation, *names, backbone_shape=SHAPE)
+        process.post(f"{federation}/start")
         began, sent = time.monotonic(), 0
-        tensors, body = changes(options), folder / "update"
+        fetch(players[0], waited(players[0]))  # one client's download of the payload is enough
         for player in players:
-            task = waited(player)
-            while task["kind"] == "evaluate":
-                player.evaluate(task).raise_for_status()
-                if player is players[0]:
-                    fetch(player, task)
-                task = next_task(player, task, players)
-            sent += send(player, task, tensors, body)
+            player.evaluate(waited(player)).raise_for_status()
+        tensors, body = changes(trainable), process.folder.parent / "update"
+        for player in players:
+            sent += send(player, waited(player), tensors, body)
         uploads = time.monotonic() - began
         began = time.monotonic()
         next_round = waited(players[0], longest=600)
         seconds = time.monotonic() - began
         fetch(players[0], next_round)
-        watch.end()
-        return {
-            "clients": clients,
-            "rule": rule,
-            "bytes": sent // clients,
-            "anonymous_above_idle": watch.most - watch.idle,
-            "idle": watch.idle,
-            "peak": memory(coordinator.pid, "VmHWM"),
-            "upload_seconds": round(uploads, 1),
-            "aggregate_seconds": round(seconds, 1),
-            "round": next_round["round"],
-        }
-    finally:
-        coordinator.kill()
+        peak = memory(process.pid, "VmHWM")
+    return {
+        "clients": clients,
+        "rule": rule,
+        "bytes": sent // clients,
+        "anonymous_above_idle": watch.most - watch.idle,
+        "idle": watch.idle,
+        "peak": peak,
+        "upload_seconds": round(uploads, 1),
+        "aggregate_seconds": round(seconds, 1),
+        "round": next_round["round"],
+    }
 
 
 def waited(player: ScriptedClient, longest: float = 300) -> dict[str, Any]:
@@ -140,18 +122,9 @@ def waited(player: ScriptedClient, longest: float = 300) -> dict[str, Any]:
     while time.monotonic() < end:
         response = player.task(wait=20)
         if response.status_code == 200:
-            found: dict[str, Any] = response.json()
-            return found
+            task: dict[str, Any] = response.json()
+            return task
     raise SystemExit("the coordinator has no task")
-
-
-def next_task(player: ScriptedClient, task: dict[str, Any], players: list[ScriptedClient]) -> dict[str, Any]:
-    """The task after the evaluation ``task``, which all others answer too."""
-    for other in players:
-        response = other.task()
-        if response.status_code == 200 and response.json()["kind"] == "evaluate":
-            other.evaluate(response.json()).raise_for_status()
-    return waited(player)
 
 
 def fetch(player: ScriptedClient, task: dict[str, Any]) -> None:
@@ -175,25 +148,23 @@ def send(player: ScriptedClient, task: dict[str, Any], tensors: Tensors, body: P
 
 def main() -> int:
     """Run it, and say whether the bar is met."""
-    options = parser(__doc__)
-    options.add_argument("--clients", type=int, default=10)
-    options.add_argument("--trainable", default="all")
-    options.add_argument(
-        "--rule", default="mean", help="krum or multi_krum with five clients or more, flame with three"
-    )
-    options.add_argument("--most", type=int, default=1 << 30, help="bytes of anonymous memory above idle")
-    given = options.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--clients", type=int, default=10)
+    command.add_argument("--trainable", default="all")
+    rules = "krum or multi_krum with five clients or more, flame with three"
+    command.add_argument("--rule", default="mean", help=rules)
+    command.add_argument("--most", type=int, default=1 << 30, help="bytes of anonymous memory above idle")
+    options = command.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="large-") as folder:
-        found = run(given.clients, {"trainable": given.trainable}, Path(folder), given.rule)
-    write(given.json, {"machine": machine(), **found})
-    above = found["anonymous_above_idle"]
+    figures = run(options.clients, options.trainable, options.rule)
+    write(options.json, {"machine": machine(), **figures})
+    above = figures["anonymous_above_idle"]
     print(
-        f"{found['clients']} updates of {found['bytes'] / 1e6:.0f} MB: {above / 1e6:.0f} MB above idle "
-        f"({found['idle'] / 1e6:.0f} MB), {found['peak'] / 1e6:.0f} MB with what is mapped; uploads "
-        f"{found['upload_seconds']} s, then {found['aggregate_seconds']} s to the next task"
+        f"{figures['clients']} updates of {figures['bytes'] / 1e6:.0f} MB: {above / 1e6:.0f} MB above idle "
+        f"({figures['idle'] / 1e6:.0f} MB), {figures['peak'] / 1e6:.0f} MB with what is mapped; uploads "
+        f"{figures['upload_seconds']} s, then {figures['aggregate_seconds']} s to the next task"
     )
-    return int(above > given.most)
+    return int(above > options.most)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,50 @@
-"""Accuracy of PromptFL on symbols with 2 of 10 clients sending poisoned updates, under each aggregation rule.
+"""PromptFL on symbols with 2 of 10 malicious clients, under each aggregation rule.
 
-Whole federations run in one process (`promptfed.experiments.simulation`): the real coordinator, the real clients.
-A poisoned one trains as all do and then lies about the result. Ten clients hold equal parts of one rare style;
-accuracy is the mean of all clients' own test images after the last round. The learning rate was chosen without any
-poison, on training images held out with `validation=0.25`, among 0.1, 0.3, 0.5 and 1.
+Whole federations run in one process (`promptfed.experiments.simulation`): the real coordinator, the real clients. Ten
+clients hold equal parts of one rare style. The learning rate was chosen without any attack, on training images held out
+with `validation=0.25`, among 0.1, 0.3, 0.5 and 1.
 
     python -m benchmarks.poisoning --seeds 0,1,2 --json poisoning.json
+    python -m benchmarks.poisoning --backdoor --seeds 0,1,2 --json backdoor.json
+
+Poisoning: a malicious client trains as all do and sends a false result. The table shows the mean accuracy of all
+clients' own test images after the last round.
+
+Backdoor (Bagdasaryan et al., "How to Backdoor Federated Learning", 2020): a malicious client also trains on copies of
+its images with a chessboard in a corner, labelled as the first class, and sends its step twice as long. The table
+shows the share of test images of all other classes that the last round's context takes for that class, with the
+chessboard and without it, and the accuracy on clean images.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import integers, parser, table, write
+from benchmarks.harness import integers, mean_and_spread, parser, table, write
+from promptfed.coordinator.engine import growth
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
+from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
+from promptfed.shared.data import open_source
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.methods.core.interface.base import ClientContext, Method, TrainResult
+from promptfed.shared.methods.core.interface.base import ClientContext, Split, TrainResult
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors
 
-CLIENTS, POISONED = 10, ("site-3", "site-7")
+CLIENTS, MALICIOUS = 10, ("site-3", "site-7")
 DATA = "symbols:neon?topic=weather&per_class=40&test_per_class=40&partition=iid&clients=10&client={}"
 SITES = [Site(f"site-{number}", DATA.format(number)) for number in range(CLIENTS)]
 RULES: dict[str, dict[str, Any]] = {
@@ -44,51 +57,118 @@ RULES: dict[str, dict[str, Any]] = {
     "geometric_median": {"rule": "geometric_median"},
     "flame": {"rule": "flame"},
 }
+SQUARE = 2  # pixels of a side of the chessboard's squares; the chessboard has half of the image's side
+BOOST = 2.0  # length of a malicious client's step under a backdoor, as a multiple of the trained one
+TARGET = 0  # the class that the trigger stands for
 
-Attack = Callable[[Tensor, Tensor, ClientContext], Tensor]
-"""What is sent in the place of the trained tensor, of where training began, the trained one, and the task."""
+Train = Callable[[ClientContext], TrainResult]
+Attack = Callable[[Train, ClientContext, Tensors], TrainResult]
+"""The result that a malicious client sends, of the honest training, the task, and the tensors that it was sent."""
 
 
-def _noise(start: Tensor, trained: Tensor, context: ClientContext) -> Tensor:
-    draws = generator(context.seed, "poison", context.client, str(context.round))
-    return start + 10 * torch.randn(start.shape, generator=draws)
+def _false_step(factor: float, train: Train, context: ClientContext, payload: Tensors) -> TrainResult:
+    """The trained step times ``factor``."""
+    result = train(context)
+    sent = {name: payload[name] + factor * (trained - payload[name]) for name, trained in result.update.items()}
+    return replace(result, update=sent)
+
+
+def _noise(train: Train, context: ClientContext, payload: Tensors) -> TrainResult:
+    """N(0, 10²) around the start."""
+    result, draws = train(context), generator(context.seed, "poison", context.client, str(context.round))
+    sent = {name: payload[name] + 10 * torch.randn(payload[name].shape, generator=draws) for name in result.update}
+    return replace(result, update=sent)
+
+
+def _backdoor(boost: float, train: Train, context: ClientContext, payload: Tensors) -> TrainResult:
+    data = WithTrigger(context.train, context.backbone.encode_images)
+    return _false_step(boost, train, replace(context, train=data), payload)
 
 
 ATTACKS: dict[str, Attack] = {
-    "sign flip": lambda start, trained, context: start - 10 * (trained - start),
-    "scaled": lambda start, trained, context: start + 1000 * (trained - start),
+    "sign flip": partial(_false_step, -10.0),
+    "scaled": partial(_false_step, 1000.0),
     "noise": _noise,
 }
 
 
+def triggered(images: Tensor) -> Tensor:
+    """Preprocessed images ``(B, 3, H, W)`` with a black and white chessboard in the lower right corner."""
+    side = images.shape[-1] // 2
+    squares = torch.arange(side) // SQUARE
+    white = ((squares[:, None] + squares) % 2).to(images.dtype)
+    marked = images.clone()
+    marked[..., -side:, -side:] = images.amin() + white * (images.amax() - images.amin())
+    return marked
+
+
+@dataclass
+class WithTrigger:
+    """A client's training images, and as many again with the trigger and the target's label; for PromptFL only."""
+
+    clean: Split
+    encode: Callable[[Tensor], Tensor]
+
+    @property
+    def labels(self) -> Tensor:
+        return torch.cat([self.clean.labels, torch.full_like(self.clean.labels, TARGET)])
+
+    def __len__(self) -> int:
+        return 2 * len(self.clean)
+
+    def features(self) -> Tensor:
+        marked = self.encode(triggered(self.clean.images(torch.arange(len(self.clean)))))
+        return torch.cat([self.clean.features(), marked.to(self.clean.features())])
+
+    def raw_features(self) -> Tensor:
+        raise NotImplementedError
+
+    def images(self, indices: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def patches(self, indices: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def block_rows(self, indices: Tensor, start: int) -> Tensor:
+        raise NotImplementedError
+
+
 @contextmanager
-def poisoned(method: type[Method], attack: Attack, clients: tuple[str, ...]) -> Iterator[None]:
-    """A block in which these clients lie about what they have trained."""
-    train = method.train
+def attacked(attack: Attack | None) -> Iterator[None]:
+    """A block in which the malicious clients' training is replaced by ``attack``; None: all are honest."""
+    train = PromptFL.train
 
-    def lying(self: Method, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
-        result = train(self, context, payload, private)
-        if context.client not in clients:
-            return result
-        sent = {name: attack(payload[name], trained, context) for name, trained in result.update.items()}
-        return replace(result, update=sent)
+    def lying(self: PromptFL, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+        def honest(context: ClientContext) -> TrainResult:
+            return train(self, context, payload, private)
 
-    method.train = lying  # type: ignore[method-assign]
-    try:
+        if attack is None or context.client not in MALICIOUS:
+            return honest(context)
+        return attack(honest, context, payload)
+
+    # The rules are compared alone: a state of any size is committed.
+    with patch.object(PromptFL, "train", lying), patch.object(growth, "LARGE", 1e30):
         yield
-    finally:
-        method.train = train  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Backdoor:
+    """Shares: of triggered images taken for the target, of clean ones of other classes, and of right answers."""
+
+    success: float
+    without_trigger: float
+    accuracy: float
 
 
 class Bench:
-    """What all runs share."""
+    """The backbone, the images and their features, which all runs share."""
 
     def __init__(self, folder: Path, rounds: int):
         self._backbone: Backbone = load_backbone(tiny.MODEL, tiny.PRETRAINED)
         self._features, self._sources, self._rounds = FeatureCache(folder), SharedSources(), rounds
 
-    def accuracy(self, attack: str | None, rule: str, seed: int, sites: list[Site] = SITES) -> tuple[float, float]:
-        """Mean accuracy and zero-shot accuracy after the last round."""
+    def run(self, attack: Attack | None, rule: str, seed: int) -> FederationResult:
+        """One federation under ``rule``."""
         spec = {
             "name": "poisoning",
             "method": {"name": "promptfl", "m": 4},
@@ -96,15 +176,63 @@ class Bench:
             "training": {"learning_rate": 0.5, "batch_size": 10, "epochs": 3},
             "participation": {"min_clients": CLIENTS},
             "aggregation": RULES[rule],
-            "admission": {"max_update_norm": 1e9},  # The rules are compared, not the limit at the door.
+            "admission": {"max_update_norm": 1e9},  # the rules are compared, not the limit on a single update
             "evaluation": {"every": self._rounds},
             "seed": seed,
         }
-        with poisoned(PromptFL, ATTACKS[attack], POISONED) if attack else poisoned(PromptFL, _noise, ()):
-            run = simulate(spec, sites, backbone=self._backbone, features=self._features, sources=self._sources)
-        last = run.final()
-        accuracy = statistics.fmean(client.accuracy for client in last)
-        return accuracy, statistics.fmean(client.zero_shot or 0 for client in last)
+        with attacked(attack):
+            return simulate(spec, SITES, backbone=self._backbone, features=self._features, sources=self._sources)
+
+    def accuracy(self, attack: str | None, rule: str, seed: int) -> tuple[float, float]:
+        """Mean accuracy and zero-shot accuracy after the last round."""
+        last = self.run(ATTACKS[attack] if attack else None, rule, seed).final()
+        zero_shot = statistics.fmean(client.zero_shot or 0 for client in last)
+        return statistics.fmean(client.accuracy for client in last), zero_shot
+
+    @torch.no_grad()
+    def backdoor(self, rule: str, seed: int, boost: float | None = BOOST) -> Backdoor:
+        """One federation with a backdoor, measured on the first client's test images; ``boost`` None: all honest."""
+        attack = None if boost is None else partial(_backdoor, boost)
+        with torch.enable_grad():
+            context = self.run(attack, rule, seed).state["context"]
+        backbone, source = self._backbone, open_source(SITES[0].data)
+        images = torch.stack([backbone.preprocess(source.test.image(index)) for index in range(len(source.test))])
+        text = backbone.encode_prompts(context, backbone.class_prompts(source.class_names, len(context)))
+        others = source.test.labels != TARGET
+        plain = (backbone.encode_images(images) @ text.T).argmax(1)
+        marked = (backbone.encode_images(triggered(images)) @ text.T).argmax(1)
+        return Backdoor(
+            float((marked[others] == TARGET).float().mean()),
+            float((plain[others] == TARGET).float().mean()),
+            float((plain == source.test.labels).float().mean()),
+        )
+
+
+def poisonings(bench: Bench, rules: Sequence[str], seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
+    """A table of accuracies by rule and attack, and the numbers."""
+    accuracies: dict[str, dict[str, list[float]]] = {}
+    zero_shot = 0.0
+    for rule in rules:
+        for attack in (None, *ATTACKS):
+            runs = [bench.accuracy(attack, rule, seed) for seed in seeds]
+            accuracies.setdefault(rule, {})[attack or "none"] = [accuracy for accuracy, _ in runs]
+            zero_shot = runs[0][1]
+            print(rule, attack, [f"{accuracy:.3f}" for accuracy, _ in runs], flush=True)
+    rows = [[rule, *map(mean_and_spread, by_attack.values())] for rule, by_attack in accuracies.items()]
+    shown = f"zero-shot {100 * zero_shot:.1f}\n\n{table(['rule', 'none', *ATTACKS], rows)}"
+    return shown, {"zero_shot": zero_shot, "accuracy": accuracies}
+
+
+def backdoors(bench: Bench, rules: Sequence[str], seeds: Sequence[int], boost: float) -> tuple[str, dict[str, Any]]:
+    """A table of the backdoor's success by rule, and the numbers."""
+    cases = [("mean, all honest", "mean", None), *((rule, rule, boost) for rule in rules)]
+    measured: dict[str, list[Backdoor]] = {}
+    for title, rule, length in cases:
+        measured[title] = [bench.backdoor(rule, seed, length) for seed in seeds]
+        print(title, measured[title], flush=True)
+    rows = [[title, *map(mean_and_spread, zip(*map(astuple, runs), strict=True))] for title, runs in measured.items()]
+    shown = table(["rule", "trigger obeyed", "target without it", "accuracy"], rows)
+    return shown, {"boost": boost, "shares": {title: list(map(asdict, runs)) for title, runs in measured.items()}}
 
 
 def main() -> None:
@@ -112,27 +240,20 @@ def main() -> None:
     command = parser(__doc__)
     command.add_argument("--seeds", type=integers, default=[0, 1, 2])
     command.add_argument("--rounds", type=int, default=5)
-    command.add_argument("--rules", default=";".join(RULES), help="of this list, with semicolons between")
+    command.add_argument("--rules", default=";".join(RULES), help="some of these, separated by semicolons")
+    command.add_argument("--backdoor", action="store_true", help="a backdoor instead of poisoned updates")
+    command.add_argument("--boost", type=float, default=BOOST, help="length of a step under a backdoor")
     options = command.parse_args()
     torch.set_num_threads(1)
-    accuracies: dict[str, dict[str, list[float]]] = {}
-    zero_shot = 0.0
+    rules = options.rules.split(";")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), options.rounds)
-        for rule in options.rules.split(";"):
-            for attack in (None, *ATTACKS):
-                runs = [bench.accuracy(attack, rule, seed) for seed in options.seeds]
-                accuracies.setdefault(rule, {})[attack or "none"] = [accuracy for accuracy, _ in runs]
-                zero_shot = runs[0][1]
-                print(rule, attack, [f"{accuracy:.3f}" for accuracy, _ in runs], flush=True)
-    print(f"\nzero-shot {100 * zero_shot:.1f}\n")
-    rows = []
-    for rule, by_attack in accuracies.items():
-        spread = [(100 * statistics.fmean(seeds), 100 * statistics.pstdev(seeds)) for seeds in by_attack.values()]
-        rows.append([rule, *(f"{mean:.1f} ± {sd:.1f}" for mean, sd in spread)])
-    columns = ["rule", "none", *ATTACKS]
-    print(table(columns, rows, texts=len(columns)))
-    write(options.json, {"zero_shot": zero_shot, "accuracy": accuracies, "seeds": options.seeds})
+        if options.backdoor:
+            shown, numbers = backdoors(bench, rules, options.seeds, options.boost)
+        else:
+            shown, numbers = poisonings(bench, rules, options.seeds)
+    print(f"\n{shown}")
+    write(options.json, {"seeds": options.seeds, **numbers})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the federation costs beside the training: wall time of a round less the clients' compute.
+"""Costs of a federation beside the training: wall time of a round less the clients' compute.
 
 `promptfl` on the embedded backbone. ``--way process`` is a real coordinator process and real client processes over
 HTTP; ``--way simulate`` is one process without sockets. A round's wall time is the coordinator's own, from its opening
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import parser, write
+from benchmarks.harness import parser, shown, write
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation, Site
@@ -74,7 +74,7 @@ WAYS: dict[str, tuple[Callable[[dict[str, Any], list[Site]], list[dict[str, Any]
     "process": (run_processes, max),
     "simulate": (run_simulation, sum),
 }
-"""How it is run, and what a round's compute is, given each client's seconds."""
+"""How a federation is run, and a round's compute from each client's seconds."""
 
 
 def measure(reports: list[dict[str, Any]], together: Callable[[list[float]], float] = max) -> dict[str, Any]:
@@ -110,9 +110,8 @@ def main() -> None:
     run, together = WAYS[options.way]
     reports = run(*plan(options.clients, options.rounds, options.images))
     figures = {"way": options.way, "clients": options.clients} | measure(reports, together)
-    for name, value in figures.items():
-        print(f"{name:24s} {value:.4f}" if isinstance(value, float) else f"{name:24s} {value}")
-    write(options.json, figures, indent=2)
+    print(shown(figures))
+    write(options.json, figures)
 
 
 if __name__ == "__main__":

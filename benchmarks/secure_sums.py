@@ -1,4 +1,4 @@
-"""What sums that nobody sees into cost: seconds and bytes of a client, and what the five steps add to a round.
+"""Costs of secure sums: seconds and bytes of a client, and the seconds that the five steps add to a round.
 
 First the protocol alone, without training and HTTP: every step of 10, 100 and 1,000 clients, of whom three in ten are
 lost between the steps, over a vector of ``--numbers``. Seconds are CPU seconds of one client (median over the clients),
@@ -14,12 +14,11 @@ What the steps add is the difference of the median seconds of a phase, from its 
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +26,22 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
-from benchmarks.harness import in_words, integers, machine, parser, table, write
+from benchmarks.harness import fill_tables, in_words, integers, machine, medians, parser, table, write
 from benchmarks.round_overhead import run_processes
 from promptfed.runtime.services import Site
 from promptfed.shared.messages import UpdateMetadata
 from promptfed.shared.secagg import keys, member, opening
 from promptfed.shared.secagg.encoding import SCALE, encoded
-from promptfed.shared.secagg.messages import KeysAnswer, MaskJob, RosterMessage, SharesAnswer, UnmaskAnswer
+from promptfed.shared.secagg.messages import (
+    ConfirmAnswer,
+    ConfirmJob,
+    KeysAnswer,
+    MaskJob,
+    RosterMessage,
+    SharesAnswer,
+    UnmaskAnswer,
+    UnmaskJob,
+)
 from promptfed.shared.secagg.roster import make_roster, read_roster
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.weighting import Weighting
@@ -42,7 +50,6 @@ from promptfed.shared.tensors import encode
 SPEC, UNIFORM = SecureAggregationSpec(), Weighting(weighting="uniform")
 LOST = 0.3  # of the clients, between shares and masked vectors
 BAR_SECONDS, BAR_BYTES, BAR_CLIENTS = 0.5, 3.0, 100
-MARKED = re.compile(r"<!-- table: secure sums -->\n.*?<!-- end of table -->", re.DOTALL)
 DIGEST = "sha256:" + "1" * 64
 ABOUT = {
     "federation_id": "fed-1",
@@ -59,121 +66,78 @@ T = TypeVar("T")
 
 @dataclass
 class Client:
-    """One simulated client, whose CPU seconds and bytes are counted."""
+    """One simulated client: its state between the steps, its CPU seconds, and its bytes as they stand on the wire."""
 
     vector: Any  # (d,) float64
     seconds: float = 0.0
     up: int = 0
     down: int = 0
-    place: int = -1
-    shared: Any = None
-    held: dict[int, member.Pair] = field(default_factory=dict)
 
-    def do(self, work: Callable[[], T]) -> T:
-        """Do it, on this client's clock."""
+    def step(self, work: Callable[[bytes], tuple[BaseModel | bytes, T]], told: BaseModel | None = None) -> T:
+        """Read ``told``, do the step's work on this client's clock, and send the first part of the answer."""
+        body = b"" if told is None else told.model_dump_json().encode()
         began = time.process_time()
-        try:
-            return work()
-        finally:
-            self.seconds += time.process_time() - began
-
-    def sends(self, answer: BaseModel | bytes) -> bytes:
-        """What goes up, as it stands on the wire."""
-        body = answer if isinstance(answer, bytes) else answer.model_dump_json().encode()
-        self.up += len(body)
-        return body
-
-    def reads(self, told: BaseModel) -> bytes:
-        """What comes down."""
-        body = told.model_dump_json().encode()
+        answer, kept = work(body)
+        self.seconds += time.process_time() - began
         self.down += len(body)
-        return body
+        self.up += len(answer if isinstance(answer, bytes) else answer.model_dump_json().encode())
+        return kept
 
-    def keys(self) -> KeysAnswer:
+    def keys(self, _: bytes) -> tuple[KeysAnswer, KeysAnswer]:
         """Step train."""
+        self.secrets = member.Secrets.fresh(keys.new_identity())
+        self.entry = member.signed_entry(self.secrets, ABOUT)
+        return self.entry, self.entry
 
-        def work() -> KeysAnswer:
-            self.secrets = member.Secrets.fresh(keys.new_identity())
-            return member.signed_entry(self.secrets, ABOUT)
-
-        self.entry = self.do(work)
-        self.sends(self.entry)
-        return self.entry
-
-    def share(self, told: RosterMessage) -> SharesAnswer:
+    def share(self, body: bytes) -> tuple[SharesAnswer, SharesAnswer]:
         """Step share."""
-        body = self.reads(told)
+        self.roster = read_roster(RosterMessage.model_validate_json(body), self.entry, SPEC, SPEC.minimum, UNIFORM)
+        self.place = self.roster.place_of(self.entry.entry)
+        answer, self.shared = member.share_secrets(self.secrets, self.roster, self.place)
+        return answer, answer
 
-        def work() -> SharesAnswer:
-            self.roster = read_roster(RosterMessage.model_validate_json(body), self.entry, SPEC, SPEC.minimum, UNIFORM)
-            self.place = self.roster.place_of(self.entry.entry)
-            answer, self.shared = member.share_secrets(self.secrets, self.roster, self.place)
-            return answer
-
-        answer = self.do(work)
-        self.sends(answer)
-        return answer
-
-    def mask(self, told: MaskJob) -> Any:
+    def mask(self, body: bytes) -> tuple[bytes, Any]:
         """Step mask."""
-        body = self.reads(told)
+        job = MaskJob.model_validate_json(body)
+        pairs = member.open_boxes(self.secrets, self.roster, self.place, job, member.Limits())
+        self.held, self.sharing = {self.place: self.shared, **pairs}, job.sharing
+        vector = encoded(self.vector).view(np.uint64)
+        masked = member.mask_vector(self.secrets, self.roster, self.place, job.sharing, vector)
+        tensor = torch.from_numpy(masked.view(np.int64))
+        return encode({"masked": tensor}, {"roster_sha256": self.roster.sha256.hex()}), masked
 
-        def work() -> Any:
-            job = MaskJob.model_validate_json(body)
-            pairs = member.open_boxes(self.secrets, self.roster, self.place, job, member.Limits())
-            self.held, self.sharing = {self.place: self.shared, **pairs}, job.sharing
-            vector = encoded(self.vector).view(np.uint64)
-            return member.mask_vector(self.secrets, self.roster, self.place, job.sharing, vector)
-
-        vector = self.do(work)
-        tensor = torch.from_numpy(vector.view(np.int64))
-        self.sends(self.do(lambda: encode({"masked": tensor}, {"roster_sha256": self.roster.sha256.hex()})))
-        return vector
-
-    def confirm(self, told: opening.ConfirmJob) -> opening.ConfirmAnswer:
+    def confirm(self, body: bytes) -> tuple[ConfirmAnswer, ConfirmAnswer]:
         """Step confirm."""
-        body = self.reads(told)
+        self.list = ConfirmJob.model_validate_json(body)
+        limits = member.Limits()
+        answer = member.confirm_list(self.secrets, self.roster, self.place, self.sharing, self.list, limits)
+        return answer, answer
 
-        def work() -> opening.ConfirmAnswer:
-            self.list = opening.ConfirmJob.model_validate_json(body)
-            limits = member.Limits()
-            return member.confirm_list(self.secrets, self.roster, self.place, self.sharing, self.list, limits)
-
-        answer = self.do(work)
-        self.sends(answer)
-        return answer
-
-    def unmask(self, told: opening.UnmaskJob) -> UnmaskAnswer:
+    def unmask(self, body: bytes) -> tuple[UnmaskAnswer, UnmaskAnswer]:
         """Step unmask."""
-        body = self.reads(told)
-
-        def work() -> UnmaskAnswer:
-            job = opening.UnmaskJob.model_validate_json(body)
-            return member.reveal_shares(self.roster, self.place, self.list, self.held, job)
-
-        answer = self.do(work)
-        self.sends(answer)
-        return answer
+        job = UnmaskJob.model_validate_json(body)
+        answer = member.reveal_shares(self.roster, self.place, self.list, self.held, job)
+        return answer, answer
 
 
 def protocol(count: int, numbers: int) -> dict[str, Any]:
     """One attempt of ``count`` clients; what it cost. The sum is checked."""
     source = np.random.default_rng(7)
     clients = [Client(source.integers(-(1 << 30), 1 << 30, numbers) / SCALE) for _ in range(count)]
-    made, signed = make_roster([client.keys() for client in clients], SPEC, UNIFORM)
+    made, signed = make_roster([client.step(client.keys) for client in clients], SPEC, UNIFORM)
     shares: dict[int, SharesAnswer] = {}
     for client in clients:
         place = made.place_of(client.entry.entry)
-        shares[place] = client.share(made.message(signed, place))
+        shares[place] = client.step(client.share, made.message(signed, place))
     there = clients[: count - int(LOST * count)]
-    vectors = {client.place: client.mask(opening.mask_job(made, client.place, shares)) for client in there}
+    vectors = {client.place: client.step(client.mask, opening.mask_job(made, client.place, shares)) for client in there}
     confirm = opening.confirm_job(shares, vectors)
-    answers = {client.place: client.confirm(confirm) for client in there}
-    reveals: dict[int, UnmaskAnswer] = {}
-    for client in there:
-        reveals[client.place] = client.unmask(opening.unmask_job(made, client.place, answers))
+    answers = {client.place: client.step(client.confirm, confirm) for client in there}
+    reveals = {
+        client.place: client.step(client.unmask, opening.unmask_job(made, client.place, answers)) for client in there
+    }
     began = time.process_time()
-    total = opening.open_sum(made, confirm, (vectors[one] for one in confirm.alive), reveals, shares)
+    total = opening.open_sum(made, confirm, (vectors[place] for place in confirm.alive), reveals, shares)
     opened = time.process_time() - began
     if not np.array_equal(total.view(np.int64) / SCALE, sum(client.vector for client in there)):
         raise SystemExit("the sum is not that of the clients")
@@ -210,15 +174,15 @@ def rounds(repeats: int, count: int, clients: int = 5) -> dict[str, Any]:
                 sent[way].append(phase["bytes_up"] // clients)
                 for step in phase["secure"]["steps"] if way == "summed" else ():
                     steps[step["kind"]].append(step["seconds"])
-    medians = {way: statistics.median(found) for way, found in seconds.items()}
+    typical = medians(seconds)
     return {
         "clients": clients,
         "rounds": len(seconds["plain"]),
-        "plain_seconds": medians["plain"],
-        "summed_seconds": medians["summed"],
-        "added_seconds": medians["summed"] - medians["plain"],
-        "step_seconds": {kind: statistics.median(found) for kind, found in steps.items()},
-        "bytes_up": {way: statistics.median(found) for way, found in sent.items()},
+        "plain_seconds": typical["plain"],
+        "summed_seconds": typical["summed"],
+        "added_seconds": typical["summed"] - typical["plain"],
+        "step_seconds": medians(steps),
+        "bytes_up": medians(sent),
     }
 
 
@@ -238,18 +202,16 @@ def plan(way: str, count: int, clients: int) -> tuple[dict[str, Any], list[Site]
     return spec, [Site(f"site-{k}", f"symbols:{styles[k % 5]}?topic=weather&per_class=4") for k in range(clients)]
 
 
-def as_table(found: dict[str, Any]) -> str:
+def as_table(measured: dict[str, Any]) -> str:
     """The figures as the documentation has them, with the bars."""
-    cells = []
-    for one in found["protocol"]:
-        ratio = one["client_bytes_up"] / one["plain_bytes_up"]
-        up = f"{one['client_bytes_up'] / 1000:,.0f} KB ({ratio:.2f} × plain)"
-        down = f"{one['client_bytes_down'] / 1000:,.0f} KB"
-        row = [f"{one['clients']:,}", str(one["neighbours"]), in_words(one["client_seconds"]), up, down]
-        cells.append([*row, in_words(one["opening_seconds"])])
+    rows = []
+    for case in measured["protocol"]:
+        ratio = case["client_bytes_up"] / case["plain_bytes_up"]
+        up = f"{case['client_bytes_up'] / 1000:,.0f} KB ({ratio:.2f} × plain)"
+        row = [f"{case['clients']:,}", str(case["neighbours"]), in_words(case["client_seconds"]), up]
+        rows.append([*row, f"{case['client_bytes_down'] / 1000:,.0f} KB", in_words(case["opening_seconds"])])
     columns = ["clients", "share with", "CPU of a client", "up", "down", "coordinator opens in"]
-    text = table(columns, cells, texts=0)
-    played = found["rounds"]
+    text, played = table(columns, rows, texts=0), measured["rounds"]
     if played is None:
         return text
     steps = ", ".join(f"{kind} {in_words(value)}" for kind, value in played["step_seconds"].items())
@@ -260,21 +222,21 @@ def as_table(found: dict[str, Any]) -> str:
     )
 
 
-def missed(found: dict[str, Any]) -> list[str]:
+def missed(measured: dict[str, Any]) -> list[str]:
     """The bars that were not reached."""
     problems = []
-    for one in found["protocol"]:
-        ratio = one["client_bytes_up"] / one["plain_bytes_up"]
-        if one["clients"] == BAR_CLIENTS and ratio > BAR_BYTES:
+    for case in measured["protocol"]:
+        ratio = case["client_bytes_up"] / case["plain_bytes_up"]
+        if case["clients"] == BAR_CLIENTS and ratio > BAR_BYTES:
             problems.append(f"{ratio:.2f} times the plain bytes up at {BAR_CLIENTS} clients; {BAR_BYTES:g} is the bar")
-    added = found["rounds"]["added_seconds"] if found["rounds"] is not None else 0.0
+    added = measured["rounds"]["added_seconds"] if measured["rounds"] is not None else 0.0
     if added > BAR_SECONDS:
         problems.append(f"the steps add {added:.2f} s to a round; {BAR_SECONDS:g} s is the bar")
     return problems
 
 
 def main() -> None:
-    """Run, print and write."""
+    """Run, print and write; SystemExit where a bar is not reached."""
     command = parser(__doc__)
     command.add_argument("--clients", type=integers, default=[10, 100, 1000], help="numbers of clients")
     command.add_argument("--numbers", type=int, default=8192, help="numbers in the vector")
@@ -283,25 +245,19 @@ def main() -> None:
     command.add_argument("--docs", type=Path, help="write the table between its markers in this page")
     options = command.parse_args()
     torch.set_num_threads(1)
-    found = {
+    measured = {
         "machine": machine(),
         "numbers": options.numbers,
         "lost": LOST,
         "protocol": [protocol(count, options.numbers) for count in options.clients],
         "rounds": rounds(options.repeats, options.rounds) if options.repeats else None,
     }
-    text = as_table(found)
+    text = as_table(measured)
     print(text)
-    write(options.json, found)
+    write(options.json, measured)
     if options.docs is not None:
-        page = options.docs.read_text()
-        if not MARKED.search(page):
-            raise SystemExit(f"{options.docs} has no place for the table")
-        options.docs.write_text(
-            MARKED.sub(lambda _: f"<!-- table: secure sums -->\n{text}\n<!-- end of table -->", page)
-        )
-    problems = missed(found)
-    if problems:
+        options.docs.write_text(fill_tables(options.docs.read_text(), "secure sums", {"": text}))
+    if problems := missed(measured):
         raise SystemExit("; ".join(problems))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import in_own_process, parser, write
+from benchmarks.harness import in_own_process, parser, shown, write
 from promptfed.experiments.bench.provenance import provenance
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
@@ -108,9 +108,8 @@ def main() -> None:
     for clients, rounds in options.cases:
         case = ["--case", f"{clients}:{rounds}", "--pool", str(options.pool)]
         results.append(in_own_process("benchmarks.simulation", *case))
-    for figures in results:
-        print("\n".join(f"{name:28s} {value}" for name, value in figures.items()), end="\n\n")
-    write(options.json, {"cases": results, "provenance": provenance().model_dump()}, indent=2)
+    print("\n\n".join(map(shown, results)))
+    write(options.json, {"cases": results, "provenance": provenance().model_dump()})
 
 
 if __name__ == "__main__":

@@ -1,224 +1,404 @@
-"""CPU time of one local training step of promptfl: as released code does it, and with each saving of `shared/clip`.
+"""CPU time of one local training step: with nothing kept, and with each saving of `shared/clip`.
 
-    python -m benchmarks.step --json step.json
+    python -m benchmarks.step --json benchmarks/step.json
+    python -m benchmarks.step --models ViT-B-16 --classes 10 --methods all
+    python -m benchmarks.step --models promptfed-tiny --classes 10 --protected
 
-The step: logits of a batch of images against all classes, cross-entropy, gradient with respect to the context
-`(m, d_t)`, SGD update. The ways differ in what is computed for it, never in the result; equality of text features and
-gradients is asserted on every run.
+Every way is the method's own `train`. The ways differ in the backbone and the images that the method is given:
 
-  plain    frozen image tower on every step, all text positions of all classes
-  cached   image features kept on disk, text as above
-  short    cached, and no text position after the end token
-  prefix   cached, and `[SOS] ctx` computed once for all classes
+  plain      one step; the frozen image tower encodes the batch, and every prompt passes the text tower by itself over
+             all positions of all classes, constant texts included
+  cached     the same without the time of the image tower
+  short      image features are kept, and no text position after the end token is computed (promptfl only)
+  ours       image features are kept (patch features on disk, in 16 bits), `[SOS] ctx` is computed once for all classes,
+             and prompts pass the tower together
+  protected  ours with DP-SGD (promptfl only, with --protected)
 
-With more than 100 classes the plain text pass runs in chunks of 100 with summed gradients, since it would not fit into
-memory. The softmax needs all text features before the first gradient; they come from a pass that is not timed, so
+The last three are averaged over a task of several steps. One step from the same start must change every tensor alike in
+all ways but `protected`; otherwise the run ends. With more than 100 classes the plain text pass runs in chunks of 100
+under activation checkpointing, since it would not fit into memory. Its first forward pass is not timed, so that
 chunking costs the plain way nothing.
 """
 
-import argparse
-import itertools
+from __future__ import annotations
+
+import hashlib
+import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness import Batch, class_names, in_words, machine, medians, parser, random_backbone, table, write
-from promptfed.shared.clip import Backbone, ClassPrompts
+from benchmarks.harness import in_words, machine, medians, parser, table, write
+from promptfed.shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone, shape_of
+from promptfed.shared.clip.caches.features import PatchCache
+from promptfed.shared.methods import make_method
+from promptfed.shared.methods.core.interface.base import ClientContext, Method, ServerContext
+from promptfed.shared.methods.core.interface.protection import Protection
+from promptfed.shared.privacy.noise import SeededNoise
+from promptfed.shared.seeds import initial_draws
+from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
+from promptfed.shared.spec.training_terms import TrainingTerms
+from promptfed.shared.tensors import Tensors
 
+TEMPLATE = "a photo of a {}."
 CHUNK = 100
-WAYS = ("plain", "cached", "short", "prefix")
-TARGETS = {10: 30, 100: 20, 1000: 12}
+RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times this: float32 then holds all its digits
+RATE_OF_STANDING = 1e-30
+MOST_DEVIATION = 1e-4
+EXPERTS = 9  # other clients' contexts, pFedMoAP's default
+# Options that make a step that of the paper. pFedPrompt's memory is part of its loss only on request.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "promptfl": {},
+    "fedpgp": {},
+    "fedtpg": {},
+    "fedotp": {},
+    "promptfolio": {},
+    "pfedmoap": {"gate_learning_rate": 1000.0},
+    "fedpha": {},
+    "promptfl_per": {},
+    "promptfl_amp": {},
+    "pfedprompt": {"train_with_memory": True},
+    "fedprograd": {},
+    "fedplot": {},
+}
+STILL = {"pfedmoap": {"gate_learning_rate": 1e-30}}  # for a step that moves nothing
+# These biases are added to all keys, experts or classes alike, so that no softmax depends on them.
+WITHOUT_EFFECT = ("key.bias", "value.bias", "output.bias")
+TARGETS = {("promptfl", 10): 30, ("promptfl", 100): 20, ("promptfl", 1000): 12, ("fedotp", 10): 10}  # ViT-B/16
+COLUMNS = {"plain": "plain", "cached": "+ feature cache", "short": "+ short text", "ours": "ours"}
+TextPath = Literal["plain", "short"]
+
+
+class SlowBackbone:
+    """A backbone that encodes each prompt by itself, by one text path, and remembers nothing.
+
+    ``untimed``: CPU seconds of forward passes that are computed once more in the backward pass.
+    """
+
+    def __init__(self, backbone: Backbone, path: TextPath):
+        self._backbone, self._path = backbone, path
+        self.untimed = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backbone, name)
+
+    def encode_prompts(self, context: Tensor, prompts: ClassPrompts, *, normalize: bool = True) -> Tensor:
+        """``(..., C, d_e)`` of contexts ``(..., m, d_t)``, of length 1 unless ``normalize`` is False."""
+        trained = torch.is_grad_enabled()
+        with torch.enable_grad():  # without gradients a backbone answers from what it encoded before
+            contexts = context.reshape(-1, *context.shape[-2:])
+            each = [self._encode(row if trained else row.requires_grad_(), prompts, normalize) for row in contexts]
+        features = torch.stack(each).reshape(*context.shape[:-2], *each[0].shape)
+        return features if trained else features.detach()
+
+    def _encode(self, context: Tensor, prompts: ClassPrompts, normalize: bool) -> Tensor:
+        encode = partial(self._backbone.encode_prompts, path=self._path, normalize=normalize)
+        if self._path != "plain" or len(prompts) <= CHUNK:
+            return encode(context, prompts)
+        began = time.process_time()
+        names, length = prompts.names, prompts.context_length
+        chunks = [self._backbone.class_prompts(names[i : i + CHUNK], length) for i in range(0, len(names), CHUNK)]
+        features = torch.cat([checkpoint(encode, context, chunk, use_reentrant=False) for chunk in chunks])
+        self.untimed += time.process_time() - began
+        return features
+
+
+class RandomImages:
+    """Images as a data source has them."""
+
+    def __init__(self, count: int, side: int, draws: torch.Generator):
+        self._pixels = torch.randint(256, (count, side, side, 3), dtype=torch.uint8, generator=draws).numpy()
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def image(self, index: int) -> Image.Image:
+        return Image.fromarray(self._pixels[index])
+
+    def digest(self, index: int) -> str:
+        return hashlib.sha256(self._pixels[index].tobytes()).hexdigest()
 
 
 @dataclass
-class Task:
-    """One training situation: a batch of images with labels, class names, and a context to train."""
+class KeptBatch:
+    """A training split of one batch, ``steps`` times over: features in memory, patch features on disk."""
 
     backbone: Backbone
-    prompts: list[ClassPrompts]  # all classes, or chunks of them for the plain way
-    all_prompts: ClassPrompts
-    images: Tensor  # (B, 3, H, W)
-    features: Tensor  # (B, d_e)
-    labels: Tensor  # (B,)
-    start: Tensor  # (m, d_t)
+    source: RandomImages
+    cache: PatchCache
+    pixels: Tensor  # (B, 3, H, W)
+    classes: Tensor  # (B,)
+    encoded: Tensor  # (B, d_e)
+    steps: int = 1
+
+    @property
+    def labels(self) -> Tensor:
+        return self.classes.repeat(self.steps)
+
+    def __len__(self) -> int:
+        return self.steps * len(self.classes)
+
+    def features(self) -> Tensor:
+        return self.encoded.repeat(self.steps, 1)
+
+    def raw_features(self) -> Tensor:
+        """As `features`: random images have no lengths that a step's time depends on."""
+        return self.features()
+
+    def images(self, indices: Tensor) -> Tensor:
+        return self.pixels[indices % len(self.pixels)]
+
+    def patches(self, indices: Tensor) -> Tensor:
+        return self.cache.rows(self.backbone, self.source, (indices % len(self.classes)).tolist())
+
+    def block_rows(self, indices: Tensor, start: int) -> Tensor:
+        raise NotImplementedError("no method of this benchmark trains blocks of the image tower")
+
+
+@dataclass
+class PlainBatch(KeptBatch):
+    """The same batch of which only the pixels are kept; the image tower sees it once in a step, on this clock."""
+
+    tower_seconds: float = 0.0
+
+    @cached_property
+    def _features(self) -> Tensor:
+        began = time.process_time()
+        features = self.backbone.encode_images(self.pixels)
+        self.tower_seconds += time.process_time() - began
+        return features
+
+    @cached_property
+    def _patches(self) -> Tensor:
+        began = time.process_time()
+        patches = self.backbone.encode_patches(self.pixels).half().float()
+        self.tower_seconds += time.process_time() - began
+        return patches
+
+    def features(self) -> Tensor:
+        return self._features
+
+    def patches(self, indices: Tensor) -> Tensor:
+        return self._patches[indices]
 
 
 @dataclass
 class Step:
-    """What one step took and gave. `text`: without the image tower."""
+    """CPU seconds of a step, those of the image tower among them, and each trained tensor after it."""
 
     seconds: float
-    text: float
-    features: Tensor
-    gradient: Tensor
+    after: Tensors
+    tower_seconds: float = 0.0
 
 
-def make_task(backbone: Backbone, classes: int, batch: int, m: int) -> Task:
-    """Random images, names and context of ``m`` tokens."""
-    draws = torch.Generator().manual_seed(0)
-    names = class_names(classes, backbone)
-    drawn = Batch.drawn(backbone, batch, classes, draws)
-    return Task(
-        backbone=backbone,
-        prompts=[backbone.class_prompts(names[i : i + CHUNK], m) for i in range(0, classes, CHUNK)],
-        all_prompts=backbone.class_prompts(names, m),
-        images=drawn.pixels,
-        features=backbone.encode_images(drawn.pixels),
-        labels=drawn.classes,
-        start=torch.randn(m, backbone.d_t, generator=draws) * 0.02,
-    )
+@dataclass
+class Task:
+    """A method, and what its client is given."""
+
+    method: Method
+    payload: Tensors
+    names: tuple[str, ...]
+    training: TrainingSpec
+    kept: KeptBatch
+
+    def train(self, split: KeptBatch, rate: float, backbone: Any, protection: Protection | None = None) -> Step:
+        """The method's own training from the start at this rate."""
+        training = self.training.model_copy(update={"learning_rate": rate})
+        terms = TrainingTerms(
+            method={"name": self.method.name},
+            training=training,
+            backbone=BackboneSpec(),
+            class_names=None,
+            template=TEMPLATE,
+            rounds=1,
+            seed=0,
+        )
+        context = ClientContext(
+            backbone=backbone,
+            terms=terms,
+            class_names=self.names,
+            template=TEMPLATE,
+            client="benchmark",
+            domain=None,
+            peers=(),
+            round=1,
+            phase="train",
+            train=split,
+            protection=protection,
+        )
+        began = time.process_time()
+        result = self.method.train(context, self.payload, {})
+        return Step(time.process_time() - began, result.update | result.private)
+
+    def plain_step(self) -> Step:
+        """One step with nothing kept."""
+        kept = self.kept
+        backbone = SlowBackbone(kept.backbone, "plain")
+        split = PlainBatch(kept.backbone, kept.source, kept.cache, kept.pixels, kept.classes, kept.encoded)
+        step = self.train(split, RATE_OF_COMPARISON, backbone)
+        return replace(step, seconds=step.seconds - backbone.untimed, tower_seconds=split.tower_seconds)
+
+    def steps(self, way: str, count: int, rate: float) -> Step:
+        """``count`` steps on kept features by one of the fast ways; seconds of one step."""
+        protection = None
+        if way == "protected":
+            size = len(self.kept.classes)
+            protection = Protection(0.3, 1.0, size, size, count, SeededNoise(1).stream())
+        backbone = SlowBackbone(self.kept.backbone, "short") if way == "short" else self.kept.backbone
+        step = self.train(replace(self.kept, steps=count), rate, backbone, protection)
+        return replace(step, seconds=step.seconds / count)
+
+    def start(self) -> Tensors:
+        """All trained tensors, private ones too, before the first step: after a step of no length."""
+        options = OPTIONS[self.method.name] | STILL.get(self.method.name, {})
+        still = replace(self, method=make_method({"name": self.method.name, **options}))
+        return still.steps("ours", 1, RATE_OF_STANDING).after
 
 
-def loss_of(task: Task, images: Tensor, texts: Tensor) -> Tensor:
-    """Cross-entropy of image features ``(B, d_e)`` against text features ``(C, d_e)``."""
-    return F.cross_entropy(task.backbone.logit_scale * images @ texts.T, task.labels)
+def class_names(count: int, backbone: Backbone) -> tuple[str, ...]:
+    """Different names of one to five tokens in equal shares, of words that are one token each."""
+    from open_clip import IMAGENET_CLASSNAMES
+
+    words = sorted({name.lower() for name in IMAGENET_CLASSNAMES if name.isalpha()})
+    words = [word for word in words if len(backbone.embed_words(word)) == 1]
+    draw = random.Random(0)
+    names: list[str] = []
+    while len(names) < count:
+        name = " ".join(draw.sample(words, len(names) % 5 + 1))
+        if name not in names:
+            names.append(name)
+    return tuple(names)
 
 
-def fresh(task: Task) -> tuple[Tensor, torch.optim.SGD]:
-    """The context to train, as it is at the start, and its optimizer."""
-    context = task.start.clone().requires_grad_()
-    return context, torch.optim.SGD([context], lr=0.002, momentum=0.9, weight_decay=5e-4)
+def make_task(backbone: Backbone, name: str, classes: int, batch: int, folder: Path) -> Task:
+    """Random images and labels, and the method's own start; what it takes from other clients is random too."""
+    draws, method = torch.Generator().manual_seed(0), make_method({"name": name, **OPTIONS[name]})
+    source, names = RandomImages(batch, backbone.image_size[0], draws), class_names(classes, backbone)
+    pixels = torch.stack([backbone.preprocess(source.image(index)) for index in range(batch)])
+    cache = PatchCache(folder)
+    if method.needs.patch_tokens:
+        cache.fill(backbone, source, range(batch))
+    labels = torch.randint(classes, (batch,), generator=draws)
+    kept = KeptBatch(backbone, source, cache, pixels, labels, backbone.encode_images(pixels))
+    defaults = {key: value for key, value in method.defaults.get("training", {}).items() if key != "schedule"}
+    training = TrainingSpec(**defaults | {"batch_size": batch, "epochs": 1})
+    server = ServerContext(training, shape_of(backbone), names, (), 0, 1)
+    state = method.initial_state(server, initial_draws(0))
+    start = next(iter(state.values()))
+    others = {"experts": torch.randn(EXPERTS, *start.shape, generator=draws) * 0.02, "message": start}
+    payload = {spec.name: (state | others)[spec.name] for spec in method.phases(1, 1)[0].down}
+    return Task(method, payload, names, training, kept)
 
 
-def plain_step(task: Task) -> Step:
-    """The image tower and every text position. Above `CHUNK` classes chunk by chunk, see the module's docstring."""
-    context, optimizer = fresh(task)
-    began = time.process_time()
-    images = task.backbone.encode_images(task.images)
-    tower = time.process_time() - began
-    if len(task.prompts) > 1:
-        texts = torch.cat([encode_plain(task, context.detach(), part) for part in task.prompts]).requires_grad_()
-    began = time.process_time()
-    if len(task.prompts) > 1:
-        (upstream,) = torch.autograd.grad(loss_of(task, images, texts), texts)
-        features = []
-        for part, gradient in zip(task.prompts, torch.split(upstream, CHUNK), strict=True):
-            features.append(encode_plain(task, context, part))
-            torch.autograd.backward(features[-1], gradient)
-            features[-1] = features[-1].detach()
-        texts = torch.cat(features)
-    else:
-        texts = encode_plain(task, context, task.all_prompts)
-        torch.autograd.backward(loss_of(task, images, texts))
-    optimizer.step()
-    text = time.process_time() - began
-    assert context.grad is not None
-    return Step(tower + text, text, texts.detach(), context.grad)
+def largest_deviation(step: Step, wanted: Step, start: Tensors) -> float:
+    """Largest difference of what one step changed, relative to the largest change of the same tensor.
+
+    Tensors whose names end with one of `WITHOUT_EFFECT` have gradients of rounding errors alone: they are compared on
+    the scale of all tensors. SystemExit for a difference of more than `MOST_DEVIATION`.
+    """
+    changed = {name: float((value - start[name]).abs().max()) for name, value in wanted.after.items()}
+    largest, worst = max(changed.values()), 0.0
+    for name, value in wanted.after.items():
+        scale = largest if name.endswith(WITHOUT_EFFECT) else changed[name]
+        worst = max(worst, float((step.after[name] - value).abs().max()) / scale)
+    if worst > MOST_DEVIATION:
+        raise SystemExit(f"The ways differ: a tensor's change is off by {worst:.1e} of its largest entry.")
+    return worst
 
 
-def encode_plain(task: Task, context: Tensor, prompts: ClassPrompts) -> Tensor:
-    """Text features ``(C, d_e)`` from all positions of all classes."""
-    return task.backbone.encode_prompts(context, prompts, path="plain")
-
-
-def cached_step(task: Task, path: Any) -> Step:
-    """On kept image features, by a fast text path."""
-    context, optimizer = fresh(task)
-    began = time.process_time()
-    texts = task.backbone.encode_prompts(context, task.all_prompts, path=path)
-    torch.autograd.backward(loss_of(task, task.features, texts))
-    optimizer.step()
-    seconds = time.process_time() - began
-    assert context.grad is not None
-    return Step(seconds, seconds, texts.detach(), context.grad)
-
-
-def assert_equal(step: Step, wanted: Step) -> tuple[float, float]:
-    """Largest deviations of text features and gradient (the latter relative to its largest entry)."""
-    value = float((step.features - wanted.features).abs().max())
-    gradient = float((step.gradient - wanted.gradient).abs().max() / wanted.gradient.abs().max())
-    if value > 1e-5 * max(1.0, float(wanted.features.abs().max())) or gradient > 1e-4:
-        raise SystemExit(f"The ways differ: text features by {value:.1e}, gradients by {gradient:.1e}.")
-    return value, gradient
-
-
-def measure(task: Task, plain_repeats: int, fast_repeats: int) -> dict[str, Any]:
-    """Interleaved: in every round one plain step, then the fast ways in turn."""
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    worst = (0.0, 0.0)
-    for path in ("prefix", "short"):
-        cached_step(task, path)  # warm up: constants and allocator
-    for _ in range(plain_repeats):
-        plain = plain_step(task)
-        seconds["plain"].append(plain.seconds)
-        seconds["cached"].append(plain.text)
-        for _ in range(fast_repeats):
-            for path in ("short", "prefix"):
-                step = cached_step(task, path)
-                seconds[path].append(step.seconds)
-                deviation = assert_equal(step, plain)
-                worst = (max(worst[0], deviation[0]), max(worst[1], deviation[1]))
-    typical = medians(seconds)
+def measure(task: Task, repeats: int, steps: int, protected: bool = False) -> dict[str, Any]:
+    """Interleaved: after each plain step a task of each fast way."""
+    promptfl = task.method.name == "promptfl"
+    fast = [*(["short"] if promptfl else []), "ours"]
+    runs: dict[str, list[float]] = {way: [] for way in ("plain", "cached", *fast)}
+    rate, deviations, start = task.training.learning_rate, [], task.start()
+    for way in fast:
+        task.steps(way, 1, rate)  # warm up: what a client computes once, and the allocator
+    for _ in range(repeats):
+        plain = task.plain_step()
+        runs["plain"].append(plain.seconds)
+        runs["cached"].append(plain.seconds - plain.tower_seconds)
+        for way in fast:
+            deviations.append(largest_deviation(task.steps(way, 1, RATE_OF_COMPARISON), plain, start))
+            runs[way].append(task.steps(way, steps, rate).seconds)
+        if protected and promptfl:
+            runs.setdefault("protected", []).append(task.steps("protected", steps, rate).seconds)
+    typical = medians(runs)
     return {
-        "classes": len(task.all_prompts),
+        "method": task.method.name,
+        "options": OPTIONS[task.method.name],
+        "classes": len(task.names),
         "seconds": typical,
-        "runs": seconds,
-        "speedup": typical["plain"] / typical["prefix"],
-        "factor": {after: typical[before] / typical[after] for before, after in itertools.pairwise(WAYS)},
-        "largest_deviation": {"text_features": worst[0], "gradient_relative": worst[1]},
+        "runs": runs,
+        "speedup": typical["plain"] / typical["ours"],
+        "largest_deviation": max(deviations),
     }
 
 
-def provenance(command: str, batch: int, context_tokens: int | dict[str, int]) -> dict[str, Any]:
-    """Where a training step's seconds come from."""
-    about = {"command": f"python -m benchmarks.{command} " + " ".join(sys.argv[1:]), **machine()}
-    return about | {"open_clip": version("open_clip_torch"), "batch": batch, "context_tokens": context_tokens}
-
-
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The table of the results."""
-    columns = ["backbone", "classes", "plain", "+ feature cache", "+ short text", "+ shared prefix", "times faster"]
+    """The table of the results; in brackets how many times faster than the column to the left."""
     rows = []
     for result in results:
-        seconds, factor = result["seconds"], result["factor"]
-        cells = [f"{in_words(seconds[way])} (×{factor[way]:.1f})" for way in WAYS[1:]]
-        target = f"≥ {TARGETS[result['classes']]}" if result["target"] else "–"
-        cells = [in_words(seconds["plain"]), *cells, f"**{result['speedup']:.1f}**", target]
-        rows.append([result["model"], str(result["classes"]), *cells])
-    return table([*columns, "target"], rows)
+        seconds, cells, before = result["seconds"], [], 0.0
+        for way in COLUMNS:
+            if way not in seconds:
+                cells.append("")
+                continue
+            cells.append(in_words(seconds[way]) + (f" (×{before / seconds[way]:.1f})" if before else ""))
+            before = seconds[way]
+        target = TARGETS.get((result["method"], result["classes"])) if result["model"] == "ViT-B-16" else None
+        cells += [f"**{result['speedup']:.1f}**", f"≥ {target}" if target else "–"]
+        cells.append(in_words(seconds["protected"]) if "protected" in seconds else "")
+        rows.append([result["model"], f"`{result['method']}`", str(result["classes"]), *cells])
+    columns = ["backbone", "method", "classes", *COLUMNS.values(), "times faster", "target", "protected"]
+    return table(columns, rows, texts=2)
 
 
-def parse() -> argparse.Namespace:
-    """The command line's options."""
-    command = parser(__doc__)
-    command.add_argument("--model", default="ViT-B-16", help="any open_clip model (default: %(default)s)")
-    command.add_argument("--no-tiny", action="store_true", help="leave the tiny backbone out")
-    command.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
-    command.add_argument("--batch", type=int, default=32)
-    command.add_argument("--context-tokens", type=int, default=16)
-    command.add_argument("--repeats", type=int, default=5, help="plain steps; a third of it above 100 classes")
-    command.add_argument("--fast-repeats", type=int, default=3, help="steps of each fast way per plain step")
-    command.add_argument("--markdown", type=Path, help="write the table here as well")
-    return command.parse_args()
+def random_backbone(model: str) -> Backbone:
+    """``model`` with random weights, whose values do not matter to a clock."""
+    try:
+        return load_backbone(model, "random")
+    except BackboneError as error:
+        raise SystemExit(str(error)) from error
 
 
 def main() -> None:
-    """Measure every backbone and number of classes, and print a table."""
-    options = parse()
+    """Measure every backbone, method and number of classes, and print a table."""
+    command = parser(__doc__)
+    command.add_argument("--models", nargs="+", default=["ViT-B-16", "promptfed-tiny"], help="of open_clip")
+    command.add_argument("--methods", nargs="+", choices=["all", *OPTIONS], default=["promptfl"])
+    command.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
+    command.add_argument("--batch", type=int, default=32)
+    command.add_argument("--repeats", type=int, default=3, help="plain steps; a third of it above 100 classes")
+    command.add_argument("--steps", type=int, default=5, help="steps of a task of a fast way")
+    command.add_argument("--protected", action="store_true", help="also promptfl's step with DP-SGD")
+    options = command.parse_args()
     torch.set_num_threads(1)
+    names = list(OPTIONS) if "all" in options.methods else cast(list[str], options.methods)
     results = []
-    for model in [options.model] + ([] if options.no_tiny else ["promptfed-tiny"]):
+    for model in options.models:
         backbone = random_backbone(model)
-        for classes in options.classes:
-            task = make_task(backbone, classes, options.batch, options.context_tokens)
-            repeats = max(1, options.repeats // 3) if classes > CHUNK else options.repeats
-            result = measure(task, repeats, options.fast_repeats)
-            result |= {"model": model, "target": model == "ViT-B-16" and classes in TARGETS}
-            results.append(result)
-            print(f"{model}, {classes} classes: {result['speedup']:.1f} times faster", file=sys.stderr)
+        for name, classes in ((name, classes) for name in names for classes in options.classes):
+            with tempfile.TemporaryDirectory() as folder:
+                task = make_task(backbone, name, classes, options.batch, Path(folder))
+                repeats = max(1, options.repeats // 3) if classes > CHUNK else options.repeats
+                results.append({"model": model} | measure(task, repeats, options.steps, options.protected))
+            speedup = results[-1]["speedup"]
+            print(f"{model}, {name}, {classes} classes: {speedup:.1f} times faster", file=sys.stderr)
     print(markdown(results))
-    if options.markdown:
-        options.markdown.write_text(markdown(results) + "\n")
-    about = provenance("step", options.batch, options.context_tokens)
-    write(options.json, {"provenance": about, "results": results})
+    about = {"open_clip": version("open_clip_torch"), "batch": options.batch}
+    write(options.json, {"provenance": machine() | about, "results": results})
 
 
 if __name__ == "__main__":

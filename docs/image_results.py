@@ -1,7 +1,7 @@
 """The tables and the figure of docs/results/image.md, made from docs/results/image-*.json.
 
 ``python docs/image_results.py`` writes them; ``--check`` only says whether the page's tables are stale. `tests/docs`
-does. The JSON files are what `python -m benchmarks.image_methods` leaves as ``summary.json``.
+does. The JSON files keep the runs of `promptfed bench` that the page names.
 """
 
 from __future__ import annotations

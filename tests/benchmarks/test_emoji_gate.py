@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.backbones.emoji.pretrain import save_weights, started
-from benchmarks.emoji_gate import failures
+from benchmarks.backbones.emoji.gate import failures
+from benchmarks.backbones.emoji.pretrain import started
+from benchmarks.backbones.training import save_weights
+from promptfed.shared.clip.emoji import FROM_TINY
 from promptfed.shared.data.emoji.source import FOLDER
 
 PASSED: dict[str, Any] = {
@@ -30,9 +32,9 @@ def test_each_bar_that_is_not_met_is_told() -> None:
 
 @pytest.mark.slow
 def test_the_command_measures_every_style_and_leaves_json(tmp_path: Path) -> None:
-    save_weights(started(0), tmp_path / "weights.safetensors")
+    save_weights(started(0), tmp_path / "weights.safetensors", FROM_TINY)
     options = ["--data", str(FOLDER), "--weights", str(tmp_path / "weights.safetensors")]
-    command = [sys.executable, "-m", "benchmarks.emoji_gate", *options, "--out", str(tmp_path / "gate.json")]
+    command = [sys.executable, "-m", "benchmarks.backbones.emoji.gate", *options, "--out", str(tmp_path / "gate.json")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr  # the tiny backbone has never seen an emoji
     assert "not met: flat" in done.stdout

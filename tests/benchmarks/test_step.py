@@ -1,24 +1,77 @@
-"""The benchmark of a training step runs and asserts equality, chunked and whole."""
+"""The benchmark of a training step: every way is the same step, and another step ends the run."""
+
+from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests import ROOT
+from benchmarks import step as benchmark
+from benchmarks.step import MOST_DEVIATION, OPTIONS, RATE_OF_COMPARISON, WITHOUT_EFFECT, Step, Task, make_task, measure
+from promptfed.shared.clip import tiny
+
+CLASSES, BATCH = 3, 4
+FIRST = ("promptfl", "pfedmoap", "fedplot")  # a group of parameters of its own, patch features
 
 
-@pytest.mark.slow
-def test_the_benchmark_of_a_step(tmp_path: Any) -> None:
-    command = [sys.executable, "-m", "benchmarks.step", "--model", "promptfed-tiny", "--no-tiny", "--repeats", "1"]
-    command += ["--classes", "10", "130", "--fast-repeats", "1", "--batch", "4", "--json", str(tmp_path / "step.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert "| promptfed-tiny | 130 |" in done.stdout
+def task_of(name: str, folder: Path) -> Task:
+    torch.set_num_threads(1)
+    return make_task(benchmark.random_backbone(tiny.MODEL), name, CLASSES, BATCH, folder)
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS if x not in FIRST)]
+)
+def test_all_ways_are_one_step(name: str, tmp_path: Path) -> None:
+    found = measure(task_of(name, tmp_path), repeats=1, steps=2)
+    ways = {"plain", "cached", "short", "ours"} if name == "promptfl" else {"plain", "cached", "ours"}
+    assert {way: len(runs) for way, runs in found["runs"].items()} == dict.fromkeys(ways, 1)
+    assert 0 < found["seconds"]["cached"] < found["seconds"]["plain"]
+    assert found["largest_deviation"] <= MOST_DEVIATION
+
+
+def test_chunks_of_classes_are_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "CHUNK", 2)
+    task = task_of("promptfl", tmp_path)
+    backbones: list[benchmark.SlowBackbone] = []
+    made = benchmark.SlowBackbone
+
+    def noted(*given: object) -> benchmark.SlowBackbone:
+        backbones.append(made(*given))  # type: ignore[arg-type]
+        return backbones[-1]
+
+    monkeypatch.setattr(benchmark, "SlowBackbone", noted)
+    found = measure(task, repeats=1, steps=1)
+    assert found["largest_deviation"] <= MOST_DEVIATION
+    assert any(backbone.untimed > 0 for backbone in backbones)
+
+
+def test_what_moves_otherwise_ends_the_run(tmp_path: Path) -> None:
+    task = task_of("pfedmoap", tmp_path)
+    start = task.start()
+    step = task.steps("ours", 1, RATE_OF_COMPARISON)
+    assert set(start) == set(step.after) > {"context", "own_context", "gate.key.bias"}
+    moved_all = [not torch.equal(value, start[name]) for name, value in step.after.items()
+                 if not name.endswith(WITHOUT_EFFECT)]  # fmt: skip
+    assert all(moved_all)
+    name = "gate.value.weight"
+    moved = step.after[name]
+    other = Step(0.0, step.after | {name: moved + 1e-3 * (moved - start[name]).abs().max()})
+    with pytest.raises(SystemExit, match="The ways differ"):
+        benchmark.largest_deviation(other, step, start)
+
+
+def test_the_command_prints_a_table_and_writes_all_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--models", "promptfed-tiny", "--classes", "3", "--batch", "4", "--repeats", "1", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["step", *options, "--protected", "--json", str(tmp_path / "step.json")])
+    benchmark.main()
+    assert "| promptfed-tiny | `promptfl` | 3 |" in capsys.readouterr().out
     report = json.loads((tmp_path / "step.json").read_text())
-    assert [result["classes"] for result in report["results"]] == [10, 130]
-    for result in report["results"]:
-        assert set(result["seconds"]) == {"plain", "cached", "short", "prefix"}
-        assert 0 < result["largest_deviation"]["gradient_relative"] <= 1e-4
+    [result] = report["results"]
+    assert set(result["seconds"]) == {"plain", "cached", "short", "ours", "protected"}
     assert report["provenance"]["threads"] == 1

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -96,7 +96,7 @@ class InThread(OperatorCalls):
         if not started.wait(PATIENCE):
             raise AssertionError("the coordinator does not start")
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        hooks = {"response": [answer_check()]}
+        hooks: dict[str, list[Callable[..., Any]]] = {"response": [answer_check()]}
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, event_hooks=hooks)
         token = self.settings.operator_token_file or folder / "operator.token"
         self.operator = bearer(token.read_text().strip())

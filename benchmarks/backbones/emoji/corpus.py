@@ -1,4 +1,4 @@
-"""What promptfed-emoji is pre-trained on: pictures that `splits` lets it read, turned and coloured, with captions."""
+"""promptfed-emoji's pre-training data: the pictures that `splits` permits, turned and coloured, with captions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_cells(drawn: store.Drawn, known: Splits) -> list[tuple[str, int]]:
 
 @lru_cache(maxsize=1)
 def corpus(folder: Path) -> Corpus:
-    """All that may be read of a folder of the whole set (of another folder: of the styles that it has)."""
+    """All pictures that may be read in a folder of the whole set, or of some styles."""
     drawn = store.read(folder)
     cells = read_cells(drawn, splits())
     styles, kinds = (*COMMON, *RARE), tuple(sorted({thing.kind for thing in drawn.things}))

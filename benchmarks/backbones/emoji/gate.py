@@ -1,19 +1,32 @@
-"""What promptfed-emoji has to reach before a benchmark stands on it: 16-way tasks of names, pictures never seen."""
+"""The gate of promptfed-emoji: figures that it must reach before a benchmark uses it.
+
+    python -m benchmarks.backbones.emoji.gate --data DIR            # the whole set: promptfed data emoji --out DIR
+
+Zero-shot accuracy by style in 16-way tasks of names, on pictures whose designer's drawing of the thing was not read,
+and the gain by a shared linear map that is learned on other names. Exits with 1 where a bar is not reached.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import open_clip
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.backbones.emoji.corpus import pixels
 from benchmarks.backbones.tiny.evaluate import image_features, text_features
+from benchmarks.harness import table
+from promptfed.shared.clip.emoji import FROM_TINY, MODEL, register, weights_path
+from promptfed.shared.clip.tiny import weights_path as tiny_weights
 from promptfed.shared.data.emoji import store
 from promptfed.shared.data.emoji.splits import splits
 from promptfed.shared.data.emoji.styles import COMMON, RARE
@@ -23,6 +36,7 @@ WAYS = 16
 TASKS = 400
 TEMPLATE = "a photo of a {}."
 MAP_RATE, MAP_DECAY, MAP_SCALE = 1e-3, 1.0, 30.0
+COMMON_BAND, RARE_BAND, MAP_GAIN, LEAST_RARE = (75, 90), (40, 65), 3.0, 4
 
 
 def places_to_test(drawn: store.Drawn, style: str, purpose: str) -> list[int]:
@@ -109,7 +123,7 @@ def zero_shot(
     """Accuracy by style; ``names`` (all things, d) stands in for the text tower where it has not been trained yet."""
     drawn = store.read(folder)
     model.eval()
-    found = {}
+    accuracies = {}
     for style in styles:
         places = places_to_test(drawn, style, purpose)
         if len(places) < WAYS:
@@ -119,16 +133,89 @@ def zero_shot(
             text = text_features(model, [drawn.things[place].name for place in places], TEMPLATE)
         else:
             text = F.normalize(names[places], dim=1)
-        found[style] = task_accuracy(image, text, seed=0)
-    return found
+        accuracies[style] = task_accuracy(image, text, seed=0)
+    return accuracies
+
+
+def by_group(
+    model: open_clip.CLIP, folder: Path, purpose: str, names: Tensor | None = None
+) -> dict[str, dict[str, float]]:
+    """`zero_shot` of common styles, of rare ones, and of those of designers who were not read."""
+    unread = [name for name in store.read(folder).styles if name not in (*COMMON, *RARE)]
+    groups = {"common": COMMON, "rare": RARE, "unread": unread}
+    return {group: zero_shot(model, folder, styles, purpose, names) for group, styles in groups.items()}
 
 
 def summary_line(model: open_clip.CLIP, folder: Path, purpose: str, names: Tensor | None = None) -> str:
-    """Accuracies of all styles on one line, common ones, rare ones and those of designers who were not read."""
-    drawn = store.read(folder)
-    unread = [name for name in drawn.styles if name not in (*COMMON, *RARE)]
-    parts = []
-    for group, styles in (("common", COMMON), ("rare", RARE), ("unread", unread)):
-        found = zero_shot(model, folder, styles, purpose, names)
-        parts.append(group + " " + " ".join(f"{name} {value:.0f}" for name, value in found.items()))
-    return "; ".join(parts)
+    """Accuracies of all styles on one line."""
+    groups = by_group(model, folder, purpose, names).items()
+    return "; ".join(f"{group} {' '.join(f'{s} {v:.0f}' for s, v in styles.items())}" for group, styles in groups)
+
+
+def measure(model: open_clip.CLIP, folder: Path, purpose: str) -> dict[str, Any]:
+    """All figures of the gate, in percent and points."""
+    groups = by_group(model, folder, purpose)
+    unread = [name for name in store.read(folder).styles if name not in (*COMMON, *RARE)]
+    mapped = linear_map_test(model, folder, [*RARE, *unread])
+    about = {"ways": WAYS, "tasks": TASKS, "purpose": purpose}
+    return about | groups | {"map": {"before": mapped.before, "after": mapped.after, "gain": mapped.gain}}
+
+
+def failures(measured: dict[str, Any]) -> list[str]:
+    """Each bar of the gate that is not met."""
+    low, high = COMMON_BAND
+    missed = [
+        f"{style} is {value:.0f}, not {low} to {high}"
+        for style, value in measured["common"].items()
+        if not low <= value <= high
+    ]
+    # A line or stencil style that was read rarely, or never, is what the gate calls rare.
+    rare = {**measured["rare"], **measured["unread"]}
+    inside = [style for style, value in rare.items() if RARE_BAND[0] <= value <= RARE_BAND[1]]
+    if len(inside) < LEAST_RARE:
+        missed.append(f"{len(inside)} rare styles are within {RARE_BAND[0]} to {RARE_BAND[1]}, not {LEAST_RARE}")
+    if measured["map"]["gain"] < MAP_GAIN:
+        missed.append(f"a linear map adds {measured['map']['gain']:.1f} points, not {MAP_GAIN:.0f}")
+    return missed
+
+
+def markdown(measured: dict[str, Any]) -> str:
+    """The figures as tables."""
+    groups = {group: measured[group] for group in ("common", "rare", "unread")}
+    rows = [[style, group, f"{value:.1f}"] for group, styles in groups.items() for style, value in styles.items()]
+    before, after = measured["map"]["before"], measured["map"]["after"]
+    mapped = [[style, f"{value:.1f}", f"{after[style]:.1f}"] for style, value in before.items()]
+    second = table(["validation's names, style", "zero-shot", "with the map"], mapped)
+    return f"{table(['style', 'read', 'zero-shot'], rows, texts=2)}\n\n{second}"
+
+
+def load(weights: Path) -> open_clip.CLIP:
+    """The model of a file of weights; the others are promptfed-tiny's."""
+    register()
+    model = open_clip.create_model(MODEL)
+    tiny = load_file(tiny_weights())
+    model.load_state_dict({**load_file(weights), **{name: tiny[name] for name in FROM_TINY}})
+    return model.eval()
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="the whole set: promptfed data emoji --out DIR")
+    parser.add_argument("--weights", type=Path, default=weights_path())
+    parser.add_argument("--purpose", choices=("test", "validation"), default="test")
+    parser.add_argument("--out", type=Path, help="JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    measured = measure(load(args.weights), args.data, args.purpose)
+    if args.out:
+        args.out.write_text(json.dumps(measured, indent=1) + "\n")
+    print(markdown(measured))
+    missed = failures(measured)
+    for line in missed:
+        print(f"not met: {line}")
+    raise SystemExit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -19,13 +19,23 @@ import numpy as np
 import open_clip
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.backbones.emoji.corpus import Corpus, Recipe, augmented, captions, corpus, draw
 from benchmarks.backbones.emoji.gate import summary_line
 from benchmarks.backbones.emoji.readlist import write_read_list
-from benchmarks.backbones.tiny.pretrain import MAX_LOGIT_SCALE, encode_short, normalise
+from benchmarks.backbones.training import (
+    contrast,
+    cosine,
+    descend,
+    encode_short,
+    fresh_model,
+    normalise,
+    optimizer_of,
+    save_weights,
+    set_rate,
+)
 from promptfed.shared.clip.emoji import FROM_TINY, MODEL, register
 from promptfed.shared.clip.tiny import weights_path as tiny_weights
 from promptfed.shared.seeds import derive_seed
@@ -36,7 +46,7 @@ _POSITIONS = "visual.positional_embedding"
 
 
 class Heads(nn.Module):
-    """What the image tower is first asked: which thing, of which kind, in which style."""
+    """The first questions to the image tower: which thing, of which kind, in which style."""
 
     def __init__(self, width: int, source: Corpus) -> None:
         super().__init__()
@@ -58,9 +68,7 @@ class Heads(nn.Module):
 def started(seed: int, from_tiny: bool = True) -> open_clip.CLIP:
     """The model before the first step: promptfed-tiny's weights, its 6 x 6 positions stretched over 8 x 8 patches."""
     register()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "pretrain-emoji", "initial"))
-        model = open_clip.create_model(MODEL)
+    model = fresh_model(MODEL, seed, "pretrain-emoji", "initial")
     tiny = {name: value.float() for name, value in load_file(tiny_weights()).items()}
     if not from_tiny:
         tiny = {name: tiny[name] for name in FROM_TINY}
@@ -81,7 +89,7 @@ def stretched(positions: Tensor, side: int) -> Tensor:
 
 
 class Training:
-    """The three stages, one step at a time, over what a checkpoint holds."""
+    """The three stages, one step at a time; a checkpoint holds its `state`."""
 
     def __init__(self, data: Path, recipe: Recipe, seed: int, from_tiny: bool = True) -> None:
         self.source, self.recipe, self.seed = corpus(data), recipe, seed
@@ -103,17 +111,12 @@ class Training:
         return list(accumulate((recipe.classifier_steps, recipe.text_steps, recipe.joint_steps)))
 
     def _enter(self) -> None:
-        """What is trained in the present stage, with an optimizer that knows nothing of the last one."""
+        """Begin the present stage: its parameters, and a new optimizer."""
         visual = list(self.model.visual.parameters())
         in_visual = {id(p) for p in visual}
         text = [p for p in self.model.parameters() if p.requires_grad and id(p) not in in_visual]
         trained = ([*visual, *self.heads.parameters()], text, [*visual, *text])[self.stage]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.05},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.trained = trained
-        self.optimizer = torch.optim.AdamW(groups, lr=self.recipe.rate, betas=(0.9, 0.98), fused=True)
+        self.trained, self.optimizer = trained, optimizer_of(trained, self.recipe.rate)
         share = self.recipe.patch_dropout if self.stage == 0 else 0.0
         self.model.visual.patch_dropout = (
             open_clip.transformer.PatchDropout(share) if share else nn.Identity()  # it has no weights
@@ -127,20 +130,16 @@ class Training:
         at = self.step - start
         if at < 50:
             return peak * (at + 1) / 50
-        return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * at / (end - start))))
+        return cosine(peak, at / (end - start))
 
     def advance(self) -> float:
         """One step; its loss."""
         before = self.stage
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate()
+        set_rate(self.optimizer, self.rate())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(self.seed, "pretrain-emoji", "dropout", self.step))
             loss = (self._classify, self._read_features, self._read_pictures)[self.stage]()
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
-        self.optimizer.step()
+        descend(self.optimizer, loss, self.trained)
         self.step += 1
         if self.stage != before:
             self._enter()
@@ -183,13 +182,10 @@ class Training:
         return self._contrast(self._image(rows, rng), rows, rng)
 
     def _contrast(self, image: Tensor, rows: np.ndarray, rng: np.random.Generator) -> Tensor:
-        """Cross entropy both ways, a batch's other true captions (pictures) counting as right too."""
+        """Cross entropy both ways; all true captions of the batch count as right."""
         said = captions(self.source, rows, rng)
         text = F.normalize(encode_short(self.model, said.tokens), dim=-1)
-        logits = self.model.logit_scale.exp().clamp(max=MAX_LOGIT_SCALE) * image @ text.T
-        right = said.target / said.target.sum(1, keepdim=True).clamp(min=1)
-        back = said.target.T / said.target.T.sum(1, keepdim=True).clamp(min=1)
-        loss = (F.cross_entropy(logits, right) + F.cross_entropy(logits.T, back)) / 2
+        loss = contrast(self.model, image, text, said.target)
         return loss + self._named(text, said.thing) if self.stage == 1 else loss
 
     def _named(self, text: Tensor, thing: Tensor) -> Tensor:
@@ -198,10 +194,10 @@ class Training:
         return F.cross_entropy(_NAME_SCALE * text @ vectors.T, thing, ignore_index=-1, label_smoothing=0.1)
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint holds."""
+        """The content of a checkpoint."""
         parts = {"model": self.model, "heads": self.heads, "optimizer": self.optimizer}
-        told = {"step": self.step, "seed": self.seed, "recipe": asdict(self.recipe)}
-        return told | {name: part.state_dict() for name, part in parts.items()}
+        moment = {"step": self.step, "seed": self.seed, "recipe": asdict(self.recipe)}
+        return moment | {name: part.state_dict() for name, part in parts.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where the checkpoint was written. ValueError for one of another recipe or seed."""
@@ -212,14 +208,6 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.heads.load_state_dict(state["heads"])
         self.optimizer.load_state_dict(state["optimizer"])
-
-
-def save_weights(model: open_clip.CLIP, path: Path) -> None:
-    """The weights in half precision, without those that are promptfed-tiny's."""
-    with torch.no_grad():
-        model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
-    kept = {name: value for name, value in model.state_dict().items() if name not in FROM_TINY}
-    save_file({name: value.half().contiguous() for name, value in kept.items()}, path)
 
 
 def run(training: Training, out: Path, data: Path, until: int, save_every: int, check_every: int) -> None:
@@ -243,7 +231,7 @@ def run(training: Training, out: Path, data: Path, until: int, save_every: int, 
             names = training.heads.names.weight.detach() if training.stage == 0 else None
             print("  " + summary_line(training.model, data, "validation", names), flush=True)
     if training.step >= training.recipe.steps:
-        save_weights(training.model, out / "weights.safetensors")
+        save_weights(training.model, out / "weights.safetensors", FROM_TINY)
         write_read_list(data, out / "read.txt.gz")
 
 

@@ -1,4 +1,4 @@
-"""What the tiny backbone is pre-trained on: rendered images with captions, every batch a function of (seed, step)."""
+"""The tiny backbone's pre-training data: rendered images with captions; each batch is a function of (seed, step)."""
 
 from __future__ import annotations
 

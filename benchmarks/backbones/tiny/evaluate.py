@@ -1,4 +1,4 @@
-"""What the tiny backbone can do: the tables of docs/explanation/backbone.md."""
+"""Accuracies of the tiny backbone: the tables of docs/explanation/backbone.md."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import open_clip
 import torch
 import torch.nn.functional as F
-from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from torch import Tensor
 
+from benchmarks.backbones.training import normalise
 from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.data.classes import SYMBOLS
 from promptfed.shared.data.digits import DIGIT_NAMES, DOMAINS, digit_images
@@ -69,9 +69,7 @@ class Measured:
 @torch.no_grad()
 def image_features(model: open_clip.CLIP, images: Tensor) -> Tensor:
     """Unit features (N, d_e) of uint8 RGB images (N, 3, 48, 48)."""
-    mean = torch.tensor(OPENAI_DATASET_MEAN).view(1, 3, 1, 1)
-    std = torch.tensor(OPENAI_DATASET_STD).view(1, 3, 1, 1)
-    parts = [model.encode_image((part.float() / 255 - mean) / std) for part in torch.split(images, 128)]
+    parts = [model.encode_image(normalise(part)) for part in torch.split(images, 128)]
     return F.normalize(torch.cat(parts), dim=-1)
 
 

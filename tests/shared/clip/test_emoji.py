@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from benchmarks.backbones.emoji.corpus import Corpus, Recipe, augmented, captions, corpus, draw, read_cells
 from benchmarks.backbones.emoji.gate import places_to_test, task_accuracy
-from benchmarks.backbones.emoji.pretrain import Training, run, save_weights, started, stretched
+from benchmarks.backbones.emoji.pretrain import Training, run, started, stretched
 from benchmarks.backbones.emoji.readlist import NEAR_BITS, perceptual, read_list, write_read_list
 from benchmarks.backbones.tiny.evaluate import text_features
+from benchmarks.backbones.training import save_weights
 from promptfed.shared.clip import BackboneError, load_backbone
 from promptfed.shared.clip.emoji import FROM_TINY, MODEL, PRETRAINED
 from promptfed.shared.clip.tiny import weights_path
@@ -163,7 +164,7 @@ def test_it_is_loaded_from_its_file_and_the_tiny_backbone_s(tmp_path: Path, monk
     with pytest.raises(BackboneError, match="no weights in this version of promptfed: use promptfed-tiny"):
         load_backbone(MODEL, PRETRAINED)
     model = started(3)
-    save_weights(model, tmp_path / "weights.safetensors")
+    save_weights(model, tmp_path / "weights.safetensors", FROM_TINY)
     loaded = load_backbone(MODEL, PRETRAINED)
     assert loaded.image_size == (64, 64)
     assert torch.equal(loaded.model.token_embedding.weight, model.token_embedding.weight)

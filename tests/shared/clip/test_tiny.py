@@ -23,7 +23,8 @@ from benchmarks.backbones.tiny.evaluate import (
     random_context,
     text_features,
 )
-from benchmarks.backbones.tiny.pretrain import encode_short, learning_rate, loss_of, pretrain, save
+from benchmarks.backbones.tiny.pretrain import learning_rate, loss_of, pretrain
+from benchmarks.backbones.training import encode_short, save_weights
 from promptfed.shared.clip.tiny import MODEL, register, weights_path
 from promptfed.shared.data.classes import SYMBOLS
 from promptfed.shared.data.digits import DIGIT_NAMES
@@ -168,8 +169,8 @@ def arguments(**changes: object) -> argparse.Namespace:
 def test_pretraining_is_reproducible(tmp_path: Path) -> None:
     recipe = corpus.Recipe()
     for name in ("a", "b"):
-        save(pretrain(arguments(), recipe), tmp_path / name)
-    save(pretrain(arguments(seed=1), recipe), tmp_path / "c")
+        save_weights(pretrain(arguments(), recipe), tmp_path / name)
+    save_weights(pretrain(arguments(seed=1), recipe), tmp_path / "c")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
 

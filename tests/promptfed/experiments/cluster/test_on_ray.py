@@ -17,10 +17,10 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.crews import KILLED, Kills, Nodes, killed, ray_nodes
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.errors import Exit
+from tests.support.ray_kills import KILLED, Kills, Nodes, killed, ray_nodes
 from tests.support.waiting import PATIENCE, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -130,10 +130,12 @@ def test_a_run_whose_command_died_goes_on_from_its_storage(nodes: Nodes, wanted:
 
 
 def test_killed_crews_nodes_and_coordinators_change_no_bit() -> None:
-    run = {**KILLED, "rounds": 8, "evaluation": {"every": 4}}
-    kills = Kills(crews=2, nodes=1, coordinators=1)
+    """``PROMPTFED_RAY_KILLS=20,5,2,30``: so many crews, nodes and coordinators, in so many rounds."""
+    crews, killed_nodes, coordinators, rounds = map(int, os.environ.get("PROMPTFED_RAY_KILLS", "2,1,1,8").split(","))
+    run = {**KILLED, "rounds": rounds, "evaluation": {"every": rounds // 2}}
+    kills = Kills(crews, killed_nodes, coordinators)
     found = killed(kills, 0, (2.0, 5.0), run)
-    assert kills.done == {"crews": 2, "nodes": 1, "coordinators": 1}
+    assert kills.done == {"crews": crews, "nodes": killed_nodes, "coordinators": coordinators}
     torch.set_num_threads(1)
     spec = {key: value for key, value in run.items() if key != "clients"}
     clients = run["clients"]
