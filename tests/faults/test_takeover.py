@@ -1,4 +1,4 @@
-"""Three coordinators on one database, killed and paused: a short run of ``benchmarks.takeover``."""
+"""Three coordinators on one database, killed and paused: a short run of the campaign of ``benchmarks.takeover``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.takeover import Group, campaign
 from promptfed.shared.methods import METHODS
 from tests.support.object_store import ObjectStoreServer
 from tests.support.postgres import PostgresServer
+from tests.support.takeovers import Group, campaign
 from tests.support.two_phase import TwoPhase
 
 

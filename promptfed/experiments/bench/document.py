@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from promptfed.experiments.bench.presets import Preset, number_of
 from promptfed.experiments.bench.provenance import ResultProvenance
 from promptfed.experiments.bench.results import BenchRun, JsonObject
 from promptfed.experiments.bench.runner import Bench
-from promptfed.experiments.bench.tables import Headroom, TableRow, caption, rooms_table, table_of
+from promptfed.experiments.bench.tables import BELOW, Headroom, TableRow, caption, rooms_table, table_of
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
 
@@ -121,21 +120,22 @@ def document(benchmark: BenchmarkRecord, presets: Mapping[str, Preset]) -> str:
         "`promptfed bench embedded --out results` makes this document and its figures again, and goes on where it was "
         "interrupted; `--reduced` takes one seed and fewer targets. All federations of this run took "
         f"{seconds / 60:.0f} minutes on {made.machine['cores']} cores that other work shared, one thread each, "
-        f"torch {made.packages['torch']}. Figures by seed, specs and hashes stand beside it in `benchmark.json`. "
+        f"torch {made.packages['torch']}. Figures by seed, specs and hashes are in `benchmark.json`. "
         "Each table names the commit of the code that made it: defaults have changed between them.",
+        "",
+        "Tables show the accuracy in percent after the last round, mean ± standard deviation over seeds; the numbers "
+        "that a client trains, and bytes and seconds of training per client and round. "
+        f"{BELOW} marks figures below zero-shot. Rows, rates and settings are those of the panel's file in "
+        "`promptfed/experiments/bench/embedded`.",
     ]
     for name, kept in benchmark.panels.items():
-        lines += ["", f"## {kept.title}", "", kept.caption, "", *table_of(kept.columns, kept.table), ""]
+        about = kept.caption.partition(" Accuracy in percent")[0]
+        lines += ["", f"## {kept.title}", "", about, "", *table_of(kept.columns, kept.table), ""]
         if kept.rooms:
             lines += [*rooms_table(kept.rooms), ""]
-        origin = f"Made with {kept.commit}, in {kept.seconds / 60:.0f} minutes. " if kept.commit else ""
-        lines += [presets[name].notes.strip(), "", f"{origin}Settings: {_settings(kept)}."]
+        origin = f" Made with {kept.commit}, in {kept.seconds / 60:.0f} minutes." if kept.commit else ""
+        lines += [presets[name].notes.strip(), "", f"Panel `{name}.yaml`.{origin}"]
     waiting = [preset.title for name, preset in presets.items() if name not in benchmark.panels]
     if waiting:
         lines += ["", "## Not measured yet", "", *(f"- {title}" for title in waiting)]
     return "\n".join(lines) + "\n"
-
-
-def _settings(kept: PresetRecord) -> str:
-    entries = "; ".join(f"{label} = `{text}`" for label, text in kept.methods.items() if label != text)
-    return f"`{json.dumps(kept.spec)}`" + (f"; {entries}" if entries else "")

@@ -92,7 +92,7 @@ def test_a_panel_can_be_run_alone_beside_what_is_kept(tmp_path: Path, monkeypatc
     ]  # fmt: skip
     at = provenance().commit
     for panel in kept.panels.values():
-        assert (f"Made with {at}, in {panel.seconds / 60:.0f} minutes. Settings" in text) == (at is not None)
+        assert (f"Made with {at}, in {panel.seconds / 60:.0f} minutes." in text) == (at is not None)
     refused = CliRunner().invoke(app, [*command, "3"])
     assert refused.exit_code == Exit.BAD_INPUT
     assert "there is no panel '3'; take 1, 2, 10" in refused.stderr
