@@ -1,28 +1,21 @@
 """Costs of a federation beside the training: wall time of a round less the clients' compute.
 
-`promptfl` on the embedded backbone. ``--way process`` is a real coordinator process and real client processes over
-HTTP; ``--way simulate`` is one process without sockets. A round's wall time is the coordinator's own, from its opening
-to its commit. Taken off is the clients' compute by their own clocks (`train_seconds`, from the payload in hand to the
-update on disk): processes compute at the same time, so that it is the longest of the round; in a simulation they
-compute in turn, so that it is the sum. What is left is the protocol: tasks, payloads, uploads, admission, fsync,
+`promptfl` on the embedded backbone, with a coordinator process and client processes over HTTP. A round's wall time is
+the coordinator's own, from its opening to its commit. The longest of its clients' `train_seconds` (from the payload in
+hand to the update on disk) is subtracted. The rest is the protocol: tasks, payloads, uploads, admission, fsync,
 aggregation. Medians over the rounds after the first.
 
     python -m benchmarks.round_overhead --clients 2 --rounds 20 --json overhead.json
-    python -m benchmarks.round_overhead --way simulate --clients 10
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.harness import parser, shown, write
-from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation, Site
 from promptfed.sdk import operations
@@ -64,27 +57,14 @@ def run_processes(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any
         return local.api.run(operations.accuracies(federation)).reports
 
 
-def run_simulation(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any]]:
-    """Run the same in this process."""
-    torch.set_num_threads(1)
-    return simulate(spec, sites).reports
-
-
-WAYS: dict[str, tuple[Callable[[dict[str, Any], list[Site]], list[dict[str, Any]]], Callable[[list[float]], float]]] = {
-    "process": (run_processes, max),
-    "simulate": (run_simulation, sum),
-}
-"""How a federation is run, and a round's compute from each client's seconds."""
-
-
-def measure(reports: list[dict[str, Any]], together: Callable[[list[float]], float] = max) -> dict[str, Any]:
-    """Medians over the phases of rounds 2 to last; ``together``: a round's compute of each client's seconds."""
+def measure(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the phases of rounds 2 to last."""
     walls, computes, overheads = [], [], []
     for report in reports:
         if report["round"] < 2:
             continue
         phase = report["phases"][0]
-        compute = together([update["metrics"]["train_seconds"] for update in phase["updates"]])
+        compute = max([update["metrics"]["train_seconds"] for update in phase["updates"]])
         walls.append(phase["seconds"])
         computes.append(compute)
         overheads.append(phase["seconds"] - compute)
@@ -102,14 +82,12 @@ def measure(reports: list[dict[str, Any]], together: Callable[[list[float]], flo
 def main() -> None:
     """Run and print."""
     command = parser(__doc__)
-    command.add_argument("--way", choices=sorted(WAYS), default="process")
     command.add_argument("--clients", type=int, default=2)
     command.add_argument("--rounds", type=int, default=20)
     command.add_argument("--images", type=int, default=8, help="training images per class and client")
     options = command.parse_args()
-    run, together = WAYS[options.way]
-    reports = run(*plan(options.clients, options.rounds, options.images))
-    figures = {"way": options.way, "clients": options.clients} | measure(reports, together)
+    reports = run_processes(*plan(options.clients, options.rounds, options.images))
+    figures = {"clients": options.clients} | measure(reports)
     print(shown(figures))
     write(options.json, figures)
 
