@@ -17,7 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """The files of the checkout that git knows, links left out."""
+    """The tracked files of the checkout, without links."""
     listed = subprocess.run(  # noqa: S603
         ["git", "ls-files", "-z", *patterns],  # noqa: S607
         cwd=ROOT,
@@ -60,7 +60,7 @@ def functions(tree: ast.Module) -> Iterator[Function]:
 def parameters(function: Function) -> int:
     """Parameters that a caller can give, ``self`` and ``cls`` left out."""
     given = function.args
-    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
 
 
@@ -93,9 +93,9 @@ def _python() -> None:
     _listed(f"parameter lists over {MOST_PARAMETERS}", many)
 
 
-def _listed(what: str, found: list[str]) -> None:
-    print(f"{what}: {len(found)}")
-    for line in found:
+def _listed(title: str, lines: list[str]) -> None:
+    print(f"{title}: {len(lines)}")
+    for line in lines:
         print(f"  {line}")
 
 

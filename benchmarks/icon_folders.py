@@ -1,4 +1,4 @@
-"""Icons of four themes as class folders, which nobody here drew or trained on: ``python -m benchmarks.icon_folders``.
+"""Icons of four themes as class folders, for a test on foreign pictures: ``python -m benchmarks.icon_folders``.
 
 ``--out DIR`` gets DIR/THEME/CLASS/*.png, for ``folder:DIR/{domain}``: everything that all four themes draw under the
 same name and more than once (outlined, filled, bold). The packages come from npm; none of their
@@ -32,13 +32,13 @@ LEAST = 2  # pictures of a class in a theme, so that one can be tested on
 
 def by_class(icons: Iterable[str]) -> dict[str, list[str]]:
     """The icons of each name that has several: ``bell-fill`` and ``bell`` are both of a bell."""
-    found: dict[str, list[str]] = defaultdict(list)
+    classes: dict[str, list[str]] = defaultdict(list)
     for icon in sorted(icons):
         words = icon.split("-")
         while len(words) > 1 and words[-1] in VARIANTS:
             words.pop()
-        found[" ".join(words)].append(icon)
-    return {name: variants for name, variants in found.items() if len(variants) >= LEAST}
+        classes[" ".join(words)].append(icon)
+    return {name: variants for name, variants in classes.items() if len(variants) >= LEAST}
 
 
 def draw(theme: dict[str, Any], icon: str, renderer: SvgRenderer) -> Image.Image | None:
@@ -63,12 +63,12 @@ def main() -> None:
     themes: dict[str, dict[str, Any]] = {}
     for name, (package, licence) in THEMES.items():
         folder = folder_of(args.packages, package)
-        told = json.loads((folder / "info.json").read_text())["license"]["spdx"]
-        if told != licence:
-            raise SystemExit(f"{folder} says it is under {told}, not {licence}: look at it first")
+        declared = json.loads((folder / "info.json").read_text())["license"]["spdx"]
+        if declared != licence:
+            raise SystemExit(f"{folder} declares the licence {declared}, not {licence}: check it first")
         themes[name] = json.loads((folder / "icons.json").read_text())
     classes = {name: by_class(theme["icons"]) for name, theme in themes.items()}
-    common = sorted(set.intersection(*(set(found) for found in classes.values())))
+    common = sorted(set.intersection(*(set(names) for names in classes.values())))
     with SvgRenderer() as renderer:
         for name, theme in themes.items():
             count = 0

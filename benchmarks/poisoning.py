@@ -40,6 +40,7 @@ from promptfed.shared.clip import Backbone, FeatureCache, load_backbone, tiny
 from promptfed.shared.data import open_source
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods.core.interface.base import ClientContext, Split, TrainResult
+from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors
@@ -81,7 +82,7 @@ def _noise(train: Train, context: ClientContext, payload: Tensors) -> TrainResul
 
 
 def _backdoor(boost: float, train: Train, context: ClientContext, payload: Tensors) -> TrainResult:
-    data = WithTrigger(context.train, context.backbone.encode_images)
+    data = with_trigger(context.train, context.backbone.encode_images)
     return _false_step(boost, train, replace(context, train=data), payload)
 
 
@@ -102,35 +103,11 @@ def triggered(images: Tensor) -> Tensor:
     return marked
 
 
-@dataclass
-class WithTrigger:
-    """A client's training images, and as many again with the trigger and the target's label; for PromptFL only."""
-
-    clean: Split
-    encode: Callable[[Tensor], Tensor]
-
-    @property
-    def labels(self) -> Tensor:
-        return torch.cat([self.clean.labels, torch.full_like(self.clean.labels, TARGET)])
-
-    def __len__(self) -> int:
-        return 2 * len(self.clean)
-
-    def features(self) -> Tensor:
-        marked = self.encode(triggered(self.clean.images(torch.arange(len(self.clean)))))
-        return torch.cat([self.clean.features(), marked.to(self.clean.features())])
-
-    def raw_features(self) -> Tensor:
-        raise NotImplementedError
-
-    def images(self, indices: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def patches(self, indices: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        raise NotImplementedError
+def with_trigger(clean: Split, encode: Callable[[Tensor], Tensor]) -> Split:
+    """A client's training images, and as many again with the trigger and the target's label."""
+    marked = encode(triggered(clean.images(torch.arange(len(clean)))))
+    features = torch.cat([clean.features(), marked.to(clean.features())])
+    return EmbeddedSplit(features, torch.cat([clean.labels, torch.full_like(clean.labels, TARGET)]))
 
 
 @contextmanager

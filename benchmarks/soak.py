@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.coordinator_load import LoadClient, play
-from benchmarks.coordinator_tables import update_size
-from benchmarks.harness import Footprint, allow_many_connections, coordinator, footprint, parser, table, write
+from benchmarks.harness import Footprint, allow_many_connections, coordinator, footprint, parser, shown, write
 from benchmarks.players import SHAPES, Operator, Record, operator_of
 
 LEGS = "32:1000:200:all,5120:50:20:last_round"
@@ -138,24 +137,6 @@ def measure(leg: Leg) -> dict[str, Any]:
     }
 
 
-def markdown(legs: list[dict[str, Any]]) -> str:
-    """The table of the legs."""
-    columns = ["update", "clients", "rounds", "seconds", "updates/s (first, last rounds)", "task p50, p99"]
-    columns += ["update p50, p99", "memory before, first round, last round, after (peak)", "open files, the same"]
-    rows = []
-    for leg in legs:
-        moments = [leg[key] for key in ("idle", "start", "last", "end")]
-        cells = [update_size(leg["kilobytes"]), f"{leg['clients']:,}", str(leg["rounds"]), f"{leg['seconds']:,.0f}"]
-        rates = [leg[key] for key in ("updates_per_second", "first_rounds_per_second", "last_rounds_per_second")]
-        cells.append("{:.0f} ({:.0f}, {:.0f})".format(*rates))
-        cells += [f"{leg[f'{call}_p50_ms']:,.0f} ms, {leg[f'{call}_p99_ms']:,.0f} ms" for call in ("task", "update")]
-        memory = ", ".join(f"{moment['resident_mb']:.0f}" for moment in moments)
-        cells.append(f"{memory} ({leg['end']['peak_mb']:.0f}) MB")
-        cells += [", ".join(f"{moment['open_files']:,}" for moment in moments), f"{leg['stored_mb']:,.0f} MB"]
-        rows.append(cells)
-    return table([*columns, "stored"], rows, texts=0)
-
-
 def parse_legs(text: str) -> list[Leg]:
     """``32:1000:200:all`` and more of them, with commas between."""
     legs = []
@@ -168,7 +149,7 @@ def parse_legs(text: str) -> list[Leg]:
 
 
 def main() -> None:
-    """Play all legs and print their table."""
+    """Play all legs and print their figures."""
     command = parser(__doc__)
     command.add_argument(
         "--legs", type=parse_legs, default=LEGS, help="KB:clients:rounds:retention, separated by commas"
@@ -180,7 +161,7 @@ def main() -> None:
         measured.append(measure(leg))
         print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
         write(options.json, measured)
-    print(markdown(measured))
+    print("\n\n".join(map(shown, measured)))
 
 
 if __name__ == "__main__":
