@@ -134,7 +134,8 @@ def test_it_runs_reduced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = (out / "benchmark.md").read_text()
     assert text == document(BenchmarkRecord.model_validate(found), embedded_presets())
     assert "Nothing to be read in one round." in text
-    assert "the same again = `promptfl:m=2`" in text
+    assert "Panel `1-small.yaml`." in text
+    assert found["panels"]["1-small"]["methods"]["the same again"] == "promptfl:m=2"
     again = CliRunner().invoke(app, command)
     assert (again.exit_code, asked) == (0, ["run"])
     assert (out / "benchmark.md").read_text() == text
