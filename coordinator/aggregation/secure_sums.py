@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-from sqlalchemy import select
+from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import SecureStep
 from promptfed.coordinator.domain.secure_steps import CONFIRM, MASK, SHARE, TRAIN, UNMASK
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, TaskRow
 from promptfed.shared.messages import TaskKind
@@ -66,7 +68,7 @@ class Attempt:
     def confirm(self) -> ConfirmJob:
         """Who has shared, and whose masked vectors are there of these."""
         with self._database.read() as session:
-            masked = answered(session, self._id, self._round, self._first + MASK)
+            masked = queries.counted_clients(session, self._id, self._round, self._first + MASK)
         return opening.confirm_job(list(self.shares), [self.place(client) for client in masked])
 
     @cached_property
@@ -96,11 +98,9 @@ class Attempt:
     @property
     def has_seeded_noise(self) -> bool:
         """Whether somebody's part of the noise was simulated, by its own word: a guarantee to nobody."""
-        here = (PhaseRow.federation_id == self._id, PhaseRow.round == self._round, PhaseRow.step == self._first + MASK)
-        query = select(ExchangeRow.metrics).join(TaskRow, TaskRow.id == ExchangeRow.task_id)
         with self._database.read() as session:
-            told = session.scalars(query.join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(*here, TaskRow.counted))
-            return any((metrics or {}).get("privacy_seeded") for metrics in told)
+            rows = _answers(session, self._id, self._round, self._first + MASK, ExchangeRow.metrics)
+            return any((row.metrics or {}).get("privacy_seeded") for row in rows)
 
     def total(self) -> Whole:
         """``(d,)`` int64: the sum. Raises SecureError: ``bad-shares`` or ``sum-invalid``."""
@@ -109,7 +109,7 @@ class Attempt:
 
     def _vectors(self) -> Iterator[Words]:
         with self._database.read() as session:
-            clients = answered(session, self._id, self._round, self._first + MASK)
+            clients = queries.counted_clients(session, self._id, self._round, self._first + MASK)
         for client in clients:
             with self._database.read() as session:
                 body = answers(session, self._id, self._round, self._first + MASK, client)[client]
@@ -122,26 +122,21 @@ def vector_of(body: bytes) -> Words:
     return words
 
 
-def answered(session: Session, id: str, round: int, step: int) -> list[str]:
-    """The clients whose answers to a closed step count, in order of name."""
-    here = (PhaseRow.federation_id == id, PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted)
-    query = select(TaskRow.client).join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(*here)
-    return list(session.scalars(query.order_by(TaskRow.client)))
-
-
 def answers(session: Session, id: str, round: int, step: int, client: str | None = None) -> dict[str, bytes]:
     """The counted answers to a closed step by client, or that of ``client``."""
-    here = [PhaseRow.federation_id == id, PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted]
-    if client is not None:
-        here.append(TaskRow.client == client)
-    query = (
-        select(TaskRow.client, ExchangeRow.body)
-        .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-        .join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
-        .where(*here)
-        .order_by(TaskRow.client)
-    )
-    return {row.client: row.body for row in session.execute(query) if row.body is not None}
+    only = () if client is None else (TaskRow.client == client,)
+    rows = _answers(session, id, round, step, TaskRow.client, ExchangeRow.body, where=only)
+    return {row.client: row.body for row in rows if row.body is not None}
+
+
+def _answers(
+    session: Session, id: str, round: int, step: int, *columns: Any, where: tuple[ColumnElement[bool], ...] = ()
+) -> Iterator[Any]:
+    """Columns of the counted answers to a closed step, in order of client name."""
+    query = queries.tasks_with_phases(id).with_only_columns(*columns)
+    joined = query.join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+    here = (PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted)
+    yield from session.execute(joined.where(*here, *where).order_by(TaskRow.client))
 
 
 def shapes(federation: Federation, phase: Phase) -> dict[str, Shape]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response, status
-from sqlalchemy import select
 from starlette.requests import HTTPConnection
 
 from promptfed.coordinator import problems
@@ -30,6 +29,7 @@ from promptfed.coordinator.operations import enrolment, federations, masked
 from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports.federations import client_view
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientPage, ClientView
 from promptfed.shared.messages import EnrolmentInfo, EnrolRequest, EnrolResponse
@@ -106,11 +106,9 @@ async def take_enrolment(
 def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100, after: After = None) -> ClientPage:
     """Who has enrolled, in order of name, with last-seen and last refusal."""
     registry.last_seen.flush_if_possible()
-    query = select(ClientRow).where(ClientRow.federation_id == federation.id).order_by(ClientRow.name).limit(limit + 1)
     with registry.database.read() as session:
-        rows = list(session.scalars(query.where(ClientRow.name > after) if after is not None else query))
-        following = rows[limit - 1].name if len(rows) > limit else None
-        return ClientPage(clients=[client_view(row) for row in rows[:limit]], next=following)
+        rows, following = queries.page(session, queries.clients(federation.id), ClientRow.name, limit, after)
+        return ClientPage(clients=[client_view(row) for row in rows], next=following)
 
 
 @router.delete(
@@ -159,6 +157,4 @@ def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId
     """Free the client's name for a new secret, which enrols with a token for just this name; its identity stays."""
     federations.reset(registry, federation.id, client_id)
     with registry.database.read() as session:
-        name = client_name(federation, client_id)
-        mine = (ClientRow.federation_id == federation.id, ClientRow.name == name)
-        return client_view(session.scalars(select(ClientRow).where(*mine)).one())
+        return client_view(queries.client(session, federation.id, client_name(federation, client_id)))

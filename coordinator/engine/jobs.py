@@ -24,6 +24,7 @@ from promptfed.coordinator.engine.disk_room import disk_of, no_room
 from promptfed.coordinator.engine.growth import StateGrows, reason
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.batch import serve_tasks
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import PhaseRow, StateRow, TaskRow
@@ -166,12 +167,13 @@ def aggregate(registry: Registry, id: str) -> None:
     run = federation.run
     with registry.database.read() as session:
         state = current_state(registry, session, id)
-        phase_id, phase_name = _closed_phase(session, federation)
-        updates = global_state.counted(session, phase_id)
+        phase = queries.phase_at(session, id, run.round, run.step)
+        assert phase is not None, "the closed phase has begun"
+        updates = global_state.counted(session, phase.id)
     global_state.use_threads(federation)
     with registry.metrics.job_seconds.labels("aggregate").time():
         try:
-            computed = aggregates.computed(registry, federation, state, phase_id, updates)
+            computed = aggregates.computed(registry, federation, state, phase.id, updates)
         except SecureError as error:
             with registry.change(id) as change:
                 change.send(events.SumInvalid(f"{error.kind}: {error}"))
@@ -188,11 +190,11 @@ def aggregate(registry: Registry, id: str) -> None:
             if (now.due_job, now.round, now.step) != ("aggregate", run.round, run.step):
                 return
             change.keep(held)
-            _commit_state(change, computed.after, stored, phase_name, phase_id)
-            change.session.get_one(PhaseRow, phase_id).measured = computed.measured
-            aggregates.note_judged(change.session, phase_id, computed.judged)
+            _commit_state(change, computed.after, stored, phase.name, phase.id)
+            change.session.get_one(PhaseRow, phase.id).measured = computed.measured
+            aggregates.note_judged(change.session, phase.id, computed.judged)
             if computed.summed is not None:
-                change.session.add(computed.summed.row(phase_id))
+                change.session.add(computed.summed.row(phase.id))
                 secure_jobs.forget_answers(change.session, federation, run.round)
             change.send(events.JobDone(clock.monotonic()))
             point("state-before-commit")
@@ -240,9 +242,9 @@ def fill_payloads(registry: Registry, id: str) -> None:
 def payload_again(registry: Registry, federation: Federation, digest: str) -> bytes | None:
     """The payload with ``digest`` of the stage that is open, or closed and not computed yet; None if it has none."""
     with registry.database.read() as session:
-        mine = (TaskRow.federation_id == federation.id, TaskRow.payload_sha256 == digest)
-        query = select(TaskRow, PhaseRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-        found = session.execute(query.where(*mine, PhaseRow.completed_at.is_(None))).first()
+        query = queries.tasks_with_phases(federation.id)
+        pending = (TaskRow.payload_sha256 == digest, PhaseRow.completed_at.is_(None))
+        found = session.execute(query.where(*pending)).first()
         if found is None:
             return None
         state = method_part(current_state(registry, session, federation.id))
@@ -281,20 +283,9 @@ def common_payload(session: Session, stages: Iterable[int]) -> str | None:
 
 def current_state(registry: Registry, session: Session, id: str) -> Tensors:
     """The state that was committed last."""
-    row = session.scalars(
-        select(StateRow).where(StateRow.federation_id == id).order_by(StateRow.id.desc()).limit(1)
-    ).one()
+    row = queries.last_state(session, id)
+    assert row is not None, "a federation that has started has a state"
     return registry.blobs.tensors(row.sha256)[0]
-
-
-def _closed_phase(session: Session, federation: Federation) -> tuple[int, str]:
-    here = (
-        PhaseRow.federation_id == federation.id,
-        PhaseRow.round == federation.run.round,
-        PhaseRow.step == federation.run.step,
-    )
-    row = session.scalars(select(PhaseRow).where(*here)).one()
-    return row.id, row.name
 
 
 def _commit_state(change: Change, tensors: Tensors, stored: Stored, origin: str, phase_id: int | None) -> None:

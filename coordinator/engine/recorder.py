@@ -15,6 +15,7 @@ from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import Machine
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Run
 from promptfed.coordinator.engine import audit
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.batch import Batch, Row, count_tasks, insert_tasks
 from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow
@@ -99,8 +100,7 @@ class Change:
         """The row of the client called ``name``."""
         if self.batch.clients:
             self.flush()  # It may have enrolled in this very group.
-        mine = (ClientRow.federation_id == self.federation.id, ClientRow.name == name)
-        return self.session.scalars(select(ClientRow).where(*mine)).one()
+        return queries.client(self.session, self.federation.id, name)
 
 
 class Changes:
@@ -181,13 +181,8 @@ class _Recorder:
 
     def _stage(self) -> PhaseRow:
         if self._phase is None:
-            round, step = self._position
-            mine = (
-                PhaseRow.federation_id == self._change.federation.id,
-                PhaseRow.round == round,
-                PhaseRow.step == step,
-            )
-            self._phase = self._session.scalars(select(PhaseRow).where(*mine)).one()
+            self._phase = queries.phase_at(self._session, self._change.federation.id, *self._position)
+        assert self._phase is not None, "facts are about a phase that has begun"
         return self._phase
 
     def _where(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from promptfed.coordinator.domain.federation import (
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, DueJob, Member, Rules, Run, Stage
 from promptfed.coordinator.domain.secure_steps import KINDS, MASK
 from promptfed.coordinator.engine.recorder import open_task
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
 from promptfed.shared.messages import Domain, EnrolledProtection, FederationState, Role, TaskKind
@@ -92,9 +93,9 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         federation = federation_of(row.id, spec, kept_method(spec))
     except ValidationError as error:
         federation = _unreadable(row.id, row.name, row.spec, _first_of(error))
-    clients = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == row.id)))
+    clients = list(session.scalars(queries.clients(row.id)))
     tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
-    stage_row = _stage_row(session, row)
+    stage_row = None if row.state in ENDED else queries.phase_at(session, row.id, row.round, row.step)
     tasks = _latest_tasks(session, stage_row) if stage_row else {}
     is_open = stage_row is not None and stage_row.closed_at is None
     loaded = replace(
@@ -136,9 +137,13 @@ def _at_rest(federation: Federation) -> Federation:
 
 
 def _with_its_clients(session: Session, federation: Federation) -> Federation:
-    clients = list(session.scalars(select(ClientRow).where(ClientRow.federation_id == federation.id)))
-    members = {client.name: Member(cast(Role, client.role), client.active, client.joined) for client in clients}
-    return replace(federation.with_clients(*map(client_of, clients)), run=replace(federation.run, members=members))
+    clients = list(session.scalars(queries.clients(federation.id)))
+    run = replace(federation.run, members=_members(clients))
+    return replace(federation.with_clients(*map(client_of, clients)), run=run)
+
+
+def _members(clients: list[ClientRow]) -> dict[str, Member]:
+    return {client.name: Member(cast(Role, client.role), client.active, client.joined) for client in clients}
 
 
 def _first_of(error: ValidationError) -> str:
@@ -176,13 +181,6 @@ def client_of(row: ClientRow) -> Client:
     )
 
 
-def _stage_row(session: Session, row: FederationRow) -> PhaseRow | None:
-    if row.state in ENDED:
-        return None
-    here = (PhaseRow.federation_id == row.id, PhaseRow.round == row.round, PhaseRow.step == row.step)
-    return session.scalars(select(PhaseRow).where(*here)).one_or_none()
-
-
 def _latest_tasks(session: Session, stage: PhaseRow) -> dict[str, TaskRow]:
     rows = session.scalars(select(TaskRow).where(TaskRow.phase_id == stage.id).order_by(TaskRow.number))
     return {task.client: task for task in rows}
@@ -209,31 +207,19 @@ def _stage(row: PhaseRow | None, tasks: dict[str, TaskRow], now: float) -> Stage
 
 
 def _run(session: Session, row: FederationRow, clients: list[ClientRow], stage: Stage | None, rules: Rules) -> Run:
-    members = {client.name: Member(cast(Role, client.role), client.active, client.joined) for client in clients}
-    first = session.scalars(
-        select(PhaseRow).where(
-            PhaseRow.federation_id == row.id,
-            PhaseRow.round == row.round,
-            PhaseRow.step == 0,
-            PhaseRow.kind == "train",
-            PhaseRow.closed_at.is_not(None),
-        )
-    ).one_or_none()
-    counted: tuple[str, ...] = ()
-    if first is not None:
-        mine = (TaskRow.phase_id == first.id, TaskRow.counted)
-        counted = tuple(session.scalars(select(TaskRow.client).where(*mine).order_by(TaskRow.client)))
+    first = queries.phase_at(session, row.id, row.round, 0)
+    has_closed = first is not None and first.kind == "train" and first.closed_at is not None
     run = Run(
         state=cast(FederationState, row.state),
         reason=row.reason,
         round=row.round,
         step=row.step,
-        members=members,
+        members=_members(clients),
         stage=stage,
         due_job=cast(DueJob | None, row.work),
         joining=tuple(row.joining),
-        answered_first=counted,
-        sample_size=first.sample_size if first is not None else 0,
+        answered_first=queries.counted_clients(session, row.id, row.round, 0) if has_closed else (),
+        sample_size=first.sample_size if first is not None and has_closed else 0,
     )
     return run if rules.secure is None else _with_sets(session, row, rules, run)
 
@@ -243,7 +229,7 @@ def _with_sets(session: Session, row: FederationRow, rules: Rules, run: Run) -> 
     assert rules.secure is not None
     # Of the round's first phase, the attempt that came furthest last says whose vectors were taken.
     for attempt in range(rules.secure.attempts):
-        taken = _counted(session, row, MASK + len(KINDS) * attempt)
+        taken = queries.counted_clients(session, row.id, row.round, MASK + len(KINDS) * attempt)
         run = replace(run, answered_first=taken or run.answered_first)
     plan = rules.plan(row.round, row.step)
     step = plan.secure if plan is not None else None
@@ -251,12 +237,7 @@ def _with_sets(session: Session, row: FederationRow, rules: Rules, run: Run) -> 
         return run
     cohort: tuple[str, ...] = ()
     for first in range(step.first, step.first - len(KINDS) * step.attempt, -len(KINDS)):
-        cohort = cohort or _counted(session, row, first)
+        cohort = cohort or queries.counted_clients(session, row.id, row.round, first)
     before = row.step if row.work == "aggregate" else row.step - 1
-    return replace(run, cohort=cohort, previous=_counted(session, row, before) if step.index else ())
-
-
-def _counted(session: Session, row: FederationRow, step: int) -> tuple[str, ...]:
-    here = (PhaseRow.federation_id == row.id, PhaseRow.round == row.round, PhaseRow.step == step, TaskRow.counted)
-    query = select(TaskRow.client).join(PhaseRow, PhaseRow.id == TaskRow.phase_id).where(*here)
-    return tuple(session.scalars(query.order_by(TaskRow.client)))
+    previous = queries.counted_clients(session, row.id, row.round, before) if step.index else ()
+    return replace(run, cohort=cohort, previous=previous)

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 
 AT_ONCE = 500  # digests that one query asks for
@@ -57,9 +58,8 @@ def remove_updates(session: Session, id: str, client: str) -> set[str]:
 
 def awaits_computing(session: Session, id: str, client: str) -> bool:
     """Whether an accepted update of ``client`` may still have to be aggregated."""
-    mine = (TaskRow.federation_id == id, TaskRow.client == client, TaskRow.status == "answered")
-    query = select(TaskRow.id).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-    return session.scalars(query.where(*mine, PhaseRow.completed_at.is_(None)).limit(1)).first() is not None
+    waiting = (TaskRow.client == client, TaskRow.status == "answered", PhaseRow.completed_at.is_(None))
+    return session.execute(queries.tasks_with_phases(id).where(*waiting).limit(1)).first() is not None
 
 
 def collect(registry: Registry, digests: Iterable[str]) -> None:

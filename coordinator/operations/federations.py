@@ -24,6 +24,7 @@ from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import tokens
 from promptfed.coordinator.operations.client_names import client_name
 from promptfed.coordinator.operations.masked import is_summed
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow
 from promptfed.shared.canonical import canonical_json
@@ -333,8 +334,7 @@ def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Ref
     if isinstance(refusal, problems.Ended) and path.endswith("/task"):
         return
     with registry.write(id) as session:
-        mine = (ClientRow.federation_id == id, ClientRow.name == name)
-        row = session.scalars(select(ClientRow).where(*mine)).one_or_none()
+        row = session.scalars(queries.clients(id).where(ClientRow.name == name)).one_or_none()
         if row is None:
             return
         row.refusals += 1

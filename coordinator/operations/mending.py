@@ -10,7 +10,7 @@ import contextlib
 import logging
 from dataclasses import dataclass
 
-from sqlalchemy import Select, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
@@ -22,6 +22,7 @@ from promptfed.coordinator.engine.recorder import open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import replay
 from promptfed.coordinator.problems import Refusal
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import DamagedBlob, digest_of
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
@@ -108,8 +109,8 @@ def _keep(registry: Registry, id: str, content: Upload | bytes) -> None:
 def _use(session: Session, federation: Federation, digest: str) -> _Use | None:
     """What a federation's rows say of a blob; None where none names it."""
     row = session.get_one(FederationRow, federation.id)
-    last = session.scalars(_states(federation).order_by(StateRow.id.desc()).limit(1)).first()
-    state = session.scalars(_states(federation).where(StateRow.sha256 == digest, StateRow.stored)).first()
+    last = queries.last_state(session, federation.id)
+    state = session.scalars(queries.states(federation.id).where(StateRow.sha256 == digest, StateRow.stored)).first()
     if state is not None:
         needed = last is not None and last.sha256 == digest
         return _Use(f"the state of round {state.round}", needed)
@@ -120,18 +121,9 @@ def _use(session: Session, federation: Federation, digest: str) -> _Use | None:
     return _update_use(session, federation, digest) or _payload_use(session, federation, digest)
 
 
-def _states(federation: Federation) -> Select[StateRow]:
-    return select(StateRow).where(StateRow.federation_id == federation.id)
-
-
 def _update_use(session: Session, federation: Federation, digest: str) -> _Use | None:
-    query = (
-        select(TaskRow, PhaseRow)
-        .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-        .join(UpdateRow, UpdateRow.task_id == TaskRow.id)
-        .where(TaskRow.federation_id == federation.id, UpdateRow.sha256 == digest, UpdateRow.stored)
-    )
-    found = session.execute(query).first()
+    query = queries.tasks_with_phases(federation.id).join(UpdateRow, UpdateRow.task_id == TaskRow.id)
+    found = session.execute(query.where(UpdateRow.sha256 == digest, UpdateRow.stored)).first()
     if found is None:
         return None
     task, phase = found
@@ -141,16 +133,11 @@ def _update_use(session: Session, federation: Federation, digest: str) -> _Use |
 
 
 def _payload_use(session: Session, federation: Federation, digest: str) -> _Use | None:
-    query = (
-        select(PhaseRow)
-        .join(TaskRow, PhaseRow.id == TaskRow.phase_id)
-        .where(TaskRow.federation_id == federation.id, TaskRow.payload_sha256 == digest, TaskRow.payload_stored)
-        .order_by(PhaseRow.id.desc())
-        .limit(1)
-    )
-    phase = session.scalars(query).first()
-    if phase is None:
+    query = queries.tasks_with_phases(federation.id).order_by(PhaseRow.id.desc()).limit(1)
+    found = session.execute(query.where(TaskRow.payload_sha256 == digest, TaskRow.payload_stored)).first()
+    if found is None:
         return None
+    _, phase = found
     return _Use(f"the payload of round {phase.round} ({phase.name})", phase.completed_at is None)
 
 
@@ -181,7 +168,7 @@ def _remade(registry: Registry, federation: Federation, digest: str) -> bool:
 def _made(registry: Registry, federation: Federation, digest: str) -> bytes | None:
     """A state or an open task's payload, computed; None for what does not follow from anything else."""
     with registry.database.read() as session:
-        row = session.scalars(_states(federation).where(StateRow.sha256 == digest)).first()
+        row = session.scalars(queries.states(federation.id).where(StateRow.sha256 == digest)).first()
         steps = replay.steps_of(session, federation, row.round) if row is not None else []
     for step in steps:
         if row is not None and step.state.id == row.id and not step.gone:

@@ -11,6 +11,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import EVENTS, Operator, Registry
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import OperatorRow
 from promptfed.coordinator.store.tokens import digest, new_token
 from promptfed.shared.api.access_schemas import MintedOperator, OperatorPage, OperatorRequest, OperatorView
@@ -38,11 +39,9 @@ def mint(registry: Registry, request: OperatorRequest) -> MintedOperator:
 
 def page(session: Session, limit: int, after: str | None) -> OperatorPage:
     """Operators' tokens in order of id."""
-    query = select(OperatorRow).order_by(OperatorRow.id).limit(limit + 1)
-    rows = list(session.scalars(query.where(OperatorRow.id > after) if after is not None else query))
-    following = rows[limit - 1].id if len(rows) > limit else None
+    rows, following = queries.page(session, select(OperatorRow), OperatorRow.id, limit, after)
     fields = OperatorView.model_fields
-    views = [OperatorView.model_validate({name: getattr(row, name) for name in fields}) for row in rows[:limit]]
+    views = [OperatorView.model_validate({name: getattr(row, name) for name in fields}) for row in rows]
     return OperatorPage(operators=views, next=following)
 
 

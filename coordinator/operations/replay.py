@@ -6,8 +6,9 @@ hashes, the whole run does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from sqlalchemy import select
@@ -24,6 +25,7 @@ from promptfed.coordinator.engine.jobs import FORGOTTEN
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations.masked import UpdatesMasked
 from promptfed.coordinator.problems import NoState, NotAMean, NotFound, Refusal, TooFewUpdates, UpdatesGone
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
 from promptfed.coordinator.store.tensor_blobs import room
 from promptfed.shared.methods.core.checks.rule_checks import check_flame, check_krum, check_means
@@ -136,12 +138,10 @@ def _gone(federation: Federation, round: int) -> UpdatesGone:
 
 def steps_of(session: Session, federation: Federation, round: int) -> list[Step]:
     """How each state of a round came about so far. Raises UpdatesGone where one is no longer kept."""
-    mine = (StateRow.federation_id == federation.id, StateRow.round <= round)
-    rows = list(session.scalars(select(StateRow).where(*mine, StateRow.round == round).order_by(StateRow.id)))
+    rows = list(session.scalars(queries.states(federation.id).where(StateRow.round == round)))
     if not rows:
         return []
-    previous = select(StateRow).where(*mine, StateRow.id < rows[0].id).order_by(StateRow.id.desc()).limit(1)
-    before = session.scalars(previous).one_or_none()
+    before = queries.last_state(session, federation.id, StateRow.round <= round, StateRow.id < rows[0].id)
     newcomers, forgotten = _newcomers(session, federation), _forgotten(session, federation)
     steps = []
     for row in rows:
@@ -163,25 +163,25 @@ def _with_noise(session: Session, federation: Federation, step: Step) -> Step:
 
 
 def _newcomers(session: Session, federation: Federation) -> dict[int, list[str]]:
-    """Who joined, by the id of the state that was made for it: each such state is followed by one event."""
-    made = (
-        StateRow.federation_id == federation.id,
-        StateRow.origin.in_(("initial", "join")),
-        StateRow.phase_id.is_(None),
-    )
-    joined = (EventRow.federation_id == federation.id, EventRow.kind == "clients-joined")
-    ids = session.scalars(select(StateRow.id).where(*made).order_by(StateRow.id))
-    events = session.scalars(select(EventRow.data).where(*joined).order_by(EventRow.id))
-    return {id: list(data["clients"]) for id, data in zip(ids, events, strict=False)}
+    """Who joined, by the id of the state that was made for it."""
+    made = _made_without_phase(session, federation, ("initial", "join"), "clients-joined")
+    return {id: list(data["clients"]) for id, data in made}
 
 
 def _forgotten(session: Session, federation: Federation) -> dict[int, str]:
-    """Who was forgotten, by the id of the state that was made for it: each such state is followed by one event."""
-    mine = (StateRow.federation_id == federation.id, StateRow.origin == FORGOTTEN)
-    told = (EventRow.federation_id == federation.id, EventRow.kind == "client-forgotten")
-    ids = session.scalars(select(StateRow.id).where(*mine).order_by(StateRow.id))
-    events = session.scalars(select(EventRow.data).where(*told).order_by(EventRow.id))
-    return {id: str(data["client"]) for id, data in zip(ids, events, strict=False)}
+    """Who was forgotten, by the id of the state that was made for it."""
+    made = _made_without_phase(session, federation, (FORGOTTEN,), "client-forgotten")
+    return {id: str(data["client"]) for id, data in made}
+
+
+def _made_without_phase(
+    session: Session, federation: Federation, origins: tuple[str, ...], kind: str
+) -> Iterable[tuple[int, dict[str, Any]]]:
+    """Ids of the states of these origins, each with the data of the event of this kind that follows it."""
+    made = queries.states(federation.id).where(StateRow.origin.in_(origins), StateRow.phase_id.is_(None))
+    told = select(EventRow.data).where(EventRow.federation_id == federation.id, EventRow.kind == kind)
+    ids = (state.id for state in session.scalars(made))
+    return zip(ids, session.scalars(told.order_by(EventRow.id)), strict=False)
 
 
 def _step(

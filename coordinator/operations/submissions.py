@@ -20,10 +20,11 @@ from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import mending
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import Blobs, Held, digest_of
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, PhaseRow, TaskRow, UpdateRow
+from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import EvaluationRequest, FailureRequest, SpendReport, UpdateMetadata, receipt_body
@@ -55,11 +56,8 @@ def asked_task(session: Session | Database, federation: Federation, client: Clie
     if isinstance(session, Database):
         with session.read() as reading:
             return asked_task(reading, federation, client, task_id)
-    row_and_phase = session.execute(
-        select(TaskRow, PhaseRow)
-        .join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
-        .where(TaskRow.id == task_id, TaskRow.federation_id == federation.id, TaskRow.client == client.name)
-    ).one_or_none()
+    query = queries.tasks_with_phases(federation.id).where(TaskRow.id == task_id, TaskRow.client == client.name)
+    row_and_phase = session.execute(query).one_or_none()
     if row_and_phase is None:
         raise problems.NotFound(f"this client has no task {task_id[:100]!r}")
     row, phase = row_and_phase

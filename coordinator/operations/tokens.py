@@ -16,6 +16,7 @@ from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.recovery import token_of
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations.client_names import client_name
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, TokenRow
 from promptfed.coordinator.store.tokens import digest, new_token
 from promptfed.shared.api.access_schemas import MintedToken, TokenPage, TokenRequest, TokenView
@@ -69,16 +70,14 @@ def _reset_name(federation: Federation, asked: str) -> str:
 
 def page(session: Session, federation: Federation, limit: int, after: str | None) -> TokenPage:
     """Tokens in order of id, with who came by them."""
-    query = select(TokenRow).where(TokenRow.federation_id == federation.id).order_by(TokenRow.id).limit(limit + 1)
-    rows = list(session.scalars(query.where(TokenRow.id > after) if after is not None else query))
-    shown = rows[:limit]
+    query = select(TokenRow).where(TokenRow.federation_id == federation.id)
+    shown, following = queries.page(session, query, TokenRow.id, limit, after)
     came: dict[str | None, list[str]] = {}
-    by_token = (ClientRow.federation_id == federation.id, ClientRow.token_id.in_([row.id for row in shown]))
+    by_token = queries.clients(federation.id).where(ClientRow.token_id.in_([row.id for row in shown]))
     for token_id, name in session.execute(
-        select(ClientRow.token_id, ClientRow.name).where(*by_token).order_by(ClientRow.name)
+        by_token.with_only_columns(ClientRow.token_id, ClientRow.name).order_by(ClientRow.name)
     ):
         came.setdefault(token_id, []).append(name)
-    following = shown[-1].id if len(rows) > limit else None
     return TokenPage(tokens=[_view(row, came.get(row.id, [])) for row in shown], next=following)
 
 

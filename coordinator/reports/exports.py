@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from sqlalchemy import select
-
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.reports.federations import client_view, federation_view
 from promptfed.coordinator.reports.rounds import round_report, rounds, state_of
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.shared.api.api_schemas import ClientView, FederationView
 from promptfed.shared.api.export_card import CardFile, Facts, Hashes, Tally, TensorShape, facts_of, spec_hash
@@ -44,8 +43,7 @@ def known_of(registry: Registry, federation: Federation, round: int) -> Known:
     with registry.database.read() as session:
         stored = state_of(session, federation, round)
         view = federation_view(session, federation)
-        mine = select(ClientRow).where(ClientRow.federation_id == federation.id).order_by(ClientRow.name)
-        clients = [client_view(row) for row in session.scalars(mine)]
+        clients = [client_view(row) for row in session.scalars(queries.clients(federation.id).order_by(ClientRow.name))]
         numbers = [number for number in rounds(session, federation.id) if number <= round]
     tally = Tally()
     for number in numbers:

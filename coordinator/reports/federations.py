@@ -12,7 +12,8 @@ from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.reports.central_privacy import central_privacy
-from promptfed.coordinator.store.tables import ClientRow, FederationRow, StateRow
+from promptfed.coordinator.store import queries
+from promptfed.coordinator.store.tables import ClientRow, FederationRow
 from promptfed.shared.api import api_schemas as schemas
 
 
@@ -22,9 +23,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
     row = session.execute(select(*columns).where(FederationRow.id == federation.id)).one()
     times = {name: _time(at) if federation.unreadable else at for name, at in row._mapping.items()}
     run, stage = federation.run, federation.run.stage
-    newest = (
-        select(StateRow.state_hash).where(StateRow.federation_id == federation.id).order_by(StateRow.id.desc()).limit(1)
-    )
+    newest = queries.last_state(session, federation.id)
     awaited = stage.having("open") if stage is not None and not stage.closed else []
     return schemas.FederationView.model_validate(
         {
@@ -49,7 +48,7 @@ def federation_view(session: Session, federation: Federation) -> schemas.Federat
             "awaited": [
                 schemas.Awaited.model_validate({"name": name, "until": federation.deadline}) for name in awaited
             ],
-            "state_hash": session.scalar(newest),
+            "state_hash": newest.state_hash if newest is not None else None,
             "privacy": central_privacy(session, federation),
         }
     )

@@ -18,6 +18,7 @@ from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.reports import prompt_metrics, rounds
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.blobs import DamagedBlob
 from promptfed.coordinator.store.lexicon import Lexicon, read_lexicon
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
@@ -155,11 +156,7 @@ class Insights:
 def _plan(registry: Registry, federation: Federation, round: int | None) -> _Plan:
     with registry.database.read() as session:
         stored = rounds.state_of(session, federation, round)
-        rows = session.scalars(
-            select(StateRow)
-            .where(StateRow.federation_id == federation.id, StateRow.round <= stored.round)
-            .order_by(StateRow.id)
-        )
+        rows = session.scalars(queries.states(federation.id).where(StateRow.round <= stored.round))
         history = {row.round: row.sha256 if row.stored else None for row in rows}
         history |= {stored.round: stored.sha256}  # of a round under way, its phases' states are no round's
         return _Plan(stored, _spaced(history), tuple(_exchanges(session, federation, stored.round)))
@@ -182,8 +179,7 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Ex
         after = session.scalars(select(StateRow).where(StateRow.phase_id == phase.id)).one_or_none()
         if after is None:
             continue
-        earlier = (StateRow.federation_id == federation.id, StateRow.id < after.id)
-        before = session.scalars(select(StateRow).where(*earlier).order_by(StateRow.id.desc()).limit(1)).one_or_none()
+        before = queries.last_state(session, federation.id, StateRow.id < after.id)
         updates = global_state.counted(session, phase.id)
         kept = before is not None and before.stored and not global_state.no_longer_kept(session, phase.id)
         digest = before.sha256 if before is not None and kept else None

@@ -19,6 +19,7 @@ from promptfed.coordinator.problems import NoState, NotFound
 from promptfed.coordinator.reports import secure_rounds
 from promptfed.coordinator.reports.pieces import AT_ONCE, json_pieces, separated
 from promptfed.coordinator.reports.spent import spent_privacy
+from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.api import report_schemas
@@ -37,7 +38,7 @@ def state_of(session: Session, federation: Federation, round: int | None) -> Sto
     """The last state of ``round``, or of all. Raises NoState."""
     if round is not None and not _has_state(federation, round):
         raise NoState(f"round {round} is not over; {federation.name} is in round {federation.run.round}")
-    row = _state_row(session, federation, round)
+    row = _last_state(session, federation, round)
     if row is None:
         raise NoState(f"{federation.name} has not started: it has no state yet")
     if not row.stored:
@@ -45,12 +46,10 @@ def state_of(session: Session, federation: Federation, round: int | None) -> Sto
     return Stored(row.round, row.state_hash, row.sha256)
 
 
-def _state_row(session: Session, federation: Federation, round: int | None) -> StateRow | None:
-    query = select(StateRow).where(StateRow.federation_id == federation.id).order_by(StateRow.id.desc()).limit(1)
-    if round is not None:
-        # A round without phases leaves the state of the round before.
-        query = query.where(StateRow.round <= round)
-    return session.scalars(query).one_or_none()
+def _last_state(session: Session, federation: Federation, round: int | None) -> StateRow | None:
+    # A round without phases leaves the state of the round before.
+    until = () if round is None else (StateRow.round <= round,)
+    return queries.last_state(session, federation.id, *until)
 
 
 def _has_state(federation: Federation, round: int) -> bool:
@@ -91,7 +90,7 @@ def round_report(session: Session, federation: Federation, round: int) -> report
         tried = secure_rounds.attempts(federation, stages)
         phases = [_secure_report(session, federation, attempt) for attempt in tried]
     evaluations = [_evaluation_report(session, federation, stage) for stage in stages if stage.kind == "evaluate"]
-    state = _state_row(session, federation, round) if _has_state(federation, round) else None
+    state = _last_state(session, federation, round) if _has_state(federation, round) else None
     over = round < federation.run.round or federation.run.state in ENDED
     ended = stages[-1].completed_at if over else None
     everything = [*phases, *evaluations]

@@ -1,0 +1,63 @@
+"""Queries that several parts of the coordinator share. ``id`` is a federation's."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from sqlalchemy import Select, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from promptfed.coordinator.store.tables import Base, ClientRow, PhaseRow, StateRow, TaskRow
+
+T = TypeVar("T", bound=Base)
+
+
+def page(
+    session: Session, query: Select[T], column: InstrumentedAttribute[str], limit: int, after: str | None
+) -> tuple[list[T], str | None]:
+    """At most ``limit`` rows in order of ``column``, from behind ``after``; the last one's value if more rows follow."""
+    if after is not None:
+        query = query.where(column > after)
+    rows = list(session.scalars(query.order_by(column).limit(limit + 1)))
+    following = getattr(rows[limit - 1], column.key) if len(rows) > limit else None
+    return rows[:limit], following
+
+
+def clients(id: str) -> Select[ClientRow]:
+    """The clients."""
+    return select(ClientRow).where(ClientRow.federation_id == id)
+
+
+def client(session: Session, id: str, name: str) -> ClientRow:
+    """The client with this name."""
+    return session.scalars(clients(id).where(ClientRow.name == name)).one()
+
+
+def states(id: str) -> Select[StateRow]:
+    """The states, in the order in which they were committed."""
+    return select(StateRow).where(StateRow.federation_id == id).order_by(StateRow.id)
+
+
+def last_state(session: Session, id: str, *where: Any) -> StateRow | None:
+    """The state that was committed last, of those that fulfil the conditions."""
+    query = select(StateRow).where(StateRow.federation_id == id, *where)
+    return session.scalars(query.order_by(StateRow.id.desc()).limit(1)).one_or_none()
+
+
+def phase_at(session: Session, id: str, round: int, step: int) -> PhaseRow | None:
+    """The phase at ``step`` of ``round``, if it has begun."""
+    here = (PhaseRow.federation_id == id, PhaseRow.round == round, PhaseRow.step == step)
+    return session.scalars(select(PhaseRow).where(*here)).one_or_none()
+
+
+def tasks_with_phases(id: str) -> Select[TaskRow, PhaseRow]:
+    """The tasks, each with its phase."""
+    joined = select(TaskRow, PhaseRow).join(PhaseRow, PhaseRow.id == TaskRow.phase_id)
+    return joined.where(TaskRow.federation_id == id)
+
+
+def counted_clients(session: Session, id: str, round: int, step: int) -> tuple[str, ...]:
+    """The clients whose answers to the closed phase at ``step`` of ``round`` count, in order of name."""
+    here = (PhaseRow.round == round, PhaseRow.step == step, TaskRow.counted)
+    query = tasks_with_phases(id).with_only_columns(TaskRow.client).where(*here)
+    return tuple(session.scalars(query.order_by(TaskRow.client)))
