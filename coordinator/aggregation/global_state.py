@@ -20,7 +20,7 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
-from promptfed.shared.methods.core.interface.base import ClientUpdate, Combine, Phase, ServerContext
+from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, ServerContext
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresUpdates
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
@@ -117,12 +117,17 @@ def after_phase(
     return _whole(federation, state, made, optimizer, context), measured
 
 
-def after_combined(
-    federation: Federation, state: Tensors, phase: Phase, combine: Combine, context: ServerContext
-) -> Tensors:
-    """The state after ``phase`` where ``combine`` knows the mean already: of a secure sum, or of a noised one."""
+def common_payload(federation: Federation, state: Tensors, phase: Phase, context: ServerContext) -> Tensors:
+    """What all clients of ``phase`` are given, by a method that has one payload for all."""
+    anybody = next(iter(federation.clients.values())).info()
+    return federation.method.payload(method_part(state), phase, anybody, context)
+
+
+def after_mean(federation: Federation, state: Tensors, phase: Phase, mean: Tensors, context: ServerContext) -> Tensors:
+    """The state after ``phase`` whose ``mean`` is known already: of a secure sum, or of a noised one."""
     optimizer = ServerOptimizer(federation.spec.aggregation.server, state)
-    made = federation.method.aggregate(method_part(state), phase, (), optimizer.wrap(combine), context)
+    combine = optimizer.wrap(lambda updates: dict(mean))
+    made = federation.method.aggregate(method_part(state), phase, (), combine, context)
     return _whole(federation, state, made, optimizer, context)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request
@@ -9,11 +10,12 @@ from fastapi import APIRouter, Depends, Path, Request
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Operated, RegistryOf, SignerOf, Viewed
-from promptfed.coordinator.operations import exports
+from promptfed.coordinator.engine import audit
 from promptfed.coordinator.reports.export_checks import check_card
 from promptfed.coordinator.reports.exports import known_of
 from promptfed.shared.api.access_schemas import CardSignature
 from promptfed.shared.api.export_card import Facts
+from promptfed.shared.signatures import export_statement
 
 router = APIRouter(prefix="/v1/federations/{federation}/rounds/{round}/card", tags=["results"])
 
@@ -51,4 +53,6 @@ def sign_card(
 ) -> CardSignature:
     """Sign the card of an export whose every fact is the coordinator's; the card names every other file's digest."""
     check_card(registry, federation, round, body)
-    return exports.sign_card(registry, signer, federation, round, body)
+    with registry.exclusively(), registry.database.write() as session:
+        audit.note(session, "export-signed", federation, round=round, card_sha256=hashlib.sha256(body).hexdigest())
+    return CardSignature(signature=signer.sign(export_statement(body)), public_key=signer.public_key)

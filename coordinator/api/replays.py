@@ -11,7 +11,7 @@ from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Operated, RegistryOf
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.operations import masked, replay
-from promptfed.shared.api.replay_schemas import ReplayedState, ReplayedUpdate, ReplayReport, ReplayRequest
+from promptfed.shared.api.replay_schemas import ReplayReport, ReplayRequest
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import encode
 
@@ -53,19 +53,19 @@ async def replay_round(
 
     def job() -> tuple[list[replay.Replayed], bytes | None]:
         states = replay.replay(registry, federation, round, what_if)
-        return states, encode(states[-1].replayed) if as_tensors and states else None
+        return states, encode(states[-1].tensors) if as_tensors and states else None
 
     states, content = await registry.compute(job)
     if as_tensors and not states:
         raise problems.NoState(f"{_note(round, states, what_if)}, so there are no tensors to answer with")
     if content is not None:
-        headers = {"ETag": f'"{states[-1].replayed_hash}"', "Vary": "Accept"}
+        headers = {"ETag": f'"{states[-1].report.replayed_hash}"', "Vary": "Accept"}
         return Response(content, media_type=TENSORS, headers=headers)
     return ReplayReport(
         round=round,
         aggregation=what_if.aggregation or federation.spec.aggregation,
         without=list(without),
-        states=[_view(state) for state in states],
+        states=[state.report for state in states],
         note=_note(round, states, what_if),
     )
 
@@ -81,27 +81,3 @@ def _aggregation(federation: Federation, given: AggregationSpec | None) -> Aggre
     if given is None or "max_weight_share" in given.model_fields_set:
         return given
     return given.model_copy(update={"max_weight_share": federation.spec.aggregation.max_weight_share})
-
-
-def _view(state: replay.Replayed) -> ReplayedState:
-    updates = []
-    for client, weight in state.counted.items():
-        judged = state.judged.get(client)
-        updates.append(
-            ReplayedUpdate(
-                client=client,
-                weight=weight,
-                verdict=judged.verdict if judged else "counted",
-                influence=judged.influence if judged else None,
-                distance=judged.distance if judged else None,
-            )
-        )
-    return ReplayedState(
-        origin=state.origin,
-        state_hash=state.state_hash,
-        replayed_hash=state.replayed_hash,
-        same=state.same,
-        moved=state.moved,
-        distance=state.distance,
-        updates=updates,
-    )

@@ -16,7 +16,7 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
 from promptfed.shared.methods.core.checks.client_checks import adapted, costs
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, ServerContext
-from promptfed.shared.tensors import Tensors, method_part
+from promptfed.shared.tensors import Tensors
 
 
 def terms_of(session: Session, federation: Federation, row: PhaseRow) -> Terms:
@@ -46,6 +46,22 @@ def released(session: Session, federation: Federation) -> int:
     return session.scalar(select(func.count()).where(*mine)) or 0
 
 
+def release(
+    federation: Federation, releases: int, clip: float | None, next_clip: float | None, expected: float, noise: str
+) -> dict[str, Any]:
+    """What the report of a noised sum keeps: its terms, and what all ``releases`` so far have cost."""
+    privacy = federation.spec.privacy
+    return {
+        **costs(federation.spec, releases),
+        "delta": privacy.delta,
+        "clip": clip,
+        "next_clip": next_clip,
+        "noise_multiplier": privacy.noise_multiplier,
+        "expected": expected,
+        "noise": noise,
+    }
+
+
 @dataclass(frozen=True)
 class Noised:
     """A state with its noise, and what the round's report keeps."""
@@ -64,16 +80,8 @@ class Noised:
 
     def measured(self, federation: Federation, phases: int, noise: str) -> dict[str, Any]:
         """Of the phase: what it was noised with, and what all ``phases`` so far have cost."""
-        privacy = federation.spec.privacy
-        return {
-            **costs(federation.spec, phases),
-            "delta": privacy.delta,
-            "clip": self.terms.clip,
-            "next_clip": self.mean.next_clip,
-            "noise_multiplier": self.terms.noise_multiplier,
-            "expected": self.terms.expected,
-            "noise": "seeded" if noise == "seeded" else "central",
-        }
+        kind = "seeded" if noise == "seeded" else "central"
+        return release(federation, phases, self.terms.clip, self.mean.next_clip, self.terms.expected, kind)
 
 
 def noised(
@@ -85,12 +93,6 @@ def noised(
     context: ServerContext,
 ) -> Noised:
     """The state after ``phase`` of these updates, whose mean is clipped and noised by ``terms``."""
-    # The method has one payload for all: any client's will do.
-    anybody = next(iter(federation.clients.values())).info()
-    payload = federation.method.payload(method_part(state), phase, anybody, context)
+    payload = global_state.common_payload(federation, state, phase, context)
     mean = private_mean(updates, payload, secure_sums.shapes(federation, phase), terms)
-
-    def combine(_: Iterable[ClientUpdate]) -> Tensors:
-        return dict(mean.tensors)
-
-    return Noised(global_state.after_combined(federation, state, phase, combine, context), mean, terms)
+    return Noised(global_state.after_mean(federation, state, phase, mean.tensors, context), mean, terms)

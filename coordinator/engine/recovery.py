@@ -23,6 +23,7 @@ from promptfed.coordinator.domain.federation import (
 from promptfed.coordinator.domain.run_state import ENDED, AskStatus, DueJob, Member, Rules, Run, Stage
 from promptfed.coordinator.domain.secure_steps import KINDS, MASK
 from promptfed.coordinator.engine.recorder import open_task
+from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.backend import one_line
 from promptfed.coordinator.store.tables import DELETING, ClientRow, FederationRow, PhaseRow, TaskRow, TokenRow
@@ -92,7 +93,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
         spec = FederationSpec.model_validate(row.spec)
         federation = federation_of(row.id, spec, kept_method(spec))
     except ValidationError as error:
-        federation = _unreadable(row.id, row.name, row.spec, _first_of(error))
+        federation = _unreadable(row.id, row.name, row.spec, first_error(error))
     clients = list(session.scalars(queries.clients(row.id)))
     tokens = session.scalars(select(TokenRow).where(TokenRow.federation_id == row.id))
     stage_row = None if row.state in ENDED else queries.phase_at(session, row.id, row.round, row.step)
@@ -144,11 +145,6 @@ def _with_its_clients(session: Session, federation: Federation) -> Federation:
 
 def _members(clients: list[ClientRow]) -> dict[str, Member]:
     return {client.name: Member(cast(Role, client.role), client.active, client.joined) for client in clients}
-
-
-def _first_of(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
 def token_of(row: TokenRow) -> EnrolmentToken:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,12 @@ from promptfed.coordinator.engine import private_jobs
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
-from promptfed.shared.methods.core.checks.client_checks import costs, partial_noise
-from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.methods.core.checks.client_checks import partial_noise
+from promptfed.shared.methods.core.interface.base import Phase, ServerContext
 from promptfed.shared.methods.core.sizes import change_limit
 from promptfed.shared.secagg import SecureError
 from promptfed.shared.secagg.encoding import LARGEST_CHANGE, SCALE, Whole, as_tensors, mean_change
-from promptfed.shared.tensors import Tensors, method_part
+from promptfed.shared.tensors import Tensors
 
 MOST_DEVIATIONS = 40.0  # of the noise of a mean, which nothing honest ever reaches
 
@@ -98,15 +97,8 @@ def _noised(registry: Registry, federation: Federation, attempt: Attempt, count:
         return None
     with registry.database.read() as session:
         sums = private_jobs.released(session, federation) + 1
-    return {
-        **costs(federation.spec, sums),
-        "delta": privacy.delta,
-        "clip": privacy.clip,
-        "next_clip": privacy.clip,
-        "noise_multiplier": privacy.noise_multiplier,
-        "expected": count,
-        "noise": "seeded" if attempt.has_seeded_noise else "distributed",
-    }
+    noise = "seeded" if attempt.has_seeded_noise else "distributed"
+    return private_jobs.release(federation, sums, privacy.clip, privacy.clip, count, noise)
 
 
 def state_after(
@@ -120,15 +112,9 @@ def state_after(
         if norm > limit:
             text = f"the mean change's norm is {norm:.6g}; {limit:.6g} is allowed (admission.max_update_norm)"
             raise SecureError("sum-invalid", text)
-    # The method has one payload for all: any client's will do.
-    anybody = next(iter(federation.clients.values())).info()
-    payload = federation.method.payload(method_part(state), phase, anybody, context)
+    payload = global_state.common_payload(federation, state, phase, context)
     tensors = as_tensors(mean, payload, secure_sums.shapes(federation, phase))
-
-    def combine(updates: Iterable[ClientUpdate]) -> Tensors:
-        return dict(tensors)
-
-    return global_state.after_combined(federation, state, phase, combine, context), norm
+    return global_state.after_mean(federation, state, phase, tensors, context), norm
 
 
 def _largest(federation: Federation, count: float) -> float:

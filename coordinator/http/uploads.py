@@ -116,7 +116,7 @@ class Uploads:
         finally:
             self._waiting_bytes -= in_memory
             self._leave(body, own)
-            if on_disk and _is_there(path):
+            if on_disk:
                 await asyncio.to_thread(path.unlink, missing_ok=True)
 
     @asynccontextmanager
@@ -244,10 +244,6 @@ class _File:
 def announced_length(header: str | None) -> int | None:
     """What a Content-Length header says, if it is a number."""
     return int(header) if header is not None and header.isdecimal() else None
-
-
-def _is_there(path: Path) -> bool:
-    return path.exists()
 
 
 def announced_digest(header: str | None) -> str:

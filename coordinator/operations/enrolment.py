@@ -11,8 +11,11 @@ from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Fede
 from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.recorder import Change
+from promptfed.coordinator.engine.recovery import client_of
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store.batch import Row
 from promptfed.coordinator.store.fault_points import point
+from promptfed.coordinator.store.tables import ClientRow
 from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import MOST_PEERS, PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
@@ -89,9 +92,11 @@ class _Enrolment:
             return False
         token = _check_token(federation, self.token_digest, request, known)
         _check(federation, request, newcomer=known is None)
-        client = _client(request, known.id if known else "cli-" + secrets.token_hex(8))
+        row = _row(federation, request, known.id if known else "cli-" + secrets.token_hex(8), token.id)
+        client = client_of(ClientRow(**row))
         _check_method(federation, client, request.backbone_shape)
-        _store(change, client, request, token.id)
+        _keep_reference(change, request)
+        _store(change, row)
         _use(change, self.token_digest)
         change.federation = change.federation.with_clients(client).with_named(client.class_names)
         change.send(events.Enrolled(client.name, client.role))
@@ -275,42 +280,33 @@ def _check_delta(federation: Federation, client: Client) -> None:
         check_clients(federation.spec, len(others) + 1)
 
 
-def _client(request: EnrolRequest, id: str) -> Client:
-    return Client(
-        id=id,
-        name=request.name,
-        role=request.role,
-        secret_digest=digest(request.secret),
-        num_samples=request.num_samples,
-        class_names=tuple(request.class_names),
-        domain=request.domain,
-        identity_key=request.identity_key,
-        protection=request.protection,
-    )
-
-
-def _store(change: Change, client: Client, request: EnrolRequest, token_id: str) -> None:
-    _keep_reference(change, request)
-    described = {
-        "role": client.role,
-        "secret_digest": client.secret_digest,
-        "num_samples": client.num_samples,
-        "class_names": list(client.class_names),
-        "domain": client.domain.model_dump() if client.domain else None,
+def _row(federation: Federation, request: EnrolRequest, id: str, token_id: str) -> Row:
+    """The client's row, but for what a client keeps that comes back."""
+    return {
+        "id": id,
+        "federation_id": federation.id,
+        "name": request.name,
+        "role": request.role,
+        "secret_digest": digest(request.secret),
+        "num_samples": request.num_samples,
+        "class_names": list(request.class_names),
+        "domain": request.domain.model_dump() if request.domain else None,
         "device": request.device,
         "active": True,
         "token_id": token_id,
         "last_seen": clock.now(),
-        "identity_key": client.identity_key,
-        "protection": client.protection.model_dump() if client.protection is not None else None,
+        "identity_key": request.identity_key,
+        "protection": request.protection.model_dump() if request.protection is not None else None,
     }
-    if client.name in change.federation.clients:
-        row = change.client_row(client.name)
-        for key, value in described.items():
-            setattr(row, key, value)
-        return
-    place = {"id": client.id, "federation_id": change.federation.id, "name": client.name, "joined": False}
-    change.batch.clients.append({**place, "enrolled_at": clock.now(), "refusals": 0, **described})
+
+
+def _store(change: Change, row: Row) -> None:
+    if row["name"] in change.federation.clients:
+        known = change.client_row(row["name"])
+        for key, value in row.items():
+            setattr(known, key, value)
+    else:
+        change.batch.clients.append({**row, "joined": False, "enrolled_at": clock.now(), "refusals": 0})
 
 
 def _keep_reference(change: Change, request: EnrolRequest) -> None:

@@ -102,9 +102,7 @@ def _admit(
     try:
         metrics = _examine(registry, federation, client, task, body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "(body)"
-        raise BadExchange(f"step {task.kind}: {place}: {first['msg']}") from None
+        raise BadExchange(f"step {task.kind}: {problems.first_error(error)}") from None
     except SecureError as error:
         if error.kind == BadShares.kind:
             told = FailureRequest(type=error.kind, detail=f"refused in step {task.kind}: {error}")

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import retention
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.problems import TENSOR_REFUSALS, WrongState
+from promptfed.coordinator.problems import TENSOR_REFUSALS, WrongState, first_error
 from promptfed.coordinator.store.lexicon import FEATURES, WORDS, LexiconMetadata
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.tensors import TensorError, check
@@ -60,9 +60,8 @@ def _checked(upload: Upload, federation: Federation) -> LexiconMetadata:
     try:
         about = LexiconMetadata.model_validate(metadata)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "words and class_names"
-        raise TensorError("bad-metadata", f"the metadata of a lexicon: {where}: {first['msg']}") from None
+        text = first_error(error, "words and class_names")
+        raise TensorError("bad-metadata", f"the metadata of a lexicon: {text}") from None
     wanted = {WORDS: ((len(about.words), federation.shape.d_t), "float32")}
     wanted[FEATURES] = ((len(about.class_names), federation.shape.d_e), "float32")
     check(tensors, wanted)

@@ -7,7 +7,7 @@ hashes, the whole run does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from promptfed.coordinator.problems import NoState, NotAMean, NotFound, Refusal,
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
 from promptfed.coordinator.store.tensor_blobs import room
+from promptfed.shared.api.replay_schemas import ReplayedState, ReplayedUpdate
 from promptfed.shared.methods.core.checks.rule_checks import check_flame, check_krum, check_means
 from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
@@ -72,21 +73,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One state, computed again.
+    """One state, computed again: what the report says of it, and its tensors."""
 
-    ``same``: it came to the recorded hash, from a state that has its recorded hash too. ``moved``: from the state
-    before to the committed one, ``distance``: from there to this one; L2 over the tensors that both have in one shape.
-    """
-
-    origin: str
-    state_hash: str
-    replayed: Tensors
-    replayed_hash: str
-    same: bool
-    counted: dict[str, float]
-    judged: dict[str, Judged]
-    moved: float
-    distance: float
+    report: ReplayedState
+    tensors: Tensors
 
 
 def replay(registry: Registry, federation: Federation, round: int, what_if: WhatIf) -> list[Replayed]:
@@ -214,17 +204,22 @@ def _again(registry: Registry, federation: Federation, step: Step, what_if: What
     replayed_hash, committed = state_hash(made), _stored(registry, step.state)
     intact = step.before is None or state_hash(before) == step.before.state_hash
     intact = intact and state_hash(committed) == step.state.state_hash
-    return Replayed(
+    report = ReplayedState(
         origin=step.origin,
         state_hash=step.state.state_hash,
-        replayed=made,
         replayed_hash=replayed_hash,
         same=intact and replayed_hash == step.state.state_hash,
-        counted={client: weight for client, weight, _ in updates},
-        judged=rule.judged,
         moved=_distance(before, committed),
         distance=_distance(committed, made),
+        updates=[_update(client, weight, rule.judged.get(client)) for client, weight, _ in updates],
     )
+    return Replayed(report, made)
+
+
+def _update(client: str, weight: float, judged: Judged | None) -> ReplayedUpdate:
+    if judged is None:
+        return ReplayedUpdate(client=client, weight=weight, verdict="counted", influence=None, distance=None)
+    return ReplayedUpdate(client=client, weight=weight, **asdict(judged))
 
 
 def computed(

@@ -246,13 +246,9 @@ def accept_failure(
         if task.accepted is not None:
             raise problems.AlreadyAnswered("this task was answered before it was reported as failed: its answer stands")
         _expect_open(change.federation, task)
-        _note_failure(change, task, request)
+        change.session.get_one(TaskRow, task.id).failure = request.model_dump()
         change.send(events.Failed(client.name, clock.monotonic()))
     registry.metrics.failed(request.type)
-
-
-def _note_failure(change: Change, task: AskedTask, request: FailureRequest) -> None:
-    change.session.get_one(TaskRow, task.id).failure = request.model_dump()
 
 
 def decided(federation: Federation, task: AskedTask, kind: str | None, digest: str | None) -> bool:
@@ -369,6 +365,4 @@ def _metadata(value: object) -> UpdateMetadata:
     try:
         return UpdateMetadata.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "promptfed"
-        raise problems.BadMetadata(f"metadata {place}: {first['msg']}") from None
+        raise problems.BadMetadata(f"metadata {problems.first_error(error, 'promptfed')}") from None

@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.engine import audit
+from promptfed.coordinator.problems import first_error
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.backend import CannotOpen, DatabaseAway, one_line
 from promptfed.coordinator.store.blobs import Blobs, DamagedBlob, digest_of
@@ -97,8 +98,7 @@ def _specs(session: Session, blobs: Blobs) -> Iterator[str]:
                 session.execute(select(FederationRow.spec).where(FederationRow.id == id)).scalar_one()
             )
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            yield f"the spec of {name}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+            yield f"the spec of {name}: {first_error(error)}"
         except json.JSONDecodeError as error:
             yield f"the spec of {name}: {one_line(error)}"
 

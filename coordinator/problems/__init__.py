@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from promptfed.coordinator.problems.base import MEDIA_TYPE as MEDIA_TYPE
 from promptfed.coordinator.problems.base import Refusal as Refusal
+from promptfed.coordinator.problems.base import first_error as first_error
 
 # Any request
 

@@ -197,12 +197,7 @@ def _drift_job(
         global_state.use_threads(federation)
         states = (learned_prompts(federation.method, _state(registry, state)) for state in (first, before, digest))
         start, earlier, now = states
-        return {
-            name: schemas.TensorDrift(
-                distance=d.distance, relative=d.relative, step=d.step, relative_step=d.relative_step
-            )
-            for name, d in prompt_metrics.drift(start, now, earlier).items()
-        }
+        return prompt_metrics.drift(start, now, earlier)
 
     return job
 

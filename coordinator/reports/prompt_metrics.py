@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load
 from torch import Tensor
 
+from promptfed.shared.api.insight_schemas import TensorDrift
 from promptfed.shared.tensors import norm
 
 COLUMNS = 1 << 16  # entries of all updates that are worked on together in float64
@@ -25,22 +26,9 @@ Source = Path | bytes
 SAMPLE = 256  # words whose nearest other word says how far apart words are
 
 
-@dataclass(frozen=True)
-class Drift:
-    """How far a tensor is from its start (L2), and that in multiples of the start's own norm (None where it is 0).
-
-    ``step`` is the same from an earlier state; None where that has no such tensor.
-    """
-
-    distance: float
-    relative: float | None
-    step: float | None = None
-    relative_step: float | None = None
-
-
 def drift(
     start: Mapping[str, Tensor], now: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None
-) -> dict[str, Drift]:
+) -> dict[str, TensorDrift]:
     """The drift of each tensor that both have in one shape, and its step since ``before``.
 
     Rows that joined later have no start.
@@ -50,9 +38,11 @@ def drift(
         if start[name].shape == now[name].shape and start[name].numel():
             length = norm({name: start[name]})
             distance, step = _distance(name, start, now), _distance(name, before or {}, now)
-            in_lengths = [value / length if length > 0 and value is not None else None for value in (distance, step)]
+            relative, relative_step = (
+                value / length if length > 0 and value is not None else None for value in (distance, step)
+            )
             assert distance is not None
-            drifts[name] = Drift(distance, in_lengths[0], step, in_lengths[1])
+            drifts[name] = TensorDrift(distance=distance, relative=relative, step=step, relative_step=relative_step)
     return drifts
 
 

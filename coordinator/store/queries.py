@@ -15,7 +15,7 @@ T = TypeVar("T", bound=Base)
 def page(
     session: Session, query: Select[T], column: InstrumentedAttribute[str], limit: int, after: str | None
 ) -> tuple[list[T], str | None]:
-    """At most ``limit`` rows in order of ``column``, from behind ``after``; the last one's value if more rows follow."""
+    """At most ``limit`` rows in order of ``column``, from behind ``after``; the last one's value if more follow."""
     if after is not None:
         query = query.where(column > after)
     rows = list(session.scalars(query.order_by(column).limit(limit + 1)))
