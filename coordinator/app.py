@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
@@ -80,7 +79,7 @@ ROUTERS = (
 
 
 class Application(FastAPI):
-    """The calls of a round, and behind them all that the framework does for any other request."""
+    """The coordinator's application. Calls of a round take a short way; FastAPI answers all other requests."""
 
     def __init__(self, settings: Settings, **options: Any):
         super().__init__(**options)
@@ -94,6 +93,12 @@ class Application(FastAPI):
         """Answer one request."""
         scope["app"] = self
         await self._calls(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        """FastAPI's own description, with the form of refusals."""
+        schema = super().openapi()
+        schema["components"]["schemas"]["Problem"] = Problem.model_json_schema()
+        return schema
 
 
 def create_app(settings: Settings) -> Application:
@@ -109,7 +114,6 @@ def create_app(settings: Settings) -> Application:
         separate_input_output_schemas=False,
     )
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     for module in ROUTERS:
         app.include_router(module.router)
     app.add_exception_handler(problems.Refusal, _refused)
@@ -121,21 +125,6 @@ def create_app(settings: Settings) -> Application:
     app.add_exception_handler(DamagedBlob, _damaged)
     app.add_exception_handler(Exception, _broken)
     return app
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's own description, with the form of refusals and the names of clients' messages."""
-    if app.openapi_schema is None:
-        schema = get_openapi(
-            title=app.title,
-            version=app.version,
-            summary=app.summary,
-            routes=app.routes,
-            separate_input_output_schemas=False,
-        )
-        schema["components"]["schemas"]["Problem"] = Problem.model_json_schema()
-        app.openapi_schema = schema
-    return app.openapi_schema
 
 
 @asynccontextmanager

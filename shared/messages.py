@@ -20,6 +20,7 @@ MOST_PEERS = 1000  # clients that a task describes to another client
 PROBLEM_BASE = "https://promptfed.invalid/problems/"
 
 FederationState = Literal["enrolling", "running", "paused", "finished", "failed", "cancelled"]
+ENDED: tuple[FederationState, ...] = ("finished", "failed", "cancelled")
 Role = Literal["trainer", "evaluator"]
 TaskKind = Literal["train", "share", "mask", "confirm", "unmask", "evaluate"]
 Fraction = Annotated[float, Field(ge=0, le=1)]

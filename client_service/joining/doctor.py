@@ -29,7 +29,6 @@ from promptfed.client_service.joining.checks import (
 )
 from promptfed.client_service.joining.disclosure import Disclosure, disclose
 from promptfed.client_service.joining.enrolment import (
-    ENDED,
     check_backbone,
     check_declaration,
     check_protocol,
@@ -47,7 +46,7 @@ from promptfed.client_service.settings import Settings, make_settings, read_toke
 from promptfed.client_service.training.data import domain_of, open_data
 from promptfed.shared.clip import Backbone, BackboneError, shape_of
 from promptfed.shared.data import Source
-from promptfed.shared.messages import EnrolmentInfo
+from promptfed.shared.messages import ENDED, EnrolmentInfo
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.spec.spec import BackboneSpec, SpecError

@@ -24,8 +24,6 @@ from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.secagg.keys import public_identity, sign
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
-ENDED = ("finished", "failed", "cancelled")
-
 
 def choose_device(wanted: str) -> str:
     """``auto`` is the first CUDA device, else the CPU."""

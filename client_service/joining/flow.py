@@ -15,7 +15,6 @@ from promptfed.client_service.http.coordinator_client import CoordinatorClient
 from promptfed.client_service.joining.checks import Check, check_clock, check_data, check_device
 from promptfed.client_service.joining.disclosure import Declared, Disclosure, disclose
 from promptfed.client_service.joining.enrolment import (
-    ENDED,
     check_backbone,
     check_declaration,
     check_protocol,
@@ -47,7 +46,7 @@ from promptfed.client_service.training.trainer import SitePrivacy, SiteRules, Ta
 from promptfed.shared.clip import Backbone, BackboneError, FeatureCache, shape_of
 from promptfed.shared.clip.sizes import shape_by_name
 from promptfed.shared.data import DataError, Source
-from promptfed.shared.messages import EnrolmentInfo, EnrolRequest
+from promptfed.shared.messages import ENDED, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.spec.spec import BackboneShape, SpecError

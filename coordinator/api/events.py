@@ -12,11 +12,11 @@ from sqlalchemy import select
 
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Informed, IsViewer, RegistryOf
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import EVENTS, Registry
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.store.backend import DatabaseAway
 from promptfed.coordinator.store.tables import EventRow
+from promptfed.shared.messages import ENDED
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["results"])
 

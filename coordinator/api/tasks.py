@@ -15,7 +15,6 @@ from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import tensors_at
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.http.blob_file import first_byte
@@ -23,7 +22,7 @@ from promptfed.coordinator.http.uploads import Incoming, Uploads, announced_dige
 from promptfed.coordinator.operations import exchanges, submissions
 from promptfed.coordinator.store.fault_points import point
 from promptfed.shared.api.api_schemas import Receipt, UpdateReceipt
-from promptfed.shared.messages import EvaluationRequest, FailureRequest, Task
+from promptfed.shared.messages import ENDED, EvaluationRequest, FailureRequest, Task
 
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["tasks"])
 

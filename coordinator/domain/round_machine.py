@@ -15,7 +15,6 @@ from promptfed.coordinator.domain.run_state import (
     ACCEPTED,
     BUDGET_SPENT,
     DAMAGED,
-    ENDED,
     EVALUATION,
     MOST_CLIENTS,
     QUORUM_MISSED,
@@ -27,7 +26,7 @@ from promptfed.coordinator.domain.run_state import (
     SecureStep,
     Stage,
 )
-from promptfed.shared.messages import FederationState, Role, TaskKind
+from promptfed.shared.messages import ENDED, FederationState, Role, TaskKind
 
 
 class WrongMoment(Exception):

@@ -12,7 +12,6 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 
 AskStatus = Literal["open", "answered", "failed", "withdrawn", "discarded", "expired", "cancelled"]
 DueJob = Literal["join", "aggregate"]
-ENDED: tuple[FederationState, ...] = ("finished", "failed", "cancelled")
 QUORUM_MISSED = "quorum_missed"
 BUDGET_SPENT = "privacy_budget"
 DAMAGED = "damaged: "

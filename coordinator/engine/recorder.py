@@ -13,13 +13,13 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.domain import clock, events, facts
 from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.round_machine import Machine
-from promptfed.coordinator.domain.run_state import ENDED, AskStatus, Run
+from promptfed.coordinator.domain.run_state import AskStatus, Run
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.batch import Batch, Row, count_tasks, insert_tasks
 from promptfed.coordinator.store.blobs import Held
 from promptfed.coordinator.store.tables import ClientRow, FederationRow, PhaseRow, TaskRow
-from promptfed.shared.messages import TaskKind
+from promptfed.shared.messages import ENDED, TaskKind
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 from promptfed.shared.spec.weighting import shares
 

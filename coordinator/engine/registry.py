@@ -24,7 +24,6 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import json_logs, recovery
 from promptfed.coordinator.engine.committer import Committer, Stopped
 from promptfed.coordinator.engine.last_seen import LastSeen
@@ -39,6 +38,7 @@ from promptfed.coordinator.store.leases import Fenced, Leases
 from promptfed.coordinator.store.tables import OperatorRow
 from promptfed.coordinator.store.writable import Writable
 from promptfed.shared.api.access_schemas import OperatorRole
+from promptfed.shared.messages import ENDED
 from promptfed.shared.privacy.noise import Noise, SecretNoise
 
 log = logging.getLogger("promptfed.coordinator")

@@ -10,10 +10,10 @@ from sqlalchemy import Select, func, select, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import FederationRow, PhaseRow, StateRow, TaskRow, UpdateRow
+from promptfed.shared.messages import ENDED
 
 AT_ONCE = 500  # digests that one query asks for
 TURN_SECONDS = 0.001  # left to others, since who lets go of a lock and takes it again at once is mostly the first

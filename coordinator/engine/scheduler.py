@@ -18,7 +18,6 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import deletion, expiry, jobs, json_logs, retention
 from promptfed.coordinator.engine.committer import Stopped
 from promptfed.coordinator.engine.malloc import give_back
@@ -27,6 +26,7 @@ from promptfed.coordinator.engine.wakeups import wait
 from promptfed.coordinator.problems import FederationMoving, NotFound, Refusal
 from promptfed.coordinator.store.backend import DatabaseAway, InUse
 from promptfed.coordinator.store.blobs import DamagedBlob
+from promptfed.shared.messages import ENDED
 
 log = logging.getLogger("promptfed.coordinator")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Client, EnrolmentToken, Federation
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.recovery import client_of
@@ -17,7 +16,7 @@ from promptfed.coordinator.store.batch import Row
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow
 from promptfed.coordinator.store.tokens import digest
-from promptfed.shared.messages import MOST_PEERS, PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
+from promptfed.shared.messages import ENDED, MOST_PEERS, PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks.client_checks import check_clients, check_hopeless
 from promptfed.shared.methods.core.interface.base import Method, MethodError

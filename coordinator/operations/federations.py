@@ -17,7 +17,6 @@ from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import audit, jobs, recovery, retention
 from promptfed.coordinator.engine.disk_room import disk_told, no_room
 from promptfed.coordinator.engine.registry import Registry
@@ -28,6 +27,7 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow
 from promptfed.shared.canonical import canonical_json
+from promptfed.shared.messages import ENDED
 from promptfed.shared.methods import check_fits, resolve_spec
 from promptfed.shared.methods.core.checks.client_checks import allowed_rounds, check_hopeless
 from promptfed.shared.methods.core.interface.base import MethodError

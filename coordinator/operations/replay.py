@@ -19,7 +19,6 @@ from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.aggregation.private_mean import Terms
 from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine import private_jobs, secure_jobs
 from promptfed.coordinator.engine.jobs import FORGOTTEN
 from promptfed.coordinator.engine.registry import Registry
@@ -29,6 +28,7 @@ from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
 from promptfed.coordinator.store.tensor_blobs import room
 from promptfed.shared.api.replay_schemas import ReplayedState, ReplayedUpdate
+from promptfed.shared.messages import ENDED
 from promptfed.shared.methods.core.checks.rule_checks import check_flame, check_krum, check_means
 from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.spec.spec_aggregation import AggregationSpec

@@ -16,7 +16,6 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.aggregation.changes import change_norm
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Client, Federation, OpenTask
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.engine.recorder import Change, open_task
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.operations import mending
@@ -27,7 +26,14 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, TaskRow, UpdateRow
 from promptfed.coordinator.store.upload import Upload
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import EvaluationRequest, FailureRequest, SpendReport, UpdateMetadata, receipt_body
+from promptfed.shared.messages import (
+    ENDED,
+    EvaluationRequest,
+    FailureRequest,
+    SpendReport,
+    UpdateMetadata,
+    receipt_body,
+)
 from promptfed.shared.methods.core.sizes import HEADER, change_limit
 from promptfed.shared.privacy.accounting import training_event
 from promptfed.shared.secagg.keys import is_signed

@@ -10,11 +10,11 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.domain.run_state import ENDED
-from promptfed.coordinator.reports.central_privacy import central_privacy
+from promptfed.coordinator.reports.privacy import central_privacy
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, FederationRow
 from promptfed.shared.api import api_schemas as schemas
+from promptfed.shared.messages import ENDED
 
 
 def federation_view(session: Session, federation: Federation) -> schemas.FederationView:

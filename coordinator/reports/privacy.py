@@ -1,20 +1,25 @@
-"""Differential privacy of a federation, from the rows: what its clients have planned, spent and refused."""
+"""Differential privacy of a federation: what its clients planned, spent and refused, and the cost of its own noise."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Client, Federation
-from promptfed.coordinator.reports.spent import spent_privacy
+from promptfed.coordinator.engine.private_jobs import released
 from promptfed.coordinator.store.tables import EvaluationRow, ExchangeRow, PhaseRow, SumRow, TaskRow, UpdateRow
+from promptfed.shared.api import report_schemas
+from promptfed.shared.api.api_schemas import CentralPrivacyView
 from promptfed.shared.api.privacy_schemas import FAILURES, ClientPrivacy, PrivacyView, SpendList, SpendView
 from promptfed.shared.messages import PayloadReceipt, PrivacyEvent, SpendReport, Witness, Witnesses
+from promptfed.shared.methods.core.checks.client_checks import costs, drowned, noised_phases
+from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.privacy.accounting import ACCOUNTANT, RELATION, training_event
+from promptfed.shared.privacy.client_level import Drowned
 
 MOST_RECEIPTS = 256  # that one client is shown: more witnesses than any policy asks for
 
@@ -27,13 +32,10 @@ def spends_of(session: Session, federation: Federation, client: Client) -> Spend
 
 def _spends(session: Session, federation: Federation, client: str | None = None) -> dict[str, list[SpendView]]:
     """By client, of all or of one."""
-    found: dict[str, list[SpendView]] = {}
-    for name, spend in (
-        *_of_updates(session, federation, client),
-        *_of_evaluations(session, federation, client),
-    ):
-        found.setdefault(name, []).append(spend)
-    return {name: sorted(some, key=lambda one: (one.at, one.round, one.phase)) for name, some in found.items()}
+    spends: dict[str, list[SpendView]] = {}
+    for name, spend in (*_of_updates(session, federation, client), *_of_evaluations(session, federation, client)):
+        spends.setdefault(name, []).append(spend)
+    return {name: sorted(own, key=lambda spend: (spend.at, spend.round, spend.phase)) for name, own in spends.items()}
 
 
 def _of_updates(session: Session, federation: Federation, client: str | None) -> Iterator[tuple[str, SpendView]]:
@@ -44,21 +46,9 @@ def _of_updates(session: Session, federation: Federation, client: str | None) ->
         for row in _answers(session, federation, client, table, *columns):
             spent = spent_privacy(row.metrics or {})
             if spent is not None:
-                yield (
-                    row.client,
-                    SpendView(
-                        round=row.round,
-                        phase=row.name.partition("/")[0],
-                        task_id=row.id,
-                        release=row.sent.removeprefix("sha256:") if table is UpdateRow else None,
-                        events=[_event(federation, federation.clients[row.client], row.metrics)],
-                        epsilon=spent.epsilon,
-                        epsilon_replace_one=spent.epsilon_replace_one,
-                        delta=spent.delta,
-                        noise=spent.noise,
-                        at=row.received_at,
-                    ),
-                )
+                release = row.sent.removeprefix("sha256:") if table is UpdateRow else None
+                event = _event(federation, federation.clients[row.client], row.metrics)
+                yield row.client, _spend(row, spent, [event], release, split="train")
 
 
 def _event(federation: Federation, client: Client, metrics: dict[str, Any]) -> PrivacyEvent:
@@ -76,21 +66,29 @@ def _of_evaluations(session: Session, federation: Federation, client: str | None
     for row in _answers(session, federation, client, EvaluationRow, *columns):
         if row.body.get("privacy") is not None:
             spent = SpendReport.model_validate(row.body["privacy"])
-            yield (
-                row.client,
-                SpendView(
-                    round=row.round,
-                    phase=row.name,
-                    task_id=row.id,
-                    split="test",
-                    release=None,
-                    events=spent.events,
-                    epsilon=spent.epsilon,
-                    delta=spent.delta,
-                    noise=spent.noise,
-                    at=row.received_at,
-                ),
-            )
+            yield row.client, _spend(row, spent, spent.events, None, split="test")
+
+
+def _spend(
+    row: Any,
+    spent: report_schemas.SpentPrivacy | SpendReport,
+    events: list[PrivacyEvent],
+    release: str | None,
+    split: Literal["train", "test"],
+) -> SpendView:
+    return SpendView(
+        round=row.round,
+        phase=row.name.partition("/")[0],
+        task_id=row.id,
+        split=split,
+        release=release,
+        events=events,
+        epsilon=spent.epsilon,
+        epsilon_replace_one=spent.epsilon_replace_one if split == "train" else None,
+        delta=spent.delta,
+        noise=spent.noise,
+        at=row.received_at,
+    )
 
 
 def _answers(session: Session, federation: Federation, client: str | None, table: Any, *columns: Any) -> Iterator[Any]:
@@ -107,10 +105,10 @@ def _answers(session: Session, federation: Federation, client: str | None, table
 def privacy_view(session: Session, federation: Federation) -> PrivacyView:
     """Of all clients together, with what the operator should know."""
     given = federation.spec.privacy
-    trainers = [one for _, one in sorted(federation.clients.items()) if one.role == "trainer"]
+    trainers = [client for _, client in sorted(federation.clients.items()) if client.role == "trainer"]
     protected = given.level == "sample"
     spent = _spends(session, federation) if protected else {}
-    clients = [_of_client(one, spent.get(one.name, [])) for one in trainers] if protected else []
+    clients = [_of_client(client, spent.get(client.name, [])) for client in trainers] if protected else []
     tasks = select(TaskRow.failure).where(TaskRow.federation_id == federation.id, TaskRow.failure.is_not(None))
     kinds = Counter(failure["type"] for failure in session.scalars(tasks))
     sums = (
@@ -137,7 +135,7 @@ def privacy_view(session: Session, federation: Federation) -> PrivacyView:
 
 
 def _of_client(client: Client, everything: list[SpendView]) -> ClientPrivacy:
-    spends = [one for one in everything if one.split == "train"]
+    spends = [spend for spend in everything if spend.split == "train"]
     last = spends[-1] if spends else None
     return ClientPrivacy(
         client=client.name,
@@ -149,7 +147,7 @@ def _of_client(client: Client, everything: list[SpendView]) -> ClientPrivacy:
         delta=last.delta if last is not None else None,
         noise_multiplier=last.events[0].z if last is not None else None,
         noise=last.noise if last is not None else None,
-        spent=[one.epsilon for one in spends],
+        spent=[spend.epsilon for spend in spends],
     )
 
 
@@ -163,24 +161,24 @@ def _withheld(session: Session, federation: Federation) -> int:
 
 
 def _warnings(federation: Federation, clients: list[ClientPrivacy]) -> list[str]:
-    found = []
+    warnings = []
     if federation.privacy is None and federation.spec.secure_aggregation is None:
-        found.append("nothing is protected: whoever has the prompts or an update can test for a training image")
-    seeded = [one.client for one in clients if one.noise == "seeded"]
+        warnings.append("nothing is protected: whoever has the prompts or an update can test for a training image")
+    seeded = [client.client for client in clients if client.noise == "seeded"]
     if seeded:
-        found.append(f"noise of a seed, which protects nothing: {', '.join(seeded)}")
-    silent = [one.client for one in clients if one.planned is None]
+        warnings.append(f"noise of a seed, which protects nothing: {', '.join(seeded)}")
+    silent = [client.client for client in clients if client.planned is None]
     if silent:
-        found.append(f"have not said how they train, by an older version: {', '.join(silent)}")
+        warnings.append(f"have not said how they train, by an older version: {', '.join(silent)}")
     over = [
-        one.client
-        for one in clients
-        if one.planned and one.epsilon and one.epsilon > one.planned.epsilon_planned * 1.01
+        client.client
+        for client in clients
+        if client.planned and client.epsilon and client.epsilon > client.planned.epsilon_planned * 1.01
     ]
     if over:
         text = "ε of the ledger is over what this federation was to cost: other federations share it"
-        found.append(f"{text}: {', '.join(over)}")
-    return found
+        warnings.append(f"{text}: {', '.join(over)}")
+    return warnings
 
 
 def witnesses(session: Session, federation: Federation, round: int, phase: str) -> Witnesses:
@@ -203,3 +201,51 @@ def witnesses(session: Session, federation: Federation, round: int, phase: str) 
             signed = PayloadReceipt.model_validate(receipt)
             receipts.append(Witness(**signed.model_dump(), payload_sha256=payload))
     return Witnesses(round=round, phase=phase, receipts=receipts)
+
+
+def spent_privacy(metrics: Mapping[str, float]) -> report_schemas.SpentPrivacy | None:
+    """What an update cost its client, as it is stored among its metrics; None where it was not protected."""
+    if "privacy_epsilon" not in metrics:
+        return None
+    noise: Literal["secret", "seeded"] = "seeded" if metrics["privacy_seeded"] else "secret"
+    return report_schemas.SpentPrivacy(
+        epsilon=metrics["privacy_epsilon"],
+        epsilon_replace_one=metrics.get("privacy_replace_one"),
+        delta=metrics["privacy_delta"],
+        noise_multiplier=metrics["privacy_z"],
+        noise=noise,
+    )
+
+
+def central_privacy(session: Session, federation: Federation) -> CentralPrivacyView | None:
+    """What protecting whole clients costs, and how much its noise leaves; None where no noise protects them."""
+    given, rules = federation.spec.privacy, federation.rules
+    if not given.protects_clients or federation.absent is not None:
+        return None
+    clients = max(len(federation.run.trainers()), rules.min_clients)
+    noise = _drowned(federation, clients)
+    planned = costs(federation.spec, noised_phases(federation.method, rules.last_round, rules.rounds))
+    return CentralPrivacyView.model_validate(
+        {
+            **costs(federation.spec, released(session, federation)),
+            **{name.replace("epsilon", "epsilon_planned"): value for name, value in planned.items()},
+            "delta": given.delta,
+            "clip": given.clip,
+            "noise_multiplier": given.noise_multiplier,
+            "sampling": federation.spec.participation.sampling,
+            "budget_rounds": rules.budget_rounds,
+            "clients": clients,
+            "ratio": noise.ratio if noise is not None else None,
+            "after_rounds": noise.after_rounds if noise is not None else None,
+            "warnings": [noise.told()] if noise is not None and noise.ratio > 1 else [],
+        }
+    )
+
+
+def _drowned(federation: Federation, clients: int) -> Drowned | None:
+    if federation.shape is None:
+        return None
+    try:
+        return drowned(federation.method, federation.spec, federation.context(), clients)
+    except MethodError:
+        return None

@@ -14,15 +14,15 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator.aggregation.changes import far_off
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.domain.run_state import ENDED
 from promptfed.coordinator.problems import NoState, NotFound
 from promptfed.coordinator.reports import secure_rounds
 from promptfed.coordinator.reports.pieces import AT_ONCE, json_pieces, separated
-from promptfed.coordinator.reports.spent import spent_privacy
+from promptfed.coordinator.reports.privacy import spent_privacy
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.database import Database
 from promptfed.coordinator.store.tables import Base, EvaluationRow, PhaseRow, StateRow, TaskRow, UpdateRow
 from promptfed.shared.api import report_schemas
+from promptfed.shared.messages import ENDED
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
 
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.secure_steps import MASK, TRAIN
-from promptfed.coordinator.reports.spent import spent_privacy
+from promptfed.coordinator.reports.privacy import spent_privacy
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
 from promptfed.shared.api import report_schemas
 
@@ -47,15 +47,17 @@ def secure_report(session: Session, federation: Federation, stages: Sequence[Pha
 
 def _privacy(session: Session, stages: Sequence[PhaseRow]) -> dict[str, report_schemas.SpentPrivacy] | None:
     """What its masked vector has cost each client that sent one; None where nothing was protected."""
+    vectors = _masked_vectors(session, stages)
+    spent = {task.client: spent_privacy(exchange.metrics or {}) for task, exchange in vectors}
+    return {client: cost for client, cost in spent.items() if cost is not None} or None
+
+
+def _masked_vectors(session: Session, stages: Sequence[PhaseRow]) -> list[tuple[TaskRow, ExchangeRow]]:
+    """The tasks of an attempt's step mask and their answers, without these' bodies, in order of client name."""
     masks = [stage.id for stage in stages[MASK : MASK + 1]]
-    query = (
-        select(TaskRow.client, ExchangeRow.metrics)
-        .join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
-        .where(TaskRow.phase_id.in_(masks))
-        .order_by(TaskRow.client)
-    )
-    spent = {row.client: spent_privacy(row.metrics or {}) for row in session.execute(query)}
-    return {client: one for client, one in spent.items() if one is not None} or None
+    query = select(TaskRow, ExchangeRow).join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
+    answered = query.where(TaskRow.phase_id.in_(masks)).order_by(TaskRow.client)
+    return [(task, exchange) for task, exchange in session.execute(answered.options(defer(ExchangeRow.body)))]
 
 
 def _step(session: Session, stage: PhaseRow) -> report_schemas.SecureStepReport:
@@ -92,16 +94,10 @@ def troubles(
 
 def counted(session: Session, stages: Sequence[PhaseRow]) -> list[report_schemas.CountedUpdate]:
     """Whose masked vectors are in the sum, with their digests: of these bytes nothing of an update can be read."""
-    masks = [stage.id for stage in stages[MASK : MASK + 1]]
-    query = (
-        select(TaskRow.client, TaskRow.weight, ExchangeRow.digest)
-        .join(ExchangeRow, ExchangeRow.task_id == TaskRow.id)
-        .where(TaskRow.phase_id.in_(masks), TaskRow.counted)
-        .order_by(TaskRow.client)
-    )
     return [
-        report_schemas.CountedUpdate(client=row.client, sha256=row.digest, weight=row.weight or 0.0)
-        for row in session.execute(query)
+        report_schemas.CountedUpdate(client=task.client, sha256=exchange.digest, weight=task.weight or 0.0)
+        for task, exchange in _masked_vectors(session, stages)
+        if task.counted
     ]
 
 

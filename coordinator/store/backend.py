@@ -9,15 +9,15 @@ from sqlalchemy.exc import DBAPIError
 
 
 class CannotOpen(Exception):
-    """The store is not to be opened as things are; the text says in one line why and what to do."""
+    """The store cannot be opened; the text says in one line why and what to do."""
 
 
 class InUse(CannotOpen):
-    """Another coordinator works on it."""
+    """Another coordinator uses the store."""
 
 
 class DatabaseAway(Exception):
-    """The database does not answer, or no longer gives its lock; the text says why."""
+    """The database does not answer, or has lost the lock; the text says why."""
 
 
 class Backend(ABC):
@@ -34,7 +34,7 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse a database that cannot keep what we promise. Raises CannotOpen."""
+        """Refuse a database that does not meet the requirements. Raises CannotOpen."""
 
     @abstractmethod
     def why_away(self, error: DBAPIError) -> str | None:
@@ -46,15 +46,15 @@ class Backend(ABC):
 
     @abstractmethod
     def is_damaged(self, error: DBAPIError) -> bool:
-        """Whether the database finds that what it reads is not what it wrote."""
+        """Whether the error reports damaged data."""
 
     @abstractmethod
     def erase(self) -> None:
-        """Overwrite what was deleted, as far as this is ours to do."""
+        """Overwrite deleted rows on disk, where the coordinator owns the files."""
 
     @abstractmethod
     def cut(self) -> None:
-        """End every connection, also those that a thread waits on: its wait ends with an error."""
+        """Close every connection. Threads that wait for one get an error."""
 
 
 def one_line(error: object) -> str:

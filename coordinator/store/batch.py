@@ -1,8 +1,9 @@
-"""Rows that a transaction writes many at once: one statement for each table, whatever their number."""
+"""Rows that a transaction writes together: one statement for each table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, select, update
@@ -14,6 +15,7 @@ from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.postgres import together
 from promptfed.coordinator.store.tables import (
     AuditRow,
+    Base,
     BlobRow,
     ClientRow,
     EvaluationRow,
@@ -64,17 +66,10 @@ _COUNT = (
     .where(TaskRow.id == bindparam("key"))
     .values(counted=True, weight=bindparam("share"))
 )
-_TASKS = insert(TaskRow.__table__)  # type: ignore[arg-type]
-_UPDATES = insert(UpdateRow.__table__)  # type: ignore[arg-type]
-_EVALUATIONS = insert(EvaluationRow.__table__)  # type: ignore[arg-type]
-_EXCHANGES = insert(ExchangeRow.__table__)  # type: ignore[arg-type]
-_EVENTS = insert(EventRow.__table__).inline()  # type: ignore[arg-type]  # nobody asks for their numbers
-_CLIENTS = insert(ClientRow.__table__)  # type: ignore[arg-type]
-_AUDIT = insert(AuditRow.__table__)  # type: ignore[arg-type]
 
 
 class Batch:
-    """What waits to be written, by table; nothing of it is in the database before ``write``."""
+    """Rows that wait to be written, by table; none is in the database before ``write``."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
@@ -94,7 +89,7 @@ class Batch:
         self._settled.append({"key": task_id, "to": status, "at": at})
 
     def write(self, session: Session) -> None:
-        """Write it all, after what the session itself has to write: rows may name those."""
+        """Write all rows, after the session's own, which they may refer to."""
         session.flush()
         connection = session.connection()
         if self.objects:
@@ -115,34 +110,39 @@ class Batch:
             keys = [{"digest": digest, "key": self.objects[digest]} for digest in sorted(self.objects)]
             connection.execute(_OBJECTS[connection.dialect.name], keys)
         for statement, waiting in (
-            (_CLIENTS, self.clients),
+            (_inserted(ClientRow), self.clients),
             (_USE, [{"key": digest, "times": times} for digest, times in self.tokens.items()]),
-            (_AUDIT, self.audit),
+            (_inserted(AuditRow), self.audit),
             (_SETTLE, self._settled),
-            (_UPDATES, self.updates),
-            (_EVALUATIONS, self.evaluations),
-            (_EXCHANGES, self.exchanges),
-            (_EVENTS, self.events),
+            (_inserted(UpdateRow), self.updates),
+            (_inserted(EvaluationRow), self.evaluations),
+            (_inserted(ExchangeRow), self.exchanges),
+            (_inserted(EventRow).inline(), self.events),  # nobody asks for their numbers
         ):
             if waiting:
                 connection.execute(statement, waiting)
                 waiting.clear()
 
 
+@cache
+def _inserted(table: type[Base]) -> Insert:
+    return insert(table.__table__)  # type: ignore[arg-type]
+
+
 def insert_tasks(session: Session, rows: list[Row]) -> None:
-    """Add tasks at once; of those that the session holds as objects, none may be among them."""
+    """Insert tasks with one statement. The session must not hold any of them as objects."""
     if rows:
-        session.connection().execute(_TASKS, rows)
+        session.connection().execute(_inserted(TaskRow), rows)
 
 
 def serve_tasks(session: Session, payloads: Mapping[str, tuple[str, int]]) -> None:
-    """Write down digest and size of each task's payload, by the task's id; as ``insert_tasks``."""
+    """Store digest and size of each task's payload, by task id. The session must not hold these tasks as objects."""
     if payloads:
         rows = [{"key": id, "digest": digest, "size": size} for id, (digest, size) in payloads.items()]
         session.connection().execute(_SERVE, rows)
 
 
 def count_tasks(session: Session, weights: Mapping[str, float | None]) -> None:
-    """Write down that tasks count, and with which weight, by the task's id; as ``insert_tasks``."""
+    """Store that tasks count, and their weights, by task id. The session must not hold these tasks as objects."""
     if weights:
         session.connection().execute(_COUNT, [{"key": id, "share": weight} for id, weight in weights.items()])

@@ -21,7 +21,7 @@ REMEMBERED_BYTES = 8 << 20
 
 
 Named = Callable[[Session, list[str]], set[str]]
-"""Those of some digests that a row names."""
+"""Returns those of some digests that a row refers to."""
 
 
 class BlobRows:
@@ -31,7 +31,7 @@ class BlobRows:
         self._database = database
 
     def read(self, digests: Sequence[str]) -> dict[str, bytes]:
-        """The contents of those that are there."""
+        """The contents of the blobs that exist, by digest."""
         with self._database.read() as session:
             found = session.connection().execute(
                 select(BlobRow.digest, BlobRow.content).where(BlobRow.digest.in_(digests))
@@ -39,13 +39,13 @@ class BlobRows:
             return {row.digest: row.content for row in found}
 
     def keys(self, digests: Sequence[str]) -> dict[str, str]:
-        """The keys of those that are objects."""
+        """The keys of the blobs that are objects, by digest."""
         with self._database.read() as session:
             query = select(ObjectRow.digest, ObjectRow.key).where(ObjectRow.digest.in_(digests))
             return {row.digest: row.key for row in session.execute(query)}
 
     def all(self) -> list[str]:
-        """Digests of all of both kinds."""
+        """Digests of all rows and objects."""
         with self._database.read() as session:
             return [*session.scalars(select(BlobRow.digest)), *session.scalars(select(ObjectRow.digest))]
 
@@ -55,10 +55,10 @@ class BlobRows:
             return set(session.scalars(select(ObjectRow.key)))
 
     def remove(self, digests: Iterable[str], named: Named | None = None) -> tuple[list[str], list[str]]:
-        """Remove those of ``digests`` that there are; the digests that are gone, and the keys that nobody has any more.
+        """Remove blobs; returns the removed digests, and the keys of objects that are no longer used.
 
-        With ``named`` only what it does not name: others may be about to name them, and wait for this transaction,
-        or have done so before it.
+        named: keeps the digests that it returns. Other coordinators may refer to a digest before or after this
+        transaction, and wait for it.
         """
         wanted = sorted(digests)
         gone: list[str] = []
@@ -79,7 +79,7 @@ class BlobRows:
 
 
 class Remembered:
-    """Contents that were asked for last, within a bound: all clients of a phase mostly get one payload."""
+    """The contents that were read last, up to ``most`` bytes: most clients of a phase get the same payload."""
 
     def __init__(self, most: int = REMEMBERED_BYTES):
         self._most = most
@@ -88,7 +88,7 @@ class Remembered:
         self._bytes = 0
 
     def get(self, digest: str) -> bytes | None:
-        """The content, if it is remembered."""
+        """The content, if it is cached."""
         with self._lock:
             content = self._contents.get(digest)
             if content is not None:
@@ -96,7 +96,7 @@ class Remembered:
             return content
 
     def add(self, digest: str, content: bytes) -> None:
-        """Remember it, and forget what was asked for longest ago."""
+        """Cache the content, and drop the least recently used ones."""
         with self._lock:
             if digest in self._contents or len(content) > self._most:
                 return

@@ -1,10 +1,10 @@
-"""Blobs: bytes under the name of their SHA-256, whole or not there at all.
+"""Blobs: bytes stored under their SHA-256, either complete or absent.
 
-Small ones are rows (``blob_rows``), written by the transaction that names them; larger ones are files, on the disk
-before it, or objects of an object store (``bucket``), put there before it, with copies in a folder (``cache``). What
-was kept as a file by an earlier version, or before there was an object store, stays one, and is found.
+Small blobs are rows (``blob_rows``), written in the transaction that refers to them. Larger ones are files, or objects
+of an object store (``bucket``) with copies in a folder (``cache``), and are stored before that transaction. Files of
+an earlier version, or from before an object store was configured, are still read.
 
-Disks lie: at each read the bytes are compared with their digest, and the same bytes put again mend what is damaged.
+Disks can return wrong bytes: each read compares the digest, and storing the same bytes again repairs a damaged blob.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNREADABLE = (errno.ENOENT, errno.EIO)
 
 
 class DamagedBlob(Exception):
-    """The bytes that were stored under ``digest`` are not there any more; ``why`` says what is instead."""
+    """The bytes under ``digest`` are missing or have changed; ``why`` says which."""
 
     def __init__(self, digest: str, why: str):
         super().__init__(f"{digest} {why}")
@@ -52,7 +52,7 @@ def digest_of(content: bytes) -> str:
 
 
 def _digest_of_file(path: Path) -> str | None:
-    """The same of a file; None where there is none, or the disk cannot read it."""
+    """The digest of a file; None where it is missing or cannot be read."""
     try:
         with path.open("rb") as file:
             return PREFIX + hashlib.file_digest(file, "sha256").hexdigest()
@@ -63,11 +63,13 @@ def _digest_of_file(path: Path) -> str | None:
 
 
 class Blobs:
-    """The blobs of a folder, its database and a bucket, written within a ``hold``.
+    """The blobs of a folder, its database and a bucket. They are written within ``hold``.
 
-    It keeps files from being removed until the rows that name them are committed. Without ``rows`` all are files.
-    With ``bucket`` no more files are written, and of objects copies are believed only where ``copies`` is true. Where
-    several coordinators share it (``shared``), what looks unnamed may be about to be named by another one.
+    Files in ``hold`` are not removed before the rows that refer to them are committed.
+
+    rows: small blobs; without it all blobs are files. bucket: large blobs; no files are written then. copies: whether
+    cached copies of objects are used. shared: whether other coordinators use the same database, which may be about to
+    refer to a blob that no row refers to yet.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Blobs:
         self._unsynced: set[str] = set()  # there by name, but not yet for sure after a power cut
 
     def open(self) -> None:
-        """Make the folders, and remove what uploads that were cut off have left."""
+        """Create the folders, and remove the remains of interrupted uploads."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.incoming.mkdir(parents=True, exist_ok=True)
         for leftover in self.incoming.iterdir():
@@ -106,11 +108,11 @@ class Blobs:
         sync_folder(self._folder.parent)
 
     def temporary(self) -> Path:
-        """A fresh path for bytes on their way in."""
+        """A new path for incoming bytes."""
         return Path(self._temporary + str(next(self._numbers)))  # of this process, whose folder nobody else writes into
 
     def is_small(self, size: int) -> bool:
-        """Whether a blob of ``size`` bytes is to be a row."""
+        """Whether a blob of ``size`` bytes is stored as a row."""
         return self._rows is not None and size <= blob_rows.SMALL_BYTES
 
     def read(self, digest: str) -> bytes:
@@ -128,11 +130,11 @@ class Blobs:
         return self.remembered(digest) or self.places([digest])[0]
 
     def remembered(self, digest: str) -> bytes | None:
-        """The bytes, where they were asked for a short time ago: nothing is read."""
+        """The bytes, if they are in memory; nothing is read."""
         return self._remembered.get(digest)
 
     def places(self, digests: list[str]) -> list[bytes | Path]:
-        """The same of several, asked for at once. Raises DamagedBlob of the first that is not what it was."""
+        """As ``place`` for several blobs. Raises DamagedBlob for the first damaged one."""
         files = {digest: path for digest in digests if (path := self.path(digest)).exists()}
         whole = {digest for digest, path in files.items() if _digest_of_file(path) == digest}
         # A damaged file may have been mended by a row.
@@ -148,7 +150,7 @@ class Blobs:
         return [found[digest] for digest in digests]
 
     def is_intact(self, digest: str) -> bool:
-        """Whether the stored bytes are there and have this digest, whatever is remembered of them."""
+        """Whether the stored bytes have this digest; caches are not used."""
         self._cache.forget([_name(digest)])
         try:
             self.places([digest])
@@ -158,7 +160,7 @@ class Blobs:
 
     @contextmanager
     def hold(self) -> Iterator[Held]:
-        """A block within which noted files are safe from ``remove``."""
+        """A block in which ``remove`` keeps the blobs that are put."""
         held = Held(self)
         try:
             yield held
@@ -168,10 +170,10 @@ class Blobs:
                 self._held += Counter()
 
     def remove(self, digests: Iterable[str], named: Named | None = None) -> list[str]:
-        """Remove blobs that no row names, but for files that someone holds; those that are gone.
+        """Remove blobs that no row refers to, except held files; returns the removed digests.
 
-        Call it where nothing else changes: a transaction may be about to name a row's digest again. ``named`` is asked
-        once more where other coordinators may do so.
+        No other transaction may run, since it could refer to a digest again. ``named`` is asked once more where other
+        coordinators could.
         """
         gone = []
         for digest in digests:
@@ -190,7 +192,7 @@ class Blobs:
         return gone
 
     def remove_superseded(self, keys: Iterable[str]) -> None:
-        """Remove objects whose bytes have a newer one. What cannot be removed now is litter of the next start."""
+        """Remove objects that were replaced by newer ones. The next start removes what fails now."""
         if self.bucket is not None:
             try:
                 self.bucket.remove(keys)
@@ -198,9 +200,9 @@ class Blobs:
                 log.warning("%s", error)
 
     def remove_litter(self) -> int:
-        """Remove objects that have no row, what crashes have left; how many. For a start.
+        """Remove objects without a row, which crashes have left; returns how many. For the start.
 
-        Where others are at work, one that was put a short time ago may be about to get its row.
+        Where several coordinators share the store, recent objects are kept: they may be about to get their row.
         """
         if self.bucket is None or self._rows is None:
             return 0
@@ -211,15 +213,15 @@ class Blobs:
         return len(litter)
 
     def all(self) -> list[str]:
-        """Digests of all blobs, whether a row names them or not."""
+        """Digests of all blobs, whether or not a row refers to them."""
         return sorted({*self.files(), *(self._rows.all() if self._rows is not None else ())})
 
     def files(self) -> list[str]:
-        """Digests of those that are files."""
+        """Digests of the blobs that are files."""
         return [PREFIX + path.name for path in self._folder.glob("??/*")]
 
     def path(self, digest: str) -> Path:
-        """Where the blob with ``digest`` lies if it is a file."""
+        """The path of the blob with ``digest`` if it is a file."""
         name = digest.removeprefix(PREFIX)
         return self._folder / name[:2] / name
 
@@ -236,7 +238,7 @@ class Blobs:
         return True
 
     def _objects(self, digests: list[str]) -> dict[str, Path]:
-        """Where copies of those that are objects lie. Raises DamagedBlob, ObjectStoreAway."""
+        """Paths of copies of the blobs that are objects. Raises DamagedBlob, ObjectStoreAway."""
         if self._rows is None or self.bucket is None or not digests:
             return {}
         return {digest: self._copy(digest, key) for digest, key in self._rows.keys(digests).items()}
@@ -260,7 +262,7 @@ class Blobs:
             temporary.unlink(missing_ok=True)
 
     def _fetch(self, key: str, path: Path) -> str | None:
-        """Get an object into a file; its digest, or None where there is none."""
+        """Download an object to a file; returns its digest, or None if there is no object."""
         assert self.bucket is not None
         try:
             return PREFIX + write_hashed(self.bucket.parts(key), path)
@@ -272,7 +274,7 @@ class Blobs:
         return self._rows.keys([digest]).get(digest)
 
     def _put(self, temporary: Path, digest: str) -> str:
-        """Make a file an object, and the copy of it; its key."""
+        """Upload a file as an object, and cache it; returns its key."""
         assert self.bucket is not None
         point("blob-written")
         key = fresh_key(digest)
@@ -314,7 +316,7 @@ class Held:
         self.keys: dict[str, str] = {}
 
     def put(self, content: bytes) -> str:
-        """Store ``content`` durably, or have it ready for ``Change.keep``; its digest."""
+        """Store ``content`` durably, or prepare it for ``Change.keep``; returns its digest."""
         digest = digest_of(content)
         if self._blobs.is_small(len(content)):
             self.add_small(content, digest)
@@ -332,12 +334,12 @@ class Held:
         return digest
 
     def add_small(self, content: bytes, digest: str) -> None:
-        """Have a small blob ready for ``Change.keep``: a row, even if an earlier version kept a file."""
+        """Prepare a small blob for ``Change.keep``: a row, even if an earlier version has stored a file."""
         self._hold(digest)
         self.small[digest] = content
 
     def adopt(self, temporary: Path, digest: str) -> None:
-        """Make the file at ``temporary``, whose content has ``digest``, a blob, durably."""
+        """Store the file at ``temporary``, whose content has ``digest``, durably as a blob."""
         self._hold(digest)
         if self._blobs.bucket is None and self._blobs._has(digest):
             temporary.unlink()

@@ -1,4 +1,4 @@
-"""An object store by S3's protocol: bytes under keys, whole or not there at all."""
+"""An object store with the S3 protocol: bytes under keys, either complete or absent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ObjectStoreAway(OSError):
 
 
 class NoObject(Exception):
-    """Nothing lies under a key."""
+    """There is no object under this key."""
 
 
 class Bucket:
@@ -44,7 +44,7 @@ class Bucket:
     """
 
     def __init__(self, url: str):
-        """Nothing is asked for yet. Raises CannotOpen."""
+        """No request is sent yet. Raises CannotOpen."""
         try:
             from obstore.exceptions import BaseError
             from obstore.store import S3Store
@@ -75,11 +75,11 @@ class Bucket:
                 yield bytes(part)
 
     def read(self, key: str) -> bytes:
-        """All of them. Raises NoObject, ObjectStoreAway."""
+        """All bytes under ``key``. Raises NoObject, ObjectStoreAway."""
         return b"".join(self.parts(key))
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove what there is of ``keys``. Raises ObjectStoreAway."""
+        """Remove the objects under ``keys`` that exist. Raises ObjectStoreAway."""
         wanted = sorted(keys)
         for begin in range(0, len(wanted), AT_ONCE):
             with self._asked():
@@ -88,9 +88,9 @@ class Bucket:
     def blobs(self) -> Iterator[tuple[str, float]]:
         """Keys of all blobs, and when each was put, in seconds of the epoch. Raises ObjectStoreAway."""
         with self._asked():
-            for some in self._store.list(BLOBS):
-                for one in some:
-                    yield one["path"], one["last_modified"].timestamp()
+            for listed in self._store.list(BLOBS):
+                for blob in listed:
+                    yield blob["path"], blob["last_modified"].timestamp()
 
     def name(self) -> str | None:
         """The name by which a database knows this prefix. Raises ObjectStoreAway."""
@@ -104,7 +104,7 @@ class Bucket:
         self.put(ID_KEY, f"{name}\n".encode())
 
     def probe(self) -> None:
-        """Write a little, and take it away again. Raises ObjectStoreAway."""
+        """Write and remove a small object. Raises ObjectStoreAway."""
         key = PROBE_KEY + secrets.token_hex(8)
         self.put(key, b"probe")
         self.remove([key])
@@ -126,7 +126,7 @@ def fresh_key(digest: str) -> str:
 
 
 def _may_be_plain(endpoint: str | None) -> bool:
-    """Whether requests may go unencrypted: to this machine, or where the environment says so."""
+    """Whether unencrypted requests are allowed: to this machine, or where the environment allows them."""
     if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
         return True
     return endpoint is not None and is_loopback(urlsplit(endpoint).hostname or "")

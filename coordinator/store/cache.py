@@ -1,4 +1,4 @@
-"""Objects as files: a folder with copies of those that were asked for last."""
+"""A folder with copies of the objects that were read last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IN_USE_SECONDS = 60.0  # after which nobody to whom a path was given is about to
 
 
 class ObjectCache:
-    """A folder of copies, by the hexadecimal digest of their bytes, within ``most`` bytes but for those just used."""
+    """Copies of objects under their hexadecimal digest, at most ``most`` bytes; copies in use are kept beyond that."""
 
     def __init__(self, folder: Path, most: int = MOST_BYTES):
         self._folder = folder
@@ -29,15 +29,15 @@ class ObjectCache:
             left.unlink()
 
     def path(self, name: str) -> Path:
-        """Where the copy of that name is if there is one."""
+        """The path of the copy with that name, which may not exist."""
         return self._folder / name
 
     def touch(self, name: str) -> None:
-        """The copy was asked for."""
+        """Note that the copy was used."""
         os.utime(self.path(name))
 
     def adopt(self, temporary: Path, name: str) -> Path:
-        """Take a file, which goes into the folder; its place there."""
+        """Move a file into the folder; returns its path there."""
         path, size = self.path(name), temporary.stat().st_size
         with self._lock:
             self._bytes += size - (path.stat().st_size if path.exists() else 0)

@@ -1,4 +1,4 @@
-"""Transactions: writers take turns; readers see the last commit and wait for nobody."""
+"""Transactions: one writer at a time; readers see the last commit and never wait."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ CLOSE_SECONDS = 1.0
 class Database:
     """The tables, on a backend.
 
-    Once a connection is lost, nothing is read or written before ``come_back``: a commit whose answer was lost may have
-    happened, so what the caller holds in memory may be behind the tables, and the lock may have been another's.
+    After a lost connection nothing is read or written before ``come_back``: a commit without an answer may have
+    happened, so the caller's memory may be older than the tables, and another coordinator may have had the lock.
     """
 
     def __init__(self, backend: Backend):
@@ -45,7 +45,7 @@ class Database:
         self._turn = threading.Lock()
 
     def connect(self, wait_seconds: float) -> None:
-        """Take the database, waiting until it answers and is free. Raises DatabaseAway, CannotOpen."""
+        """Connect and lock, waiting until the database answers and is free. Raises DatabaseAway, CannotOpen."""
         end = time.monotonic() + wait_seconds
         warned = False
         while True:
@@ -142,11 +142,11 @@ class Database:
         return isinstance(error, DBAPIError) and self.backend.is_full(error)
 
     def is_damaged(self, error: Exception) -> bool:
-        """Whether ``error`` says that the database's own file is not what it was."""
+        """Whether ``error`` says that the database's file is damaged."""
         return isinstance(error, DBAPIError) and self.backend.is_damaged(error)
 
     def cannot_be_read(self, error: SQLAlchemyError) -> str:
-        """One line on a database that answers, and cannot be used."""
+        """One line about a database that answers but cannot be used."""
         cause = error.orig if isinstance(error, DBAPIError) else error
         text_ = f"the database at {self.backend.place} cannot be used: {one_line(cause)}"
         damaged = ": its file is damaged, put a backup back (docs/guides/operate.md, back up and restore)"
@@ -158,13 +158,13 @@ class Database:
             return bool(session.execute(text("SELECT 1")).scalar() == 1)
 
     def beat(self) -> None:
-        """Ask for a sign of life from the connection that holds the lock. Raises DatabaseAway."""
+        """Check the connection that holds the lock. Raises DatabaseAway."""
         if not self.backend.in_folder:
             with self.write() as session:
                 session.execute(text("SELECT 1"))
 
     def come_back(self) -> None:
-        """Connect afresh. Raises DatabaseAway; InUse where another coordinator holds the lock."""
+        """Reconnect. Raises DatabaseAway; InUse where another coordinator holds the lock."""
         with self._turn:
             self.backend.reader.dispose()
             for last in (False, True):
@@ -182,18 +182,18 @@ class Database:
             self.away = None
 
     def cut(self, why: str) -> None:
-        """Give up a server that neither answers nor refuses: whoever waits for it is told so."""
+        """Give up a server that does not answer: threads that wait for it get an error."""
         if not self.backend.in_folder:
             self._lose(why)
             self.backend.cut()
 
     def erase(self) -> None:
-        """Leave nothing of deleted rows in the database's files, where they are ours. Raises DatabaseAway."""
+        """Overwrite deleted rows in the database's files, where the coordinator owns them. Raises DatabaseAway."""
         with self._turn, self._watched():
             self.backend.erase()
 
     def close(self) -> None:
-        """Let go of it. A thread that still waits for its answer does so no longer."""
+        """Close all connections. A thread that still waits for an answer gets an error."""
         free = self._turn.acquire(timeout=CLOSE_SECONDS)
         if not free:
             self.backend.cut()

@@ -10,11 +10,11 @@ from promptfed.coordinator.store.backend import InUse
 
 
 class FolderInUse(InUse):
-    """Another coordinator works on the folder."""
+    """Another coordinator uses the folder."""
 
 
 class FolderLock:
-    """A lock that the system lets go of when the process ends, however it ends."""
+    """A lock that the system releases when the process ends."""
 
     def __init__(self, folder: Path):
         self._path = folder / "lock"

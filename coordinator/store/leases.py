@@ -1,9 +1,9 @@
-"""Who carries out which federation, where several coordinators work on one database.
+"""Leases: which of several coordinators on one database runs which federation.
 
-Each coordinator says every second that it is there. A federation has a lease: its holder, and an epoch that grows with
-every change of holder. Whoever finds a lease free, or its holder silent for ``LEASE_SECONDS``, takes it over. Every
-transaction on a federation first looks at its lease, and keeps it from being taken until it is over: who was paused
-and comes back finds another epoch, and commits nothing. All times are the database's.
+Each coordinator writes a sign of life every second. A federation's lease has a holder, and an epoch that grows with
+every change of holder. A coordinator takes a lease that is free, or whose holder was silent for ``LEASE_SECONDS``.
+Every transaction on a federation first locks its lease: a coordinator that was paused and continues finds another
+epoch, and commits nothing. All times are the database's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NOW = literal_column("extract(epoch FROM clock_timestamp())::double precision", 
 
 
 class Fenced(Exception):
-    """The federation is another coordinator's: nothing may be written of it here."""
+    """Another coordinator holds the federation's lease: this one must not write."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A federation by name, and the address of who carries it out; None while nobody does."""
+    """A federation, and the address of the coordinator that runs it (None: nobody does)."""
 
     id: str
     name: str
@@ -41,17 +41,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Look:
-    """What a look has found: federations that are another's now, and those that nobody carries out."""
+    """Leases that this coordinator has lost, and those that are free."""
 
     lost: list[str]
     free: list[str]
 
 
 class Leases:
-    """The leases of one coordinator, which is reached at ``url``.
+    """The leases of one coordinator, whose address is ``url``.
 
-    ``held``: epochs of the leases that it has, by federation. ``engine`` makes connections of its own, so that no
-    transaction on federations delays what is said here; ``backend``: the process id of the session that writes them.
+    held: epochs of its leases, by federation. engine: separate connections, so that transactions on federations do not
+    delay signs of life. backend: the database's process id of the session that writes federations.
     """
 
     def __init__(self, engine: Engine, url: str, backend: Callable[[], int | None]):
@@ -68,29 +68,29 @@ class Leases:
 
     @property
     def stale(self) -> bool:
-        """Whether all leases may be others' by now: this coordinator has said too long ago that it is there."""
+        """Whether others may have taken all leases: the last sign of life is too old."""
         return time.monotonic() - self._renewed > LEASE_SECONDS
 
     def place(self, asked: str) -> Place | None:
-        """The federation with this id or name, as the last look has found it."""
+        """The federation with this id or name, as of the last look."""
         return self._places.get(asked)
 
     def places(self) -> set[str]:
-        """Ids and names of all federations that the last look has found."""
+        """Ids and names of all federations, as of the last look."""
         return set(self._places)
 
     def register(self) -> None:
-        """Be there from now on; a coordinator of before at the same address is not any more. Raises SQLAlchemyError."""
+        """Remove earlier coordinators at the same address. Raises SQLAlchemyError."""
         with self._session() as session:
             gone = (CoordinatorRow.url == self.url) | (CoordinatorRow.seen < NOW - FORGOTTEN_SECONDS)
             session.execute(delete(CoordinatorRow).where(gone))
 
     @contextmanager
     def renew(self) -> Iterator[Look]:
-        """Say that this coordinator is there, and look at all leases. Raises SQLAlchemyError.
+        """Write a sign of life, and look at all leases. Raises SQLAlchemyError.
 
-        It is fresh at the end of the block, in which the caller lets go of what was lost: whoever was paused for long
-        answers nothing before that.
+        The leases are fresh at the end of the block, in which the caller lets go of those that were lost: a
+        coordinator that was paused for long answers nothing before that.
         """
         asked = time.monotonic()
         with self._session() as session:
@@ -120,8 +120,8 @@ class Leases:
             ).all()
         with self._lock:
             held = dict(self.held)
-        found = {row.id: row for row in rows}
-        lost = [id for id in before & set(held) if id not in found or not self._is_mine(found[id], held[id])]
+        mine = {row.id: row.epoch for row in rows if row.holder == self.id}
+        lost = [id for id in before & set(held) if mine.get(id) != held[id]]
         free = [row.id for row in rows if row.url is None or (row.holder == self.id and row.id not in held)]
         shown = [row for row in rows if row.state != DELETING]
         by_id = {row.id: Place(row.id, row.name, row.url) for row in shown}
@@ -130,16 +130,16 @@ class Leases:
         return Look(lost, free)
 
     def look_again(self) -> None:
-        """See what had been committed when this was called; however many ask, one looks. Raises SQLAlchemyError."""
+        """Look at all leases unless another thread has done so since the call. Raises SQLAlchemyError."""
         asked = time.monotonic()
         with self._looking:
             if self._looked < asked:
                 self.look()
 
     def take(self, id: str) -> bool:
-        """Take a lease that nobody holds, or whose holder is silent; whether it is this coordinator's now.
+        """Take a lease that is free or whose holder is silent; returns whether this coordinator holds it now.
 
-        Whoever stopped in the middle of a transaction on it is hung up, and the lease taken at the next attempt.
+        A holder that stopped within a transaction is disconnected, and the lease is taken at the next attempt.
         Raises SQLAlchemyError.
         """
         with self._session() as session:
@@ -158,18 +158,18 @@ class Leases:
         return True
 
     def add(self, session: Session, id: str) -> None:
-        """In the transaction that creates a federation: it is this coordinator's."""
+        """Insert this coordinator's lease, in the transaction that creates a federation."""
         session.execute(insert(LeaseRow).values(federation_id=id, holder=self.id, epoch=1))
 
     def added(self, id: str, name: str) -> None:
-        """That transaction is committed."""
+        """Note the lease of a federation whose creation is committed."""
         place = Place(id, name, self.url)
         with self._lock:
             self.held[id] = 1
         self._places = {**self._places, name: place, id: place}
 
     def check(self, session: Session, id: str) -> None:
-        """Keep a lease until the transaction is over. Raises Fenced where it is not this coordinator's."""
+        """Lock a lease until the transaction ends. Raises Fenced where another coordinator holds it."""
         with self._lock:
             epoch = self.held.get(id)
         mine = (LeaseRow.federation_id == id, LeaseRow.holder == self.id, LeaseRow.epoch == epoch)
@@ -180,32 +180,29 @@ class Leases:
             raise Fenced(id)
 
     def removed(self, id: str) -> None:
-        """It is deleted for everybody: nobody is to look for it elsewhere."""
+        """Forget the place of a deleted federation."""
         self._places = {key: place for key, place in self._places.items() if place.id != id}
 
     def let_go(self, id: str) -> None:
-        """Another one holds it, or it is deleted."""
+        """Forget a lease that another coordinator holds, or of a deleted federation."""
         with self._lock:
             self.held.pop(id, None)
 
     def let_go_of_all(self) -> None:
-        """What is held in memory may be behind the tables: all is taken again."""
+        """Forget all leases, since memory may be older than the tables; they are taken again."""
         with self._lock:
             self.held.clear()
 
     def release(self) -> None:
-        """Give all leases to whoever is there, and be there no longer. Raises SQLAlchemyError."""
+        """Release all leases, and remove this coordinator. Raises SQLAlchemyError."""
         self.let_go_of_all()
         with self._session() as session:
             session.execute(update(LeaseRow).where(LeaseRow.holder == self.id).values(holder=None))
             session.execute(delete(CoordinatorRow).where(CoordinatorRow.id == self.id))
 
     def close(self) -> None:
-        """Let go of its connections."""
+        """Close the connections."""
         self._engine.dispose()
-
-    def _is_mine(self, row: object, epoch: int) -> bool:
-        return (getattr(row, "holder", None), getattr(row, "epoch", None)) == (self.id, epoch)
 
     def _say_so(self, session: Session) -> None:
         known = {"seen": NOW, "backend": self._backend()}
@@ -214,7 +211,7 @@ class Leases:
             session.execute(insert(CoordinatorRow).values(id=self.id, url=self.url, **known))
 
     def _add_missing(self, session: Session) -> None:
-        """Leases of federations that a coordinator has created which was alone."""
+        """Insert leases of federations that a coordinator without leases has created."""
         missing = ~select(LeaseRow.epoch).where(LeaseRow.federation_id == FederationRow.id).exists()
         ids = list(session.scalars(select(FederationRow.id).where(missing)))
         for id in ids:
@@ -227,7 +224,7 @@ class Leases:
         return session.execute(select(CoordinatorRow.id).where(*seen)).first() is not None
 
     def _hang_up(self, session: Session, id: str) -> None:
-        """End the session of a silent holder that keeps its lease locked: it has stopped in a transaction."""
+        """Disconnect a silent holder that keeps its lease locked: it stopped within a transaction."""
         query = (
             select(func.pg_terminate_backend(cast(CoordinatorRow.backend, Integer)))  # it takes no bigint
             .join(LeaseRow, LeaseRow.holder == CoordinatorRow.id)

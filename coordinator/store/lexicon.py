@@ -1,7 +1,7 @@
-"""What only a backbone knows, as it is kept: word embeddings, and text features of bare class names.
+"""Stored constants of a frozen backbone: word embeddings, and text features of bare class names.
 
-Both are constants of a frozen backbone. With them the coordinator, which has none, can tell which words the contexts of
-any round are nearest to, and what a generator of prompts makes for each client.
+The coordinator has no backbone. With these it finds the words nearest to the contexts of any round, and what a prompt
+generator makes for each client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WORDS, FEATURES = "word_embeddings", "class_features"
 
 
 class LexiconMetadata(BaseModel):
-    """What a lexicon says of itself: the words and the class names that the rows of its two tensors stand for."""
+    """The words and class names of the rows of a lexicon's two tensors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,7 +42,7 @@ class Lexicon:
 
 
 def read_lexicon(blobs: Blobs, sha256: str) -> Lexicon:
-    """A kept lexicon; a large one's tensors are mapped, not read."""
+    """A stored lexicon; the tensors of a large one are memory-mapped."""
     tensors, metadata = blobs.tensors(sha256)
     about = LexiconMetadata.model_validate(metadata)
     features = dict(zip(about.class_names, tensors[FEATURES], strict=True))

@@ -1,4 +1,4 @@
-"""Opening the store: the data folder, its lock, the database, and that these two belong together."""
+"""Opening the store: the data folder, its lock and the database, which must belong together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SQLITE_FILE = "coordinator.sqlite3"
 
 @dataclass
 class Store:
-    """Rows, blobs, and the folder's lock; among several coordinators this one's leases."""
+    """The opened folder, database and blobs; with several coordinators also this one's leases."""
 
     lock: FolderLock
     database: Database
@@ -44,10 +44,10 @@ class Store:
 
 
 def open_store(settings: Settings) -> Store:
-    """Take the data folder and the database, waiting for this one, and bring its tables up to date.
+    """Lock the data folder and the database, waiting for the database, and upgrade its tables.
 
     Raises:
-        CannotOpen: another coordinator has the one or the other, or they do not fit this coordinator or each other.
+        CannotOpen: another coordinator uses one of them, or they do not fit this version or each other.
         DatabaseAway: the database did not answer in time.
         OSError: the folder cannot be used.
     """
@@ -77,10 +77,10 @@ def open_store(settings: Settings) -> Store:
 
 
 def open_to_look(settings: Settings) -> Store:
-    """Take the data folder and the database as they are: nothing is made, swept away or brought up to date.
+    """Lock the data folder and the database without changing them: nothing is created, removed or upgraded.
 
     Raises:
-        CannotOpen: another coordinator has the one or the other, or there is none of this version's form.
+        CannotOpen: another coordinator uses one of them, or they are not of this version.
         DatabaseAway: the database did not answer in time.
         OSError: the folder cannot be used.
     """
@@ -108,7 +108,7 @@ def open_to_look(settings: Settings) -> Store:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Mode 0700 also where the folder was there before: the database and the updates lie in it."""
+    """Set mode 0700 also on an existing folder: it holds the database and the updates."""
     if folder.stat().st_mode & 0o077 == 0:
         return
     try:
@@ -131,9 +131,9 @@ def bucket_of(settings: Settings) -> Bucket | None:
 
 
 def _tie(folder: Path, blobs: Blobs, database: Database) -> str:
-    """Give a new folder and a new database one name, and refuse two that do not belong together.
+    """Give a new folder and a new database one name, and refuse two that do not belong together. Returns the name.
 
-    Files that no row names are swept away: with another folder's database that would be all of them. The name.
+    Files that no row refers to are removed later: with the database of another folder that would be all of them.
     """
     file = folder / ID_FILE
     in_folder = file.read_text().strip() if file.exists() else None
@@ -159,13 +159,13 @@ def _tie(folder: Path, blobs: Blobs, database: Database) -> str:
 
 
 def _tie_objects(bucket: Bucket | None, database: Database, name: str) -> None:
-    """The same with an object store: what has no row there is swept away too."""
+    """As ``_tie`` for an object store, whose objects without rows are removed too."""
     if not _expect_objects(bucket, database, name) and bucket is not None:
         bucket.give_name(name)
 
 
 def _expect_objects(bucket: Bucket | None, database: Database, name: str) -> bool:
-    """Whether the bucket has this database's name; False: it is new to it. Raises CannotOpen where it has another's."""
+    """Whether the bucket has this database's name (False: it has none yet). Raises CannotOpen for another name."""
     with database.read() as session:
         any_row = session.scalars(select(ObjectRow.digest).limit(1)).first() is not None
     if bucket is None:

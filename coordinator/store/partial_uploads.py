@@ -1,8 +1,8 @@
-"""Bodies that come in several requests: what has arrived of each lies in a file until it is whole or not wanted.
+"""Bodies that arrive in several requests. The received part is a file until the body is complete or not needed.
 
-A file is named after its federation and task, the digest and the length that were announced, so that a restart goes on
-with it and nothing else has to be remembered. A task has one at most: the bytes of another digest take the place of
-the earlier ones. What is on the disk is believed to be a beginning only; the digest is compared over the whole.
+The file's name has the federation, the task, and the announced digest and length, so that a restart continues without
+further records. A task has at most one file: bytes with another digest replace it. The digest is checked over the
+complete body.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from promptfed.shared.files import sync_folder
 
 ABANDONED_SECONDS = 24 * 3600.0
-"""After which a body is given up whose task is not known here: of several coordinators, another may have it."""
+"""After which a body of an unknown task is removed: another coordinator may have the task."""
 
 
 class TakenOver(Exception):
-    """A newer request goes on with the same body."""
+    """A newer request continues the same body."""
 
 
 @dataclass
 class _Task:
-    """The requests under way for one task's body: one at a time has the ``turn``, the ``newest`` is to have it next."""
+    """The current requests for one task's body: one has the ``turn``, the ``newest`` gets it next."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the file
@@ -38,7 +38,7 @@ class _Task:
 
 
 class PartialUpload:
-    """One request's turn with a body. All but ``interrupt`` belongs into a thread."""
+    """One request's turn with a body. Call all methods but ``interrupt`` in a thread."""
 
     def __init__(self, task: _Task, path: Path, length: int):
         self.path = path
@@ -47,22 +47,22 @@ class PartialUpload:
         self._task = task
 
     def interrupt(self) -> None:
-        """End the request's reading at once, from the event loop."""
+        """Stop the request's reading at once. Call it on the event loop."""
         if self.limit is not None:
             self.limit.reschedule(asyncio.get_running_loop().time())
 
     @property
     def is_newest(self) -> bool:
-        """Whether no newer request has come."""
+        """Whether there is no newer request."""
         return self._task.newest is self
 
     def size(self) -> int:
-        """How many bytes have arrived, once nothing is being written."""
+        """How many bytes have arrived; waits for a write to end."""
         with self._task.lock:
             return self._size()
 
     def append(self, position: int, parts: list[bytes]) -> None:
-        """Write what begins at ``position``. Raises TakenOver where something else has been written meanwhile."""
+        """Append bytes that begin at ``position``. Raises TakenOver if others were written meanwhile."""
         with self._task.lock:
             if self._size() != position:
                 raise TakenOver
@@ -73,7 +73,7 @@ class PartialUpload:
                         left = left[file.write(left) :]
 
     def sync(self) -> None:
-        """What has arrived outlives the machine's end."""
+        """Make the received bytes durable."""
         with self._task.lock:
             if self.path.exists():
                 with self.path.open("rb+") as file:
@@ -81,7 +81,7 @@ class PartialUpload:
                 sync_folder(self.path.parent)
 
     def remove(self) -> None:
-        """Forget it."""
+        """Remove the file."""
         with self._task.lock:
             self.path.unlink(missing_ok=True)
 
@@ -93,24 +93,23 @@ class PartialUpload:
 
 
 class PartialUploads:
-    """Those of a data folder."""
+    """The partial uploads of a data folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "partial"
         self._tasks: dict[tuple[str, str], _Task] = {}  # those with requests under way, by client and task
 
     def open(self) -> None:
-        """Make the folder; what lies in it stays."""
+        """Create the folder; existing files stay."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @asynccontextmanager
     async def held(
         self, federation: str, client: str, task_id: str, digest: str, length: int
     ) -> AsyncIterator[PartialUpload]:
-        """The body of a client's task. An older request that is still reading ends first; what it has read is written.
+        """The body of a client's task. An older request that is still reading ends first, and its bytes are written.
 
-        ``federation`` and ``client`` are ids, ``task_id`` as well before anything is done with the body; ``digest`` is
-        ``sha256:<hex>``. On the event loop.
+        federation, client, task_id: ids. digest: ``sha256:<hex>``. Call it on the event loop.
         """
         task = self._tasks.setdefault((client, task_id), _Task())
         name = f"{federation}.{task_id}.{digest.partition(':')[2]}.{length}"
@@ -127,14 +126,14 @@ class PartialUploads:
                 del self._tasks[client, task_id]
 
     def others(self, mine: PartialUpload) -> list[Path]:
-        """Other bodies of the same task."""
+        """Files with other bodies of the same task."""
         federation, task_id, *_ = mine.path.name.split(".")
         return [path for path in self.folder.glob(f"{federation}.{task_id}.*") if path != mine.path]
 
     def sweep(self, is_open: Callable[[str, str], bool | None]) -> None:
-        """Remove those of tasks that are over.
+        """Remove files of tasks that are over.
 
-        ``is_open`` says it by federation and task, or None where nobody here knows: then by their age.
+        is_open: whether a task, by federation and id, is open; None if unknown here, which keeps recent files.
         """
         for path in self.folder.glob("*.*.*.*"):
             federation, task_id, *_ = path.name.split(".")

@@ -1,4 +1,4 @@
-"""PostgreSQL: the connection that writes also holds the lock, so that nothing is ever written without it."""
+"""PostgreSQL. The writing connection also holds the lock, so nothing is written without it."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ READERS = 8
 
 
 class PostgreSQL(Backend):
-    """One database (or schema) of a server, for one coordinator at a time, or for several (``shared``).
+    """One database (or schema) of a server, for one coordinator, or for several (``shared``).
 
-    An advisory lock of the session keeps others out, or those that work alone. It is taken when the one connection that
-    writes is made, and gone when that connection is. Among several, ``leases`` are kept over a connection of their own,
-    and ``writing`` is the process id of the session that writes.
+    An advisory lock of the session excludes other coordinators, or with ``shared`` those that work alone. The writing
+    connection takes it when it is made, and it ends with that connection. ``leases`` is for the leases of several
+    coordinators; ``writing`` is the server's process id of the writing session.
     """
 
     in_folder = False
 
     def __init__(self, url: str, shared: bool = False):
-        """Nothing is connected yet. Raises CannotOpen."""
+        """Does not connect yet. Raises CannotOpen."""
         self.shared = shared
         self.writing: int | None = None
         try:
@@ -79,7 +79,7 @@ class PostgreSQL(Backend):
         self._on_connect(self.reader, self._prepare_reader)
 
     def check(self) -> None:
-        """The encoding must hold every name, and one setting of the server's is worth a warning."""
+        """Require an encoding that holds every name; warn about ``fsync=off``."""
         with self.writer.connect() as connection:
             encoding = connection.exec_driver_sql("SHOW server_encoding").scalar()
             fsync = connection.exec_driver_sql("SHOW fsync").scalar()
@@ -90,7 +90,7 @@ class PostgreSQL(Backend):
             log.warning("the database server runs with fsync=off: a power cut can lose updates answered with 201")
 
     def why_away(self, error: DBAPIError) -> str | None:
-        """The server ended, refused or restarted, or it has become one that only reads."""
+        """The server ended, refused or restarted, or it is read-only now."""
         errors = self._driver.errors
         gone = (self._driver.OperationalError, self._driver.InterfaceError, errors.ReadOnlySqlTransaction)
         if isinstance(error.orig, gone) and not self.is_full(error):
@@ -105,10 +105,10 @@ class PostgreSQL(Backend):
         return isinstance(error.orig, self._driver.errors.DiskFull)
 
     def erase(self) -> None:
-        """The server's own files are for it to clean (VACUUM)."""
+        """The server cleans its own files (VACUUM)."""
 
     def cut(self) -> None:
-        """Shut the sockets: a thread that waits for an answer finds the end of the stream."""
+        """Shut the sockets down: threads that wait for an answer find the end of the stream."""
         for connection in list(self._open):
             try:
                 with socket.socket(fileno=os.dup(connection.fileno())) as copy:
@@ -148,21 +148,21 @@ class PostgreSQL(Backend):
 
 
 def take_turns(connection: SQLConnection) -> None:
-    """Until this transaction is over no other coordinator does what a start does once."""
+    """Exclude other coordinators from starting until this transaction ends."""
     connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended('promptfed start', 0))")
 
 
 def chain_audit_log(connection: SQLConnection) -> None:
-    """Until this transaction is over no other coordinator adds to the audit log, whose entries are numbered."""
+    """Exclude other coordinators from the audit log, whose entries are numbered, until this transaction ends."""
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended('promptfed audit log', 0))")
 
 
 @contextmanager
 def together(connection: SQLConnection) -> Iterator[None]:
-    """A block whose statements PostgreSQL is sent without waiting for each: none may be asked for what it gives.
+    """A block whose statements PostgreSQL receives without waiting for each (pipeline mode); results are not available.
 
-    Raises DBAPIError at the end of the block for a statement that fails, as the statement itself would.
+    Raises DBAPIError at the end of the block for a statement that fails.
     """
     if connection.dialect.name != "postgresql":
         yield

@@ -1,4 +1,4 @@
-"""The coordinator's own key, which signs states. It lies in the data folder, for its owner alone."""
+"""The coordinator's signing key for states, in a file of the data folder that only its owner can read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ KEY_FILE = "signing.key"
 
 
 class Signer:
-    """Signs with the key of a data folder, made at its first start, or with a ``given`` one.
+    """Signs with the key of a data folder, which the first start creates, or with a ``given`` one.
 
     Raises:
-        CannotOpen: the file is there and holds no Ed25519 key, or a given one is not there.
+        CannotOpen: the file holds no Ed25519 key, or the given file does not exist.
     """
 
     def __init__(self, data_dir: Path, given: Path | None = None):

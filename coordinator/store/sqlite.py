@@ -1,4 +1,4 @@
-"""SQLite in WAL mode, every commit on the disk before it is answered."""
+"""SQLite in WAL mode; every commit is on the disk before it is answered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READERS_MILLISECONDS = 500  # of waiting for readers of an older commit, while n
 
 
 class SQLite(Backend):
-    """One file in the data folder. The folder's lock keeps other coordinators out, and a file does not go away."""
+    """One file in the data folder, whose lock excludes other coordinators."""
 
     in_folder = True
 
@@ -29,7 +29,7 @@ class SQLite(Backend):
         self.reader = _engine(path, "BEGIN", pool_size=16)
 
     def check(self) -> None:
-        """Nothing is to be refused: the pragmas below see to durability."""
+        """Nothing to check: the pragmas below ensure durability."""
 
     def why_away(self, error: DBAPIError) -> str | None:
         return None  # a file does not go away
@@ -44,9 +44,9 @@ class SQLite(Backend):
         return isinstance(cause, sqlite3.DatabaseError) and cause.sqlite_errorcode & 0xFF in damaged
 
     def erase(self) -> None:
-        """Empty the write-ahead log, which holds deleted rows until it is written over.
+        """Empty the write-ahead log, which holds deleted rows until it is overwritten.
 
-        Where a reader still needs it, or the disk refuses, later commits write over it: the deletion stands.
+        If a reader still needs it or the disk refuses, later commits overwrite it; the deletion itself holds.
         """
         connection = self.writer.raw_connection()
         cursor = connection.cursor()
@@ -61,7 +61,7 @@ class SQLite(Backend):
             connection.close()
 
     def cut(self) -> None:
-        """There is nothing to end: no wait is longer than ``busy_timeout``."""
+        """Nothing to close: no wait is longer than ``busy_timeout``."""
 
 
 def _engine(path: Path, begin: str, pool_size: int) -> Engine:

@@ -1,7 +1,7 @@
-"""The tables. A run's rows are written together with the event that changed it, so that they always hold a whole step.
+"""The tables. A run's rows are written in the transaction of the event that changed it, so they hold complete steps.
 
-Times are RFC 3339 text in UTC: they are shown, never computed with (deadlines run on a monotonic clock). On every
-database text is compared by code point and whole numbers have 64 bits, as in SQLite and Python.
+Times are RFC 3339 text in UTC, for people only (deadlines use a monotonic clock). On every database text is compared
+by code point and whole numbers have 64 bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Base(DeclarativeBase):
 
 
 class StoreRow(Base):
-    """One row: the name by which the data folder knows its database."""
+    """One row: the name that the data folder and its database share."""
 
     __tablename__ = "store"
 
@@ -44,11 +44,11 @@ class StoreRow(Base):
 
 
 DELETING = "deleting"
-"""The state of a federation that nobody sees any more, while its rows are being deleted."""
+"""The state of a hidden federation while its rows are being deleted."""
 
 
 class FederationRow(Base):
-    """One federation: its resolved spec and where its run stands."""
+    """One federation: its resolved spec and the state of its run."""
 
     __tablename__ = "federations"
 
@@ -115,7 +115,7 @@ class OperatorRow(Base):
 
 
 class AuditRow(Base):
-    """One act. It names its federation without referring to it: the log outlives what it tells of."""
+    """One entry of the audit log. It has no foreign key to its federation: entries stay when that is deleted."""
 
     __tablename__ = "audit_log"
 
@@ -190,7 +190,7 @@ class PhaseRow(Base):
 
 
 class TaskRow(Base):
-    """One client's part of a stage. A client that is asked again after a failure gets another task."""
+    """One client's part of a stage. A client that is asked again after a failure gets a new task."""
 
     __tablename__ = "tasks"
 
@@ -294,7 +294,7 @@ class StateRow(Base):
 
 
 class EventRow(Base):
-    """What happened, in order; the id is the event stream's."""
+    """One event of the event stream, by the stream's id."""
 
     __tablename__ = "events"
     __table_args__ = (Index("ix_events_federation_id_id", "federation_id", "id"), {"sqlite_autoincrement": True})

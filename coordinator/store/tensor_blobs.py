@@ -1,4 +1,4 @@
-"""Tensors as blobs, and room for tensors: many bytes of them go through files and never lie in memory as a whole."""
+"""Tensors as blobs, and tensors in temporary files; large ones are never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from promptfed.shared.methods.core.sizes import LARGE
 from promptfed.shared.tensors import Shape, Tensors, encode, encode_file, size_of
 
 Room = Callable[..., Tensor]
-"""A tensor of a shape, to be filled; ``dtype``: float32 unless given."""
+"""Allocates a tensor of a shape, float32 unless ``dtype`` is given."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A blob that was put: its digest and its size in bytes."""
+    """A stored blob: its digest and its size in bytes."""
 
     digest: str
     size: int
 
 
 def put_tensors(blobs: Blobs, held: Held, tensors: Tensors) -> Stored:
-    """Store the bytes that ``encode`` makes of tensors, durably; small ones wait for ``Change.keep``."""
+    """Store tensors durably as safetensors; small ones wait for ``Change.keep``."""
     if size_of(tensors) < LARGE:
         content = encode(tensors)
         return Stored(held.put(content), len(content))
@@ -47,14 +47,14 @@ def put_tensors(blobs: Blobs, held: Held, tensors: Tensors) -> Stored:
 
 @contextmanager
 def room(blobs: Blobs) -> Iterator[Room]:
-    """Within the block, tensors that lie in files which nobody else sees; the disk is free once they are gone."""
+    """A block with tensors in temporary files, which are removed with the tensors."""
     made: list[Path] = []
 
     def allocate(shape: Shape, *, dtype: torch.dtype = torch.float32) -> Tensor:
         path = blobs.temporary()
         made.append(path)
-        found = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype)
-        return found.reshape(shape)
+        flat = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype)
+        return flat.reshape(shape)
 
     try:
         yield allocate

@@ -1,4 +1,4 @@
-"""Bearer tokens: of each only the SHA-256 is kept, but for the operator's, which lies in the data folder."""
+"""Bearer tokens. Only their SHA-256 is stored, except for the first operator's, a file in the data folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORTEST = 32
 
 
 def digest(token: str) -> str:
-    """SHA-256 in hexadecimal, which is all that is kept of a token."""
+    """SHA-256 of a token in hexadecimal."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -24,7 +24,7 @@ def new_token() -> str:
 
 
 def operator_token(data_dir: Path) -> str:
-    """The operator token of a data folder, made at its first start. Only the folder's owner can read it."""
+    """The operator token of a data folder, created at the first start. Only the folder's owner can read it."""
     path = data_dir / OPERATOR_FILE
     if path.exists():
         return path.read_text().strip()
@@ -34,7 +34,7 @@ def operator_token(data_dir: Path) -> str:
 
 
 def given_operator_token(path: Path) -> str:
-    """The operator token in a file that all of several coordinators are given. Raises CannotOpen."""
+    """The operator token in a file that several coordinators share. Raises CannotOpen."""
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -46,5 +46,5 @@ def given_operator_token(path: Path) -> str:
 
 
 def write_secret(path: Path, text: str, mode: int) -> None:
-    """Write ``text`` so that a reader finds all of it or no file, and never one with a wider mode."""
+    """Write ``text`` to a file with ``mode`` atomically."""
     write_whole(path, f"{text}\n".encode(), mode=mode)

@@ -1,4 +1,4 @@
-"""A body that was received and is not kept yet."""
+"""A received body that is not stored yet."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from promptfed.shared.tensors import TensorError, Tensors, decode, decode_file
 
 @dataclass(frozen=True)
 class Upload:
-    """A body: how long, its digest; ``too_large`` where it was cut off at the limit.
+    """A body with its size in bytes and its digest; ``too_large`` if it was cut off at the limit.
 
-    A small one is held in memory (``content``), a larger one lies at ``path``.
+    A small one is in memory (``content``), a larger one is the file at ``path``.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Upload:
                 self.path.unlink(missing_ok=True)
 
     def keep(self, held: Held) -> None:
-        """Make it a blob: a small one with ``Change.keep``."""
+        """Store it as a blob; a small one waits for ``Change.keep``."""
         if self.content is not None:
             held.add_small(self.content, self.sha256)
         else:

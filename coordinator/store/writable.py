@@ -1,4 +1,4 @@
-"""Whether anything can be written: a look that writes a little into the database and beside the blobs."""
+"""A check that the database and the folder of the blobs are writable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBE_BYTES = 64 << 10
 
 
 class Writable:
-    """Looks when it is asked, at most once in ``FRESH_SECONDS``."""
+    """Checks on demand, at most once in ``FRESH_SECONDS``."""
 
     def __init__(self, database: Database, blobs: Blobs):
         self._database = database
@@ -31,7 +31,7 @@ class Writable:
         self._why: str | None = None
 
     def why_not(self) -> str | None:
-        """Why nothing can be written; None where it can."""
+        """Why nothing can be written; None if writing works."""
         with self._lock:
             if time.monotonic() - self._looked >= FRESH_SECONDS:
                 before, self._why = self._why, self._look()

@@ -10,10 +10,10 @@ from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_file
-from promptfed.sdk.follow import ENDED
 from promptfed.sdk.output import console, print_json, table
 from promptfed.sdk.text import size
 from promptfed.shared.api.replay_schemas import ReplayedState, ReplayReport
+from promptfed.shared.messages import ENDED
 
 RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame")
 SHOWN = 5

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.operations import get_summary
 from promptfed.sdk.summary import FederationSummary
+from promptfed.shared.messages import ENDED
 
-ENDED = ("finished", "failed", "cancelled")
 POLL_SECONDS = 0.3
 
 

@@ -15,11 +15,12 @@ from typing import Any, Protocol, Self
 
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.follow import ENDED, Snapshot, follow
+from promptfed.sdk.follow import Snapshot, follow
 from promptfed.sdk.operations import get_federation, get_rounds
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.api.api_schemas import FederationView
 from promptfed.shared.api.report_schemas import RoundReport
+from promptfed.shared.messages import ENDED
 from promptfed.shared.spec.spec import FederationSpec
 
 FEDERATION_TAG, ROUND_TAG = "promptfed.federation", "promptfed.round"

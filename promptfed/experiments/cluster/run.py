@@ -36,8 +36,9 @@ from promptfed.sdk import operations
 from promptfed.sdk.backbone import BACKBONE_FILE
 from promptfed.sdk.client import CA_VARIABLE
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.follow import ENDED, follow
+from promptfed.sdk.follow import follow
 from promptfed.sdk.result import FederationResult
+from promptfed.shared.messages import ENDED
 from promptfed.shared.outcomes import Outcomes
 from promptfed.shared.spec.spec import FederationSpec
 

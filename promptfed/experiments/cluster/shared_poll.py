@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from promptfed.sdk.follow import ENDED
+from promptfed.shared.messages import ENDED
 
 log = logging.getLogger("promptfed.crew")
 

@@ -21,7 +21,8 @@ from promptfed.coordinator.domain.events import (
 )
 from promptfed.coordinator.domain.facts import Closed, Completed, Moved, Opened
 from promptfed.coordinator.domain.round_machine import NotEnoughTrainers, WrongMoment
-from promptfed.coordinator.domain.run_state import ENDED, PhasePlan
+from promptfed.coordinator.domain.run_state import PhasePlan
+from promptfed.shared.messages import ENDED
 from tests.support.played_run import ONE, TWO, TWO_ALL, Play, rules
 
 

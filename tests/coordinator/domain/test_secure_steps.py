@@ -22,8 +22,9 @@ from promptfed.coordinator.domain.events import (
 )
 from promptfed.coordinator.domain.facts import AttemptFailed, Closed, Opened
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.domain.run_state import ENDED, QUORUM_MISSED, Rules
+from promptfed.coordinator.domain.run_state import QUORUM_MISSED, Rules
 from promptfed.coordinator.domain.secure_steps import KINDS, steps_of
+from promptfed.shared.messages import ENDED
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from tests.support.played_run import ONE, TWO, Play, rules
 
