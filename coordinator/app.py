@@ -45,7 +45,8 @@ from promptfed.coordinator.http.body_limits import JsonBodies
 from promptfed.coordinator.http.elsewhere import Elsewhere
 from promptfed.coordinator.http.oidc import Issuer
 from promptfed.coordinator.http.uploads import Uploads
-from promptfed.coordinator.operations import bootstrap, federations, mending
+from promptfed.coordinator.operations import bootstrap, mending
+from promptfed.coordinator.operations import clients as clients_operations
 from promptfed.coordinator.reports.insights import Insights
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store import tokens
@@ -75,6 +76,16 @@ ROUTERS = (
     signing_key,
     health,
     page,
+)
+ANSWERED_AS_PROBLEMS: tuple[type[Exception], ...] = (
+    problems.Refusal,
+    RequestValidationError,
+    HTTPException,
+    OSError,
+    SQLAlchemyError,
+    DatabaseAway,
+    DamagedBlob,
+    Exception,
 )
 
 
@@ -116,14 +127,8 @@ def create_app(settings: Settings) -> Application:
     app.add_middleware(JsonBodies, seconds=settings.upload_timeout_seconds)
     for module in ROUTERS:
         app.include_router(module.router)
-    app.add_exception_handler(problems.Refusal, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(OSError, _store_failed)
-    app.add_exception_handler(SQLAlchemyError, _store_failed)
-    app.add_exception_handler(DatabaseAway, _store_away)
-    app.add_exception_handler(DamagedBlob, _damaged)
-    app.add_exception_handler(Exception, _broken)
+    for kind in ANSWERED_AS_PROBLEMS:
+        app.add_exception_handler(kind, _answer)
     return app
 
 
@@ -168,29 +173,52 @@ def _first_token(settings: Settings) -> str:
     return tokens.given_operator_token(given) if given is not None else tokens.operator_token(settings.data_dir)
 
 
-async def _answer(request: Request, refusal: problems.Refusal) -> JSONResponse:
+async def _answer(request: Request, error: Exception) -> JSONResponse:
+    """Answer what a request has raised as a problem."""
+    refusal = _refusal_of(request, error)
     registry: Registry = request.app.state.registry
     registry.metrics.refused(refusal.kind, of_update=request.url.path.endswith("/update"))
     client = getattr(request.state, "client", None)
     if client is not None and refusal.status < 500:
         id, name = client
         try:
-            await asyncio.to_thread(federations.record_refusal, registry, id, name, refusal, request.url.path)
-        except (SQLAlchemyError, DatabaseAway) as error:
-            log.warning("a refusal could not be written down: %s", type(error).__name__)
+            await asyncio.to_thread(clients_operations.record_refusal, registry, id, name, refusal, request.url.path)
+        except (SQLAlchemyError, DatabaseAway) as failure:
+            log.warning("a refusal could not be written down: %s", type(failure).__name__)
     return refusal.response(request.url.path)
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, problems.Refusal)
-    return await _answer(request, error)
+def _refusal_of(request: Request, error: Exception) -> problems.Refusal:
+    registry: Registry = request.app.state.registry
+    match error:
+        case problems.Refusal():
+            return error
+        case RequestValidationError():
+            return _invalid(error)
+        case HTTPException():
+            return _of_http(request, error)
+        case DatabaseAway():
+            return problems.StoreAway()
+        case ObjectStoreAway():
+            log.error("%s", error)
+            return problems.ObjectsAway("the coordinator's object store is away: send it again later")
+        case OSError() | SQLAlchemyError():
+            log.error("the store failed", exc_info=error)
+            if registry.database.is_full(error):
+                return problems.StorageFull("the disk is full, nothing was stored: make room and send it again")
+            return problems.InternalError("the coordinator's store failed; its log says why")
+        case DamagedBlob():
+            with contextlib.suppress(problems.Refusal):
+                registry.report_damage(registry.find_any(str(request.path_params.get("federation"))).id, error)
+            text = "what is stored is damaged, and is not given out: the federation says what is waited for"
+            return problems.StorageDamaged(text)
+    return problems.InternalError("something broke; the coordinator's log says what")
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+def _invalid(error: RequestValidationError) -> problems.InvalidRequest:
     errors = [{"path": ".".join(str(part) for part in item["loc"]), "detail": _detail(item)} for item in error.errors()]
     text = "; ".join(f"{item['path']}: {item['detail']}" for item in errors[:5])
-    return await _answer(request, problems.InvalidRequest(text, errors=errors))
+    return problems.InvalidRequest(text, errors=errors)
 
 
 def _detail(item: dict[str, Any]) -> str:
@@ -200,50 +228,19 @@ def _detail(item: dict[str, Any]) -> str:
     return str(item["msg"]).removeprefix("Value error, ")
 
 
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    kinds: dict[int, problems.Refusal] = {
-        400: problems.UnreadableBody(str(error.detail)),
-        404: problems.NotFound(f"there is nothing at {request.url.path}"),
-        405: problems.MethodNotAllowed(
-            f"{request.url.path} does not know {request.method}", headers=dict(error.headers or {})
-        ),
-        408: problems.UploadTimeout(str(error.detail)),
-        413: problems.BodyTooLarge("the body is too large for this call"),
-    }
-    return await _answer(
-        request, kinds.get(error.status_code) or problems.HttpError(error.status_code, str(error.detail))
-    )
-
-
-async def _store_failed(request: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, ObjectStoreAway):
-        log.error("%s", error)
-        return await _answer(
-            request, problems.ObjectsAway("the coordinator's object store is away: send it again later")
-        )
-    log.error("the store failed", exc_info=error)
-    registry: Registry = request.app.state.registry
-    if registry.database.is_full(error):
-        return await _answer(
-            request, problems.StorageFull("the disk is full, nothing was stored: make room and send it again")
-        )
-    return await _answer(request, problems.InternalError("the coordinator's store failed; its log says why"))
-
-
-async def _damaged(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, DamagedBlob)
-    registry: Registry = request.app.state.registry
-    with contextlib.suppress(problems.Refusal):
-        id = registry.find_any(str(request.path_params.get("federation"))).id
-        registry.report_damage(id, error)
-    text = "what is stored is damaged, and is not given out: the federation says what is waited for"
-    return await _answer(request, problems.StorageDamaged(text))
-
-
-async def _store_away(request: Request, error: Exception) -> JSONResponse:
-    return await _answer(request, problems.StoreAway())
-
-
-async def _broken(request: Request, error: Exception) -> JSONResponse:
-    return await _answer(request, problems.InternalError("something broke; the coordinator's log says what"))
+def _of_http(request: Request, error: HTTPException) -> problems.Refusal:
+    path, detail = request.url.path, str(error.detail)
+    match error.status_code:
+        case 400:
+            return problems.UnreadableBody(detail)
+        case 404:
+            return problems.NotFound(f"there is nothing at {path}")
+        case 405:
+            return problems.MethodNotAllowed(
+                f"{path} does not know {request.method}", headers=dict(error.headers or {})
+            )
+        case 408:
+            return problems.UploadTimeout(detail)
+        case 413:
+            return problems.BodyTooLarge("the body is too large for this call")
+    return problems.HttpError(error.status_code, detail)

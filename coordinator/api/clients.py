@@ -25,8 +25,7 @@ from promptfed.coordinator.engine import audit
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.http.callers import address_of
 from promptfed.coordinator.http.certificates import check_certificate
-from promptfed.coordinator.operations import enrolment, federations, masked
-from promptfed.coordinator.operations.client_names import client_name
+from promptfed.coordinator.operations import clients, enrolment
 from promptfed.coordinator.operations.enrolment import enrol, enrolment_info
 from promptfed.coordinator.reports.federations import client_view
 from promptfed.coordinator.store import queries
@@ -114,7 +113,7 @@ def list_clients(registry: RegistryOf, federation: Informed, limit: Limit = 100,
 @router.delete(
     "/clients/{client_id}",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=described.for_callers(problems.WrongState, problems.StorageFull, masked.UpdatesMasked),
+    responses=described.for_callers(problems.WrongState, problems.StorageFull, problems.UpdatesMasked),
 )
 def withdraw_client(
     registry: RegistryOf,
@@ -124,8 +123,8 @@ def withdraw_client(
 ) -> None:
     """Take a client out: its open task is cancelled, it is not asked again, and it is refused from now on."""
     if discard:
-        masked.expect_discardable(federation)
-    federations.withdraw(registry, federation.id, client_id, discard)
+        clients.expect_discardable(federation)
+    clients.withdraw(registry, federation.id, client_id, discard)
 
 
 @router.post(
@@ -136,7 +135,7 @@ def withdraw_client(
 def withdraw_itself(request: Request, registry: RegistryOf, caller: Calling) -> None:
     """Leave for good: as the operator's withdrawal, by the client; an update of the open phase does not count."""
     audit.actor.set(audit.Actor(caller.client.name, "client", address_of(request)))
-    federations.withdraw(registry, caller.federation.id, caller.client.id, discard=True)
+    clients.withdraw(registry, caller.federation.id, caller.client.id, discard=True)
 
 
 @router.delete(
@@ -149,12 +148,12 @@ async def delete_updates(registry: RegistryOf, federation: Operated, client_id: 
 
     Where the state keeps a part of this client alone, it goes on without it.
     """
-    await federations.delete_updates(registry, federation.id, client_id)
+    await clients.delete_updates(registry, federation.id, client_id)
 
 
 @router.post("/clients/{client_id}/reset", responses=described.for_callers(problems.StorageFull))
 def reset_client(registry: RegistryOf, federation: Operated, client_id: ClientId) -> ClientView:
     """Free the client's name for a new secret, which enrols with a token for just this name; its identity stays."""
-    federations.reset(registry, federation.id, client_id)
+    clients.reset(registry, federation.id, client_id)
     with registry.database.read() as session:
-        return client_view(queries.client(session, federation.id, client_name(federation, client_id)))
+        return client_view(queries.client(session, federation.id, clients.client_name(federation, client_id)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Path, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -21,24 +21,18 @@ from promptfed.shared.api.access_schemas import LEVELS, OperatorRole
 
 
 # Asynchronous although they wait for nothing: the others would each be sent to a thread.
-async def _registry(request: Request) -> Registry:
-    registry: Registry = request.app.state.registry
-    return registry
+def of_app(name: str) -> Callable[..., Awaitable[Any]]:
+    """The dependency that gives an attribute of the application's state."""
+
+    async def attribute(request: Request) -> Any:
+        return getattr(request.app.state, name)
+
+    return attribute
 
 
-async def _settings(request: Request) -> Settings:
-    settings: Settings = request.app.state.settings
-    return settings
-
-
-async def _signer(request: Request) -> Signer:
-    signer: Signer = request.app.state.signer
-    return signer
-
-
-SignerOf = Annotated[Signer, Depends(_signer)]
-RegistryOf = Annotated[Registry, Depends(_registry)]
-SettingsOf = Annotated[Settings, Depends(_settings)]
+SignerOf = Annotated[Signer, Depends(of_app("signer"))]
+RegistryOf = Annotated[Registry, Depends(of_app("registry"))]
+SettingsOf = Annotated[Settings, Depends(of_app("settings"))]
 
 _viewer_scheme = HTTPBearer(scheme_name="viewer", auto_error=False, description="an operator's, with any role")
 _operator_scheme = HTTPBearer(

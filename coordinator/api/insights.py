@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 
 from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
-from promptfed.coordinator.api.deps import Informed, Operated, RegistryOf, Viewed
+from promptfed.coordinator.api.deps import Informed, Operated, RegistryOf, Viewed, of_app
 from promptfed.coordinator.api.federations import TENSOR_BODY, TENSORS
 from promptfed.coordinator.api.results import RoundQuery, round_number
 from promptfed.coordinator.domain.federation import Federation
@@ -24,14 +24,9 @@ from promptfed.shared.api.insight_schemas import InsightsView, LexiconView
 router = APIRouter(prefix="/v1/federations/{federation}", tags=["insights"])
 
 
-async def _insights(request: Request) -> Insights:
-    insights: Insights = request.app.state.insights
-    return insights
-
-
 @router.get("/insights", responses=described.for_callers(problems.NoState))
 async def get_insights(
-    federation: Informed, insights: Annotated[Insights, Depends(_insights)], round: RoundQuery = "latest"
+    federation: Informed, insights: Annotated[Insights, Depends(of_app("insights"))], round: RoundQuery = "latest"
 ) -> InsightsView:
     """How far the prompts are from their start, whether clients agree, which words are near, clients in the plane."""
     return await insights.of(federation, round_number(round))

@@ -10,7 +10,7 @@ from promptfed.coordinator import problems
 from promptfed.coordinator.api import described
 from promptfed.coordinator.api.deps import Operated, RegistryOf
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.operations import masked, replay
+from promptfed.coordinator.operations import replay
 from promptfed.shared.api.replay_schemas import ReplayReport, ReplayRequest
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
 from promptfed.shared.tensors import encode
@@ -34,7 +34,7 @@ ONLY_THIS_PHASE = (
             problems.NotAMean,
             problems.TooFewUpdates,
             problems.UpdatesGone,
-            masked.UpdatesMasked,
+            problems.UpdatesMasked,
             replay.PrivacyProtected,
         ),
     },

@@ -84,4 +84,4 @@ def entries(session: Session, after: int, limit: int) -> Iterator[AuditEntry]:
     """At most ``limit`` entries behind the one with the number ``after``."""
     query = select(AuditRow).where(AuditRow.number > after).order_by(AuditRow.number).limit(limit)
     for row in session.scalars(query):
-        yield AuditEntry.model_validate({name: getattr(row, name) for name in AuditEntry.model_fields})
+        yield AuditEntry.model_validate(row, from_attributes=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Select, func, select, update
+from sqlalchemy import Select, func, select, true, update
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
@@ -17,13 +17,14 @@ from promptfed.shared.messages import ENDED
 
 AT_ONCE = 500  # digests that one query asks for
 TURN_SECONDS = 0.001  # left to others, since who lets go of a lock and takes it again at once is mostly the first
-NAMING = (  # the columns of `_stored`, in its order
-    StateRow.sha256,
-    UpdateRow.sha256,
-    TaskRow.payload_sha256,
-    FederationRow.supplied_state,
-    FederationRow.lexicon,
+NAMING: tuple[tuple[Any, Any], ...] = (
+    (StateRow.sha256, StateRow.stored),
+    (UpdateRow.sha256, UpdateRow.stored),
+    (TaskRow.payload_sha256, TaskRow.payload_stored),
+    (FederationRow.supplied_state, true()),
+    (FederationRow.lexicon, true()),
 )
+"""Columns that name blobs, and where they do."""
 
 
 def has_to_retire(federation: Federation, retired: int) -> bool:
@@ -75,7 +76,7 @@ def collect(registry: Registry, digests: Iterable[str]) -> None:
 def sweep(registry: Registry) -> None:
     """Remove every blob that no row names: what a crash between a blob and its row has left."""
     with registry.database.read() as session:
-        named = {digest for query in _stored() for digest in session.scalars(query)}
+        named = {digest for column, stored in NAMING for digest in session.scalars(select(column).where(stored))}
     registry.blobs.remove(set(registry.blobs.all()) - named, _named)
     registry.blobs.remove_litter()
     sweep_partial(registry)
@@ -88,7 +89,7 @@ def sweep_partial(registry: Registry) -> None:
         known = registry.federations.get(federation)
         if known is None:
             return None if registry.blobs.shared else False
-        return any(one.id == task for one in (*known.tasks.values(), *known.resend.values()))
+        return any(task_.id == task for task_ in (*known.tasks.values(), *known.resend.values()))
 
     registry.blobs.partial.sweep(is_open)
 
@@ -97,19 +98,9 @@ def _named(session: Session, digests: list[str]) -> set[str]:
     """Those of ``digests`` that a row names."""
     return {
         digest
-        for query, column in zip(_stored(), NAMING, strict=True)
-        for digest in session.scalars(query.where(column.in_(digests)))
+        for column, stored in NAMING
+        for digest in session.scalars(select(column).where(stored, column.in_(digests)))
     }
-
-
-def _stored() -> tuple[Select[Any], ...]:
-    return (
-        select(StateRow.sha256).where(StateRow.stored),
-        select(UpdateRow.sha256).where(UpdateRow.stored),
-        select(TaskRow.payload_sha256).where(TaskRow.payload_stored),
-        select(FederationRow.supplied_state),
-        select(FederationRow.lexicon),
-    )
 
 
 def digests_of(session: Session, id: str) -> set[str]:

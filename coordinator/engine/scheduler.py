@@ -37,6 +37,8 @@ RETIRE_SECONDS = 1.0  # between two removals of what a running federation's roun
 STOP_SECONDS = 1.0
 HANG_SECONDS = 30.0  # after which a database that neither answers nor refuses is given up
 
+MOVED_ON = (NotFound, FederationMoving, WrongMoment, Stopped)
+"""The federation was deleted, has ended or moved on meanwhile, or another coordinator runs it."""
 Job = Callable[[Registry, str], None]
 """What is carried out on the thread for tensor work: of this registry, for the federation with this id."""
 
@@ -225,8 +227,8 @@ class Scheduler:
     def _attempt(self, id: str, job: Job) -> None:
         try:
             job(self._registry, id)
-        except (NotFound, FederationMoving, WrongMoment, Stopped):
-            pass  # Deleted, cancelled or moved on meanwhile, or another coordinator's.
+        except MOVED_ON:
+            pass
         except DamagedBlob as error:
             self._mended_at.pop(id, None)
             self._registry.report_damage(id, error)
@@ -238,17 +240,14 @@ class Scheduler:
                 return
             text = self._registry.database.cannot_be_read(error)
             log.error("%s", text, extra=self._where(id))
-            with (
-                contextlib.suppress(NotFound, FederationMoving, WrongMoment, Stopped),
-                self._registry.change(id) as change,
-            ):
+            with contextlib.suppress(*MOVED_ON), self._registry.change(id) as change:
                 change.send(events.Damaged(text))
         except Exception as error:
             self._fail(id, error)
 
     def _fail(self, id: str, error: Exception) -> None:
         log.error("the method failed", exc_info=error, extra=self._where(id))
-        with contextlib.suppress(NotFound, FederationMoving, WrongMoment, Stopped), self._registry.change(id) as change:
+        with contextlib.suppress(*MOVED_ON), self._registry.change(id) as change:
             reason = f"{type(error).__name__}: {error}".replace("\0", "\\0")  # PostgreSQL's text holds no NUL
             change.send(events.Fail(reason[:2000]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from promptfed.coordinator.domain.federation import Federation, OpenTask
 from promptfed.coordinator.domain.run_state import SecureStep
 from promptfed.coordinator.engine import private_jobs
 from promptfed.coordinator.engine.registry import Registry
+from promptfed.coordinator.store.blobs import digest_of
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import ExchangeRow, PhaseRow, SumRow, TaskRow
 from promptfed.shared.methods.core.checks.client_checks import partial_noise
@@ -72,8 +72,7 @@ class Summed:
     def row(self, phase_id: int) -> SumRow:
         """The sum as it is kept."""
         body = self.total.astype("<i8").tobytes()
-        digest = "sha256:" + hashlib.sha256(body).hexdigest()
-        return SumRow(phase_id=phase_id, sha256=digest, body=body, count=self.clients, weight=self.weight)
+        return SumRow(phase_id=phase_id, sha256=digest_of(body), body=body, count=self.clients, weight=self.weight)
 
 
 def summed(registry: Registry, federation: Federation, state: Tensors, round: int, step: int) -> Summed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 from dataclasses import replace
@@ -17,17 +16,12 @@ from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation, new_federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
-from promptfed.coordinator.engine import audit, jobs, recovery, retention
+from promptfed.coordinator.engine import audit, jobs, recovery
 from promptfed.coordinator.engine.disk_room import disk_told, no_room
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.operations import tokens
-from promptfed.coordinator.operations.client_names import client_name
-from promptfed.coordinator.operations.masked import is_summed
-from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.fault_points import point
-from promptfed.coordinator.store.tables import ClientRow, EventRow, FederationRow
+from promptfed.coordinator.store.tables import EventRow, FederationRow
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.messages import ENDED
 from promptfed.shared.methods import check_fits, resolve_spec
 from promptfed.shared.methods.core.checks.client_checks import allowed_rounds, check_hopeless
 from promptfed.shared.methods.core.interface.base import MethodError
@@ -244,104 +238,3 @@ def _expect_enrolling(federation: Federation) -> None:
     if federation.run.state != "enrolling":
         text = f"{federation.name} is {federation.run.state}: its initial state can only be supplied before the start"
         raise problems.WrongState(text, state=federation.run.state)
-
-
-def withdraw(registry: Registry, id: str, client: str, discard: bool) -> None:
-    """Take a client out; doing it again changes nothing.
-
-    Raises:
-        NotFound, WrongState: there is no such client, or the federation has ended.
-    """
-    try:
-        with registry.change(id) as change:
-            name = client_name(change.federation, client)
-            if not change.federation.run.members[name].active:
-                return
-            discard = discard and not is_summed(change.federation)
-            change.send(events.Withdraw(name, discard, clock.monotonic()))
-            row = change.client_row(name)
-            row.active = False
-            tokens.close_for(change, name, row.token_id)
-            change.federation = change.federation.recounted()
-            change.wake.add(name)
-            change.emit("client-withdrawn", client=name, discard=discard)
-            change.note("client-withdrawn", client=name, discard=discard)
-    except WrongMoment as error:
-        raise problems.WrongState(
-            f"the federation is {error}: nobody can be withdrawn any more", state=str(error)
-        ) from None
-
-
-async def delete_updates(registry: Registry, id: str, client: str) -> None:
-    """Delete the tensors that a client has sent, in all rounds, and what the state keeps of it alone from now on.
-
-    What the reports say of it stays.
-
-    Raises:
-        NotFound, WrongState: there is no such client, it still takes part, or an update of its is yet to be counted.
-    """
-    name = await asyncio.to_thread(_name_of_deletable, registry, id, client)
-    # Where all tensor work is done, so that no aggregate is made of the state before.
-    await registry.compute(lambda: jobs.forget(registry, id, name))
-    await asyncio.to_thread(_delete_updates, registry, id, client)
-
-
-def _name_of_deletable(registry: Registry, id: str, client: str) -> str:
-    federation = registry.get(id)
-    with registry.database.read() as session:
-        return _expect_deletable(federation, session, client)
-
-
-def _expect_deletable(federation: Federation, session: Session, client: str) -> str:
-    name, run = client_name(federation, client), federation.run
-    if run.state not in ENDED and run.members[name].active:
-        raise problems.WrongState(f"{name!r} takes part in {federation.name}: withdraw it first", state=run.state)
-    if run.state not in ENDED and retention.awaits_computing(session, federation.id, name):
-        text = f"an update of {name!r} is yet to be counted: wait for its phase, or withdraw with discard=true"
-        raise problems.WrongState(text, state=run.state)
-    return name
-
-
-def _delete_updates(registry: Registry, id: str, client: str) -> None:
-    with registry.change(id) as change:
-        name = _expect_deletable(change.federation, change.session, client)
-        digests = retention.remove_updates(change.session, id, name)
-        change.emit("updates-deleted", client=name)
-        change.note("updates-deleted", client=name)
-    retention.collect(registry, digests)
-    registry.database.erase()
-
-
-def reset(registry: Registry, id: str, client: str) -> None:
-    """Free a client's name for a new secret; the old secret is void, the identity stays. Raises NotFound.
-
-    Who enrols under it needs a token that is minted for this name.
-    """
-    with registry.change(id) as change:
-        name = client_name(change.federation, client)
-        change.client_row(name).secret_digest = None
-        change.federation = change.federation.with_clients(replace(change.federation.clients[name], secret_digest=None))
-        change.wake.add(name)
-        change.emit("client-reset", client=name)
-        change.note("client-reset", client=name)
-
-
-def record_refusal(registry: Registry, id: str, name: str, refusal: problems.Refusal, path: str) -> None:
-    """Count a client's refused request, and keep the last one; nothing else changes.
-
-    That a federation has ended is how a client's asking for tasks always ends: it would hide the last real refusal.
-    """
-    if isinstance(refusal, problems.Ended) and path.endswith("/task"):
-        return
-    with registry.write(id) as session:
-        row = session.scalars(queries.clients(id).where(ClientRow.name == name)).one_or_none()
-        if row is None:
-            return
-        row.refusals += 1
-        row.last_refusal = {
-            "type": refusal.kind,
-            "status": refusal.status,
-            "detail": refusal.detail[:2000],
-            "path": path[:500],
-            "at": clock.now(),
-        }

@@ -40,8 +40,7 @@ def mint(registry: Registry, request: OperatorRequest) -> MintedOperator:
 def page(session: Session, limit: int, after: str | None) -> OperatorPage:
     """Operators' tokens in order of id."""
     rows, following = queries.page(session, select(OperatorRow), OperatorRow.id, limit, after)
-    fields = OperatorView.model_fields
-    views = [OperatorView.model_validate({name: getattr(row, name) for name in fields}) for row in rows]
+    views = [OperatorView.model_validate(row, from_attributes=True) for row in rows]
     return OperatorPage(operators=views, next=following)
 
 

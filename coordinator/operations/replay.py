@@ -22,8 +22,15 @@ from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import private_jobs, secure_jobs
 from promptfed.coordinator.engine.jobs import FORGOTTEN
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.operations.masked import UpdatesMasked
-from promptfed.coordinator.problems import NoState, NotAMean, NotFound, Refusal, TooFewUpdates, UpdatesGone
+from promptfed.coordinator.problems import (
+    NoState,
+    NotAMean,
+    NotFound,
+    Refusal,
+    TooFewUpdates,
+    UpdatesGone,
+    UpdatesMasked,
+)
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import EventRow, PhaseRow, StateRow, SumRow
 from promptfed.coordinator.store.tensor_blobs import room

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
-from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -12,10 +11,9 @@ from sqlalchemy.orm import Session
 from promptfed.coordinator import problems
 from promptfed.coordinator.domain import clock
 from promptfed.coordinator.domain.federation import Federation
-from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.engine.recovery import token_of
 from promptfed.coordinator.engine.registry import Registry
-from promptfed.coordinator.operations.client_names import client_name
+from promptfed.coordinator.operations.clients import client_name
 from promptfed.coordinator.store import queries
 from promptfed.coordinator.store.tables import ClientRow, TokenRow
 from promptfed.coordinator.store.tokens import digest, new_token
@@ -82,20 +80,8 @@ def page(session: Session, federation: Federation, limit: int, after: str | None
 
 
 def _view(row: TokenRow, clients: list[str]) -> TokenView:
-    fields: dict[str, Any] = {
-        "id": row.id,
-        "name": row.name,
-        "role": row.role,
-        "client": row.client,
-        "uses": row.uses,
-        "used": row.used,
-        "closed": row.closed,
-        "created_at": row.created_at,
-        "expires_at": row.expires_at,
-        "expired_at": row.expired_at,
-        "clients": clients,
-    }
-    return TokenView.model_validate(fields)
+    stored = {name: getattr(row, name) for name in TokenView.model_fields if name != "clients"}
+    return TokenView.model_validate({**stored, "clients": clients})
 
 
 def revoke(registry: Registry, id: str, token: str) -> None:
@@ -111,18 +97,3 @@ def revoke(registry: Registry, id: str, token: str) -> None:
         change.federation = replace(federation, tokens=kept)
         change.emit("token-revoked", token=name)
         change.note("token-revoked", token=name)
-
-
-def close_for(change: Change, client: str, token_id: str | None) -> None:
-    """Let nobody new in by the token that a withdrawn client came with, or that was minted for its name.
-
-    It knows the token, and could come again under another name.
-    """
-    closed = {
-        key: replace(token, closed=True)
-        for key, token in change.federation.tokens.items()
-        if token.id == token_id or token.client == client
-    }
-    for key in closed:
-        change.session.get_one(TokenRow, key).closed = True
-    change.federation = replace(change.federation, tokens={**change.federation.tokens, **closed})

@@ -127,10 +127,8 @@ def _updates(session: Session, blobs: Blobs) -> Iterator[str]:
         .where(UpdateRow.stored)
     )
     for row in _rows(session, joined.order_by(TaskRow.phase_id, TaskRow.client)):
-        why = _why_not(blobs, row.sha256, row.bytes)
-        if why is not None:
-            what = f"the update of {row.client!r} in round {row.round} ({row.phase}) of {row.name}"
-            yield f"{what} ({row.sha256}) {why}"
+        what = f"the update of {row.client!r} in round {row.round} ({row.phase}) of {row.name}"
+        yield from _damage(blobs, what, row.sha256, row.bytes)
 
 
 def _payloads(session: Session, blobs: Blobs) -> Iterator[str]:
@@ -142,17 +140,15 @@ def _payloads(session: Session, blobs: Blobs) -> Iterator[str]:
         .where(TaskRow.payload_stored, TaskRow.payload_sha256.is_not(None))
     )
     for row in _rows(session, joined):
-        why = _why_not(blobs, row.payload_sha256, row.payload_bytes)
-        if why is not None:
-            yield f"the payload of round {row.round} ({row.phase}) of {row.name} ({row.payload_sha256}) {why}"
+        what = f"the payload of round {row.round} ({row.phase}) of {row.name}"
+        yield from _damage(blobs, what, row.payload_sha256, row.payload_bytes)
 
 
 def _supplied(session: Session, blobs: Blobs) -> Iterator[str]:
     for row in _rows(session, select(FederationRow.name, FederationRow.supplied_state, FederationRow.lexicon)):
         for what, digest in (("supplied initial state", row.supplied_state), ("lexicon", row.lexicon)):
-            why = _why_not(blobs, digest) if digest is not None else None
-            if why is not None:
-                yield f"the {what} of {row.name} ({digest}) {why}"
+            if digest is not None:
+                yield from _damage(blobs, f"the {what} of {row.name}", digest)
 
 
 def _evaluations(session: Session, blobs: Blobs) -> Iterator[str]:
@@ -186,6 +182,13 @@ CHECKS: dict[str, Reading] = {
 
 def _rows(session: Session, query: Select[*tuple[Any, ...]]) -> Iterator[Row[Any]]:
     yield from session.execute(query.execution_options(yield_per=AT_ONCE))
+
+
+def _damage(blobs: Blobs, what: str, digest: str, size: int | None = None) -> Iterator[str]:
+    """A line if the blob is damaged."""
+    why = _why_not(blobs, digest, size)
+    if why is not None:
+        yield f"{what} ({digest}) {why}"
 
 
 def _why_not(blobs: Blobs, digest: str, size: int | None = None) -> str | None:

@@ -180,6 +180,10 @@ class ExportDiffers(Refusal, status=409, title="The card is not what the coordin
     """An export's card that says something else than the coordinator's store; ``errors`` has each place."""
 
 
+class UpdatesMasked(Refusal, status=409, title="Only the sum of the updates is known"):
+    """Something that needs a single update, of a federation with secure sums."""
+
+
 class TooFewUpdates(Refusal, status=409, title="Too few updates are left to aggregate"):
     """A replay that leaves nothing, or too little for its rule, to aggregate."""
 
