@@ -26,7 +26,7 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Terms:
+class NoiseTerms:
     """What one phase is noised with. ``key``: 32 secret bytes that its noise follows from, and nothing else does."""
 
     clip: float
@@ -51,7 +51,7 @@ class PrivateMean:
 
 
 def private_mean(
-    updates: Iterable[ClientUpdate], payload: Mapping[str, Tensor], shapes: Mapping[str, Shape], terms: Terms
+    updates: Iterable[ClientUpdate], payload: Mapping[str, Tensor], shapes: Mapping[str, Shape], terms: NoiseTerms
 ) -> PrivateMean:
     """The mean of ``updates``, which were made from ``payload``, as tensors of ``shapes``."""
     names = sorted(shapes)
@@ -69,7 +69,7 @@ def private_mean(
     return PrivateMean(_tensors(base + noised, shapes, names), lengths, _next_clip(terms, stream, lengths))
 
 
-def _next_clip(terms: Terms, stream: NoiseStream, lengths: Mapping[str, float]) -> float:
+def _next_clip(terms: NoiseTerms, stream: NoiseStream, lengths: Mapping[str, float]) -> float:
     if terms.adapted is None:
         return terms.clip
     within = sum(length <= terms.clip for length in lengths.values())

@@ -24,7 +24,7 @@ from promptfed.coordinator.http.resumable import (
     OFFSET,
     YES,
     Announced,
-    Part,
+    AnnouncedPart,
     digest_of_file,
     receive,
 )
@@ -99,7 +99,7 @@ async def patch_update(
     """A part of an update, behind what has arrived; the last one answers the task as ``PUT`` does."""
     body, uploads = Incoming.of(request), request.app.state.uploads
     whole = Announced.of(request.headers, caller.federation.update_limit)
-    part = Part.of(request.headers, whole, body.length)
+    part = AnnouncedPart.of(request.headers, whole, body.length)
     async with _held(registry, caller, task_id, whole) as partial:
         if await run_sync(_is_accepted, registry, caller, task_id, whole):
             response.status_code = status.HTTP_200_OK

@@ -127,7 +127,7 @@ def round_number(round: str) -> int | None:
     return None if round == "latest" else int(round)
 
 
-def _as_json(state: rounds.Stored, tensors: Tensors, headers: dict[str, str]) -> JSONResponse:
+def _as_json(state: rounds.StoredState, tensors: Tensors, headers: dict[str, str]) -> JSONResponse:
     numbers = sum(tensor.numel() for tensor in tensors.values())
     if numbers > MOST_JSON_NUMBERS:
         text = f"the state has {numbers} numbers; JSON is given up to {MOST_JSON_NUMBERS}"

@@ -46,14 +46,14 @@ def computed(
     accepted = federation.run.reason == ACCEPTED
     changed: dict[str, float] = {}
     try:
-        found = _computed(registry, federation, state, phase_id, updates, changed)
+        result = _computed(registry, federation, state, phase_id, updates, changed)
     except TensorError as error:
         if error.kind != "not-finite" or not changed:  # A method that has taken no update fails by itself.
             raise
         raise growth.StateGrows(str(error), changed, finite=False) from None
     if not federation.spec.privacy.protects_clients:  # Changes are clipped there: what grows is the noise.
-        growth.check(state, found.after, found.measured.get("changes", {}), accepted=accepted)
-    return found
+        growth.check(state, result.after, result.measured.get("changes", {}), accepted=accepted)
+    return result
 
 
 def _computed(
@@ -103,7 +103,7 @@ def _computed_with_noise(
 
 
 def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -> None:
-    """Write what became of each counted update beside it."""
+    """Store the rule's verdict on each counted update."""
     if not judged:
         return
     mine = (TaskRow.phase_id == phase_id, TaskRow.counted)
@@ -116,7 +116,7 @@ def note_judged(session: Session, phase_id: int, judged: Mapping[str, Judged]) -
 
 
 def _payloads(registry: Registry, phase_id: int) -> Callable[[str], Tensors]:
-    """What each client of a phase was given; most are given the same, so the last one is kept."""
+    """Returns a client's payload of the phase; the last one is cached, since most clients have the same."""
     with registry.database.read() as session:
         rows = session.execute(
             select(TaskRow.client, TaskRow.payload_sha256).where(TaskRow.phase_id == phase_id, TaskRow.counted)
@@ -140,7 +140,7 @@ def _measured(method: Method, before: Tensors, phase: Phase, after: Tensors, con
 
 
 def _finite(measured: Measured) -> dict[str, Any]:
-    """What a report keeps of ``measured``."""
+    """The finite numbers of ``measured``, for the report."""
     clients = {name: _finite_numbers(numbers) for name, numbers in sorted(measured.clients.items())}
     return {"phase": _finite_numbers(measured.phase), "clients": clients}
 

@@ -1,7 +1,7 @@
 """The audit log: who has done what from where, each entry chained to the one before by its hash.
 
-An entry is written in the transaction of the act that it tells of: there is none without the other. Who acts is known
-where a request's token is, and travels with the request's context into the thread that carries it out.
+An entry is written in the transaction of its act. The actor is set where a request's token is checked, and follows the
+request's context into its thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from promptfed.shared.api.access_schemas import FIRST_LINK, AuditEntry
 
 @dataclass(frozen=True)
 class Actor:
-    """Who acts: an operator by name and role, an enrolment token, or nobody but the coordinator itself."""
+    """Who acts: an operator by name and role, an enrolment token, a client, or the coordinator itself."""
 
     name: str
     role: str = ""
@@ -40,7 +40,7 @@ LAST = select(AuditRow.number, AuditRow.hash).order_by(AuditRow.number.desc()).l
 
 @contextmanager
 def acting(who: Actor) -> Iterator[None]:
-    """A block in which ``who`` acts, wherever it runs."""
+    """A block in which ``who`` is the actor."""
     before = actor.set(who)
     try:
         yield
@@ -49,14 +49,14 @@ def acting(who: Actor) -> Iterator[None]:
 
 
 def note(session: Session, act: str, federation: Federation | None = None, **detail: Any) -> None:
-    """Write down an act, in the transaction that carries it out. Transactions take turns, and so does the chain."""
+    """Add an entry in the transaction that carries the act out."""
     batch = Batch()
     add(session, batch, act, federation, **detail)
     batch.write(session)
 
 
 def add(session: Session, batch: Batch, act: str, federation: Federation | None = None, **detail: Any) -> None:
-    """The same for a transaction that writes ``batch`` at its end: the chain goes on behind what waits in there."""
+    """As ``note`` for a transaction that writes ``batch`` at its end; the entry follows those that wait there."""
     who = actor.get()
     if batch.audit:
         number, previous = batch.audit[-1]["number"], batch.audit[-1]["hash"]
@@ -81,7 +81,7 @@ def add(session: Session, batch: Batch, act: str, federation: Federation | None 
 
 
 def entries(session: Session, after: int, limit: int) -> Iterator[AuditEntry]:
-    """At most ``limit`` entries behind the one with the number ``after``."""
+    """At most ``limit`` entries after the one with the number ``after``."""
     query = select(AuditRow).where(AuditRow.number > after).order_by(AuditRow.number).limit(limit)
     for row in session.scalars(query):
         yield AuditEntry.model_validate(row, from_attributes=True)

@@ -1,11 +1,11 @@
-"""Group commit: answers that arrive together are committed together, so that they wait for the disk once.
+"""Group commit: answers that arrive together share one transaction, and so one wait for the disk.
 
-Whoever has an answer to a task enters it and waits. The event loop gathers a group. One thread takes it, lets each
-entry look again at how things stand inside the transaction and step the round machine, commits once, and tells all.
-What was told as accepted is on the disk; a crash loses only entries that nobody was told of.
+Requests submit their entries and wait. The event loop gathers a group. One thread opens a transaction, lets each entry
+check the current state and step the round machine, commits once, and reports the outcomes. An accepted answer is on
+the disk; a crash loses only answers that were not confirmed.
 
-A group waits for more while others are at it: one that comes alone is committed at once, and what comes while another
-group is on its way to the disk is the next one.
+A group waits for more entries while other answers are arriving. A single entry is committed at once. Entries that
+arrive during a commit form the next group.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ Outcome = bool | Exception
 
 
 class Entry(Protocol):
-    """What is to be written down of one answer."""
+    """One answer that is to be stored."""
 
     @property
     def federation(self) -> str:
-        """The id of the federation that it belongs to."""
+        """The id of its federation."""
 
     def enter(self, change: Change) -> bool:
-        """Write it down; whether it is new. Raises Refusal before it has changed anything."""
+        """Store it; returns whether it is new. Raises Refusal before changing anything."""
 
 
-class Stopped(Exception):
-    """The registry has let go of its data folder: what is still computing must not write any more."""
+class RegistryClosed(Exception):
+    """The registry is closed: unfinished computations must not write any more."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """An entry, and where its outcome is waited for."""
+    """An entry and the future of its outcome."""
 
     entry: Entry
     outcome: asyncio.Future[bool]
 
 
 class Committer:
-    """The one thread that commits answers. All but ``close`` is called on the event loop."""
+    """The thread that commits answers. Call all methods but ``close`` on the event loop."""
 
     def __init__(self, changes: Callable[[], AbstractContextManager[Changes]], is_full: Callable[[Exception], bool]):
         """``changes`` opens a transaction, ``is_full`` says whether an error means a full disk."""
@@ -79,20 +79,20 @@ class Committer:
         self._asked = self._asked_before = 0.0  # when a client asked for something last, and when before
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to commit what is submitted on ``loop``."""
+        """Start committing entries that are submitted on ``loop``."""
         self._loop = loop
         self._asked = self._asked_before = loop.time()
         self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
         self._thread.start()
 
     def notice(self) -> None:
-        """A client has asked for something: answers of others may follow."""
+        """Note a client's request: answers of others may follow."""
         if self._loop is not None:
             self._asked_before, self._asked = self._asked, self._loop.time()
 
     @contextmanager
     def coming(self) -> Iterator[None]:
-        """A block in which an answer is received, and then submitted unless it is refused."""
+        """A block in which an answer is received, and submitted unless it is refused."""
         self._coming += 1
         try:
             yield
@@ -105,13 +105,13 @@ class Committer:
         Raises:
             Refusal: of the entry.
             DatabaseAway: it may have been committed all the same.
-            SQLAlchemyError, OSError, Stopped: nothing of it is stored.
+            SQLAlchemyError, OSError, RegistryClosed: nothing of it is stored.
         """
         loop = asyncio.get_running_loop()
         waiting = _Waiting(entry, loop.create_future())
         with self._lock:
             if self._closed:
-                raise Stopped
+                raise RegistryClosed
             if not self._gathered:
                 self._since = loop.time()
             self._gathered.append(waiting)
@@ -123,7 +123,7 @@ class Committer:
             self._entered -= 1
 
     def close(self) -> None:
-        """Commit what waits, and nothing from then on."""
+        """Commit the waiting entries, and refuse later ones."""
         with self._lock:
             if self._closed:
                 return
@@ -135,7 +135,7 @@ class Committer:
             self._thread.join()
 
     def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have the gathered ones committed, now or when they have waited for more."""
+        """Commit the gathered entries now, or after waiting for more."""
         if self._committing or not self._gathered:
             return
         left = min(QUIET_SECONDS, self._since + MOST_SECONDS - loop.time())
@@ -152,7 +152,7 @@ class Committer:
                 self._put()
 
     def _is_quiet(self, now: float) -> bool:
-        """Whether nobody else is at it, or seems to have come to an answer in these moments."""
+        """Whether no other answer is arriving or seems likely to arrive soon."""
         if self._coming > self._entered:
             return False
         if now - self._since >= QUIET_SECONDS:
@@ -191,7 +191,7 @@ class Committer:
         try:
             return self._together(entries)
         except Exception as error:
-            if len(entries) == 1 or isinstance(error, DatabaseAway | Stopped) or self._is_full(error):
+            if len(entries) == 1 or isinstance(error, DatabaseAway | RegistryClosed) or self._is_full(error):
                 return [error] * len(entries)
             log.warning("answers could not be committed together, each goes by itself: %s", type(error).__name__)
             # Nothing of it is stored. Whichever of them brought it about shall spoil no other.

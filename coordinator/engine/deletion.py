@@ -1,8 +1,7 @@
-"""Deleting a federation: one transaction hides it for good, then its rows go some at a time.
+"""Deleting a federation: one transaction hides it, then its rows are deleted in small transactions.
 
-Between two of these transactions everybody else's find their place, however much there is to delete. Who asked is
-answered once all is gone. What a kill, a full disk or a database that went away has left over is deleted later: the
-row in ``federations``, which goes last, says that it is to be.
+Other transactions run in between. The request is answered when all rows are deleted. After a kill, a full disk or a
+lost database the rest is deleted later: the row in ``federations``, which is deleted last, marks it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import audit, retention
-from promptfed.coordinator.engine.committer import Stopped
+from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.store.fault_points import point
 from promptfed.coordinator.store.tables import (
@@ -34,7 +33,7 @@ BEHIND_TASKS: tuple[Any, ...] = (StateRow, EventRow, ClientRow, PhaseRow)
 
 
 def delete_federation(registry: Registry, id: str) -> None:
-    """Delete a federation with all its data, also one whose method is absent. Raises NotFound, Stopped."""
+    """Delete a federation with all its data, also one whose method is absent. Raises NotFound, RegistryClosed."""
     with registry.exclusively():
         federation = registry.find_any(id)
         with registry.write(id) as session:
@@ -67,7 +66,7 @@ def finish(registry: Registry) -> None:
 
 
 def _hide(session: Session, federation: Federation) -> None:
-    """Its name and its key are free from here on; no spec can have the name that its row gets."""
+    """Free its name and its idempotency key; no spec can have the row's new name."""
     # By a statement: what the row holds may be what cannot be read.
     hidden = {"state": DELETING, "name": f"{DELETING} {federation.id}", "idempotency_key": None}
     session.execute(update(FederationRow).where(FederationRow.id == federation.id).values(**hidden))
@@ -76,7 +75,7 @@ def _hide(session: Session, federation: Federation) -> None:
 def _delete_rows(registry: Registry, id: str) -> None:
     while True:
         if registry.wakeups.closed:
-            raise Stopped
+            raise RegistryClosed
         with registry.write(id) as session:
             found, digests = _delete_some(session, id)
             if not found:
@@ -97,7 +96,7 @@ def _let_others_in() -> None:
 
 
 def _delete_some(session: Session, id: str) -> tuple[bool, set[str]]:
-    """Whether there was something to delete, and the digests that it named."""
+    """Delete some rows; returns whether there were any, and the digests that they named."""
     query = select(TaskRow.id, TaskRow.payload_sha256).where(TaskRow.federation_id == id).limit(AT_ONCE)
     tasks = {row.id: row.payload_sha256 for row in session.execute(query)}
     if tasks:

@@ -1,4 +1,4 @@
-"""What a federation of large updates takes of the disk."""
+"""The disk space that a federation of large updates needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from promptfed.shared.methods.core.sizes import needed_bytes
 
 
 def disk_of(registry: Registry, federation: Federation, context: ServerContext) -> DiskView | None:
-    """What the disk has to hold for those who are enrolled, or as many as the spec asks for; None where it is little.
+    """Disk space for the enrolled trainers, or as many as the spec asks for; None if it is small.
 
     Raises MethodError as ``dims`` does.
     """
@@ -30,7 +30,7 @@ def no_room(disk: DiskView) -> str:
 
 
 def disk_told(registry: Registry, federation: Federation) -> DiskView | None:
-    """The same as far as it is known: None before anybody said what the backbone looks like."""
+    """As ``disk_of``; None while the backbone's shape is unknown."""
     if federation.shape is None or federation.absent is not None:
         return None
     try:

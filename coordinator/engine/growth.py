@@ -1,7 +1,7 @@
-"""A state that grows without bound: found before it is committed, with the client whose change was the longest.
+"""Detection of a state that grows without bound, before it is committed, and of the client with the longest change.
 
-Changes are limited one by one at the door (``admission.max_update_norm``). A method may still make of them a state
-that is much larger than they are, and honest clients that train on it then send ever larger updates.
+Each change is limited on arrival (``admission.max_update_norm``). A method may still compute a much larger state from
+them, and honest clients that train on it then send ever larger updates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LARGE = 100.0  # root mean square of a tensor; of states of honest runs it is be
 
 
 class StateGrows(Exception):
-    """A phase's state is not to be committed before an operator has looked at it.
+    """A phase's state must not be committed before an operator has accepted it.
 
     ``changes``: by client, the norm of each change that was counted in the phase. ``finite``: whether its numbers are,
     so that an operator may accept it.
@@ -35,9 +35,9 @@ class StateGrows(Exception):
 
 
 def check(before: Tensors, after: Tensors, changes: Mapping[str, float], *, accepted: bool) -> None:
-    """Raise StateGrows where the numbers of a tensor have passed `LARGE`, or ten times that, and so on.
+    """Raise StateGrows if the root mean square of a tensor has passed `LARGE`, ten times `LARGE`, and so on.
 
-    Each power of ten is told once, so that a state that the operator has ``accepted`` does not stop the next phase.
+    Each power of ten is reported once, so a state that the operator has ``accepted`` does not stop the next phase.
     """
     name, size = _largest(after)
     if accepted or _powers(size) <= _powers(_largest(before)[1]):

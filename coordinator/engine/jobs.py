@@ -1,7 +1,7 @@
-"""Tensor work: initial states, joinings, payloads, aggregates. It runs in a thread, never on the event loop.
+"""Tensor work: initial states, joining clients, payloads, aggregates. It runs in a thread, not on the event loop.
 
-Each job reads what is committed, computes, stores blobs, and commits once. Killed anywhere and done again it makes
-the same bytes, because it depends on nothing but what is committed.
+Each job reads committed data, computes, stores blobs, and commits once. Repeated after a kill it gives the same bytes,
+since it depends only on committed data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORGOTTEN = "forget"  # the origin of a state from which a client's own part was
 
 
 def start(registry: Registry, id: str) -> None:
-    """Make the initial state and start. While it is made, nobody new enrols: who is enough would never be known.
+    """Make the initial state and start. Meanwhile nobody new can enrol, so the set of clients stays fixed.
 
     Raises:
         WrongState, NotEnoughClients, InitialStateMissing, InitialStateMismatch, CannotStart: it cannot.
@@ -88,7 +88,7 @@ def _expect_startable(federation: Federation) -> None:
 
 
 def _expect_room(registry: Registry, federation: Federation, context: ServerContext) -> None:
-    """Refuse to start where updates of these clients are too large for limits, times or the disk."""
+    """Refuse to start if updates of these clients exceed limits, deadlines or the disk."""
     trainers = len(federation.run.trainers())
     try:
         check_sizes(federation.spec, federation.method, context, trainers)
@@ -122,7 +122,7 @@ def _initial_state(registry: Registry, federation: Federation, context: ServerCo
 
 
 def join(registry: Registry, id: str) -> None:
-    """Let newcomers into the state, one by one in order of name."""
+    """Add newcomers to the state, one by one in order of name."""
     federation = registry.get(id)
     with registry.database.read() as session:
         state = current_state(registry, session, id)
@@ -141,7 +141,7 @@ def join(registry: Registry, id: str) -> None:
 
 
 def forget(registry: Registry, id: str, client: str) -> None:
-    """Take out of the state what it keeps of ``client`` alone; doing it again changes nothing."""
+    """Remove what the state keeps of ``client`` alone; repeating it changes nothing."""
     federation = registry.get(id)
     member = federation.run.members[client]
     if federation.run.state == "enrolling" or not member.joined:
@@ -257,7 +257,7 @@ def payload_again(registry: Registry, federation: Federation, digest: str) -> by
 
 
 def _are_the_same(first: Tensors, second: Tensors) -> bool:
-    """Whether these are the very same tensors: what most methods give to every client needs to be encoded once."""
+    """Whether these are the same objects: most methods give every client the same tensors, which are encoded once."""
     return first.keys() == second.keys() and all(first[name] is second[name] for name in first)
 
 
@@ -275,7 +275,7 @@ def _serve(change: Change, made: dict[str, OpenTask]) -> None:
 
 
 def common_payload(session: Session, stages: Iterable[int]) -> str | None:
-    """The digest of all payloads of the stages' tasks, where they are the same: what a client may compare with."""
+    """The digest of the payloads of the stages' tasks if all are the same, for clients to compare."""
     made = (TaskRow.phase_id.in_(list(stages)), TaskRow.payload_sha256.is_not(None))
     digests = session.scalars(select(TaskRow.payload_sha256).where(*made).distinct().limit(2)).all()
     return digests[0] if len(digests) == 1 else None

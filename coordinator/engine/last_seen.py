@@ -1,6 +1,6 @@
-"""Who was seen when, and how much was downloaded: gathered in memory, written down every few seconds.
+"""Times of clients' last requests and bytes downloaded: collected in memory, written every few seconds.
 
-These are figures for people. A crash may cost the last seconds of them, and nothing else.
+These figures are for people. A crash loses the last seconds of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LastSeen:
     """Clients' last requests, and bytes served by task."""
 
     def __init__(self, database: Database, holder: str | None = None):
-        """``holder``: which of several coordinators this is; it writes of clients of its own federations alone."""
+        """holder: this one of several coordinators, which writes only about clients of its own federations."""
         self._database = database
         self._seen_statement = SEEN
         if holder is not None:
@@ -37,17 +37,17 @@ class LastSeen:
         self._bytes: Counter[str] = Counter()
 
     def seen(self, client_id: str) -> None:
-        """A client has just sent a request."""
+        """Note a client's request."""
         with self._lock:
             self._seen[client_id] = time.time()
 
     def served(self, task_id: str, size: int) -> None:
-        """``size`` bytes of a task's payload went out."""
+        """Note ``size`` served bytes of a task's payload."""
         with self._lock:
             self._bytes[task_id] += size
 
     def flush(self) -> None:
-        """Write down what has been gathered."""
+        """Write the collected figures."""
         with self._lock:
             seen, served = self._seen, self._bytes
             self._seen, self._bytes = {}, Counter()
@@ -70,6 +70,6 @@ class LastSeen:
             raise
 
     def flush_if_possible(self) -> None:
-        """The same for those who only want to read: they can also where nothing can be written."""
+        """As ``flush``, ignoring a database that cannot be written, for callers that only read."""
         with contextlib.suppress(SQLAlchemyError):
             self.flush()

@@ -1,4 +1,4 @@
-"""Memory that requests leave behind: the C library keeps it, in as many heaps as it lets threads have."""
+"""Settings of the C library's heaps, which keep the memory that requests have freed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state, secure_sums
-from promptfed.coordinator.aggregation.private_mean import PrivateMean, Terms, private_mean
+from promptfed.coordinator.aggregation.private_mean import NoiseTerms, PrivateMean, private_mean
 from promptfed.coordinator.aggregation.rules import Judged
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.store.tables import PhaseRow, StateRow
@@ -19,7 +19,7 @@ from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, Se
 from promptfed.shared.tensors import Tensors
 
 
-def terms_of(session: Session, federation: Federation, row: PhaseRow) -> Terms:
+def terms_of(session: Session, federation: Federation, row: PhaseRow) -> NoiseTerms:
     """What the closed phase of ``row`` is noised with: its key and K̄, and the clip that the phases before have left."""
     privacy = federation.spec.privacy
     assert row.noise_key is not None, "a phase at client level closes with its key"
@@ -31,7 +31,7 @@ def terms_of(session: Session, federation: Federation, row: PhaseRow) -> Terms:
         follows = adapted(federation.spec, row.expected or 1.0)
         before = [one for one in _noised(session, federation) if (one.round, one.step) < (row.round, row.step)]
         clip = (before[-1].measured or {})["privacy"]["next_clip"] if before else clip
-    return Terms(clip, privacy.noise_multiplier, row.expected, bytes.fromhex(row.noise_key), follows)
+    return NoiseTerms(clip, privacy.noise_multiplier, row.expected, bytes.fromhex(row.noise_key), follows)
 
 
 def _noised(session: Session, federation: Federation) -> list[PhaseRow]:
@@ -68,7 +68,7 @@ class Noised:
 
     after: Tensors
     mean: PrivateMean
-    terms: Terms
+    terms: NoiseTerms
 
     def judged(self) -> dict[str, Judged]:
         """What became of each client's change."""
@@ -89,7 +89,7 @@ def noised(
     state: Tensors,
     phase: Phase,
     updates: Iterable[ClientUpdate],
-    terms: Terms,
+    terms: NoiseTerms,
     context: ServerContext,
 ) -> Noised:
     """The state after ``phase`` of these updates, whose mean is clipped and noised by ``terms``."""

@@ -59,7 +59,7 @@ def load_all(session: Session, now: float) -> dict[str, Federation]:
 
 
 def load_one(session: Session, id: str, now: float) -> Federation | None:
-    """One of these; None where there is none of this id, or it is being deleted."""
+    """One federation; None if there is none with this id, or it is being deleted."""
     query = select(FederationRow.name).where(FederationRow.id == id, FederationRow.state != DELETING)
     name = session.scalar(query)
     return _load_any(session, id, name, now) if name is not None else None
@@ -77,7 +77,7 @@ def _load_any(session: Session, id: str, name: str, now: float) -> Federation:
 
 
 def unreadable(federation: Federation, error: Exception) -> Federation:
-    """``federation`` as it is listed where reading more of it raised ``error``."""
+    """``federation`` as listed after reading more of it raised ``error``."""
     found = _unreadable(federation.id, federation.name, federation.spec.model_dump(mode="json"), _told(error))
     return replace(found, clients=federation.clients, run=replace(found.run, members=federation.run.members))
 
@@ -117,7 +117,7 @@ def load(session: Session, row: FederationRow, now: float) -> Federation:
 
 
 def _unreadable(id: str, name: str, raw: object, why: str) -> Federation:
-    """A federation with what can be read of it, for a list that says why. Its id stands in for a damaged name."""
+    """A federation with its readable parts, for lists. Its id replaces a damaged name."""
     spec: dict[str, object] = {"name": name, "method": {"name": "unreadable"}}
     try:
         FederationSpec.model_validate(spec)
@@ -132,7 +132,7 @@ def _unreadable(id: str, name: str, raw: object, why: str) -> Federation:
 
 
 def _at_rest(federation: Federation) -> Federation:
-    """As it is listed, in memory alone: its rows stay as they are, for the version that can read them."""
+    """As it is listed, only in memory: its rows stay unchanged for a version that can read them."""
     run = replace(federation.run, state="failed", reason=f"unreadable: {federation.absent}", stage=None, due_job=None)
     return replace(federation, run=run, tasks={}, deadline=None)
 

@@ -25,7 +25,7 @@ from promptfed.coordinator.aggregation.secure_sums import Attempt
 from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import json_logs, recovery
-from promptfed.coordinator.engine.committer import Committer, Stopped
+from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.last_seen import LastSeen
 from promptfed.coordinator.engine.metrics import Metrics
 from promptfed.coordinator.engine.recorder import Change, Changes
@@ -128,7 +128,7 @@ class Registry:
         self.wakeups.close()
 
     def close(self) -> None:
-        """Let go of the data folder: nothing is changed from here on."""
+        """Stop changing anything: the data folder is free for another coordinator."""
         self.committer.close()
         with contextlib.suppress(DatabaseAway):
             self.last_seen.flush()
@@ -146,7 +146,7 @@ class Registry:
             self._begin(federation)
 
     def _begin(self, federation: Federation) -> None:
-        """Have a federation that was just read go on."""
+        """Continue the run of a federation that was just read."""
         if federation.absent is not None:
             text = "%s is left alone: %s" if federation.unreadable else "%s waits for its method: %s"
             log.error(text, federation.name, federation.absent, extra=json_logs.where(federation))
@@ -189,7 +189,7 @@ class Registry:
 
     @property
     def away(self) -> bool:
-        """Whether nothing is answered: what is in memory may not be how things stand."""
+        """Whether requests are refused because memory may be outdated."""
         return self.cut_off or (self.leases is not None and self.leases.stale)
 
     @property
@@ -198,10 +198,10 @@ class Registry:
         return self.database.away is not None or self._reloading
 
     def come_back(self) -> None:
-        """Take up the federations again once the database answers. Raises DatabaseAway, InUse, Stopped."""
+        """Take up the federations again once the database answers. Raises DatabaseAway, InUse, RegistryClosed."""
         with self._turn:
             if self._closed:
-                raise Stopped
+                raise RegistryClosed
             self._reloading = True
             self.database.come_back()
             # A commit whose answer was lost may have happened: what is in memory is not to be trusted.
@@ -249,7 +249,7 @@ class Registry:
         return self.get(self.find_any(id_or_name).id)
 
     def find_any(self, id_or_name: str) -> Federation:
-        """The same where its method may be absent. Raises NotFound."""
+        """As ``find``, also if its method is absent. Raises NotFound."""
         federation = self.federations.get(id_or_name)
         if federation is None:
             federation = next((known for known in self.federations.values() if known.name == id_or_name), None)
@@ -264,7 +264,7 @@ class Registry:
             raise FederationMoving("another coordinator carries this federation out: send it again")
 
     def expect_here_or_known(self, asked: str | None) -> None:
-        """The same for whom nobody is known by here: only the one who carries the federation out knows its clients."""
+        """As ``expect_here`` for an unknown token: only the coordinator that runs the federation knows its clients."""
         known = self.federations.values() if self.leases is not None else ()
         if not any(asked in (federation.id, federation.name) for federation in known):
             self.expect_here(asked)
@@ -299,10 +299,10 @@ class Registry:
 
     @contextmanager
     def changes(self) -> Iterator[Changes]:
-        """The same on any number of federations."""
+        """One transaction on any number of federations."""
         with self._turn:
             if self._closed:
-                raise Stopped
+                raise RegistryClosed
             with self.database.write() as session:
                 fence = self._fence if self.leases is not None else None
                 changes = Changes(session, self.get, fence, self.noise)

@@ -1,4 +1,4 @@
-"""What is removed again: blobs that no row names, and with ``retention: last_round`` what earlier rounds have left."""
+"""Removal of blobs that no row names, and with ``retention: last_round`` of earlier rounds' tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def retire(registry: Registry, id: str) -> None:
 
 
 def remove_updates(session: Session, id: str, client: str) -> set[str]:
-    """Give up what a client has sent, and what it was sent; the digests of these. Rows and their figures stay."""
+    """Mark a client's updates and payloads as removed; returns their digests. Rows and their figures stay."""
     mine = (TaskRow.federation_id == id, TaskRow.client == client)
     updates = (UpdateRow.task_id.in_(select(TaskRow.id).where(*mine)), UpdateRow.stored)
     digests = set(session.scalars(select(UpdateRow.sha256).where(*updates)))

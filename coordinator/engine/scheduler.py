@@ -19,7 +19,7 @@ from promptfed.coordinator.domain import clock, events
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.domain.round_machine import WrongMoment
 from promptfed.coordinator.engine import deletion, expiry, jobs, json_logs, retention
-from promptfed.coordinator.engine.committer import Stopped
+from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.malloc import give_back
 from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.engine.wakeups import wait
@@ -37,7 +37,7 @@ RETIRE_SECONDS = 1.0  # between two removals of what a running federation's roun
 STOP_SECONDS = 1.0
 HANG_SECONDS = 30.0  # after which a database that neither answers nor refuses is given up
 
-MOVED_ON = (NotFound, FederationMoving, WrongMoment, Stopped)
+MOVED_ON = (NotFound, FederationMoving, WrongMoment, RegistryClosed)
 """The federation was deleted, has ended or moved on meanwhile, or another coordinator runs it."""
 Job = Callable[[Registry, str], None]
 """What is carried out on the thread for tensor work: of this registry, for the federation with this id."""
@@ -149,7 +149,7 @@ class Scheduler:
     async def _delete_leftovers(self) -> None:
         try:
             await asyncio.to_thread(deletion.finish, self._registry)
-        except (DatabaseAway, Stopped):
+        except (DatabaseAway, RegistryClosed):
             pass  # It is tried again when the database is back, and at the next start.
         except (SQLAlchemyError, OSError):
             log.exception("what deleted federations have left cannot be deleted")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from promptfed.coordinator.engine.committer import Stopped
+from promptfed.coordinator.engine.committer import RegistryClosed
 from promptfed.coordinator.engine.registry import Registry, operator_of
 from promptfed.coordinator.problems import Refusal
 from promptfed.coordinator.store.backend import DatabaseAway
@@ -36,14 +36,14 @@ class Sharing:
         ]
 
     async def start(self) -> None:
-        """Be there, and take up what nobody carries out. Raises SQLAlchemyError."""
+        """Register, and take up federations that nobody runs. Raises SQLAlchemyError."""
         await asyncio.to_thread(self._leases.register)
         await asyncio.to_thread(self._take, await asyncio.to_thread(self._renew))
         for thread in self._threads:
             thread.start()
 
     async def stop(self) -> None:
-        """Give what is held to the others. Nothing is changed any more at this point."""
+        """Release all leases. The registry must not change anything any more."""
         self._ended.set()
         self._work.set()
         for thread in self._threads:
@@ -94,7 +94,7 @@ class Sharing:
             try:
                 if id in self._leases.held or self._leases.take(id):
                     self._registry.take_up(id)
-            except (SQLAlchemyError, DatabaseAway, Refusal, Stopped) as error:
+            except (SQLAlchemyError, DatabaseAway, Refusal, RegistryClosed) as error:
                 self._leases.let_go(id)  # and try again: it is free for this one
                 self._warn(f"a federation could not be taken up: {type(error).__name__}: {error}"[:500])
 

@@ -1,4 +1,4 @@
-"""Headers that every answer has: no browser guesses what it is, and nobody on the way keeps what the API says."""
+"""Headers of every answer: browsers do not guess the type, and caches do not keep the API's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON bodies: how much of them is read, from whom, and for how long.
+"""Limits on JSON bodies: their size, the caller, and the time that they may take.
 
 The framework reads and parses a body before it checks who has sent it. Here the body of a caller who may not call the
 route is not read at all: it would take memory, parsing it would delay other requests, and its errors would hide the
@@ -29,7 +29,7 @@ NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class JsonBodies:
-    """Passes bodies on as they arrive: within a limit, within ``seconds``, and of callers with a token only.
+    """Passes on bodies of callers with a token, up to a size and within ``seconds``.
 
     The framework's own limit answers in plain text; this one raises within the request, so that it becomes a problem.
     """

@@ -97,7 +97,7 @@ async def authenticate(request: HTTPConnection, registry: Registry, token: str |
 
 
 def trust(connection: HTTPConnection, token: str) -> None:
-    """A token was right: it counts for the address."""
+    """Note a right token of the caller's address."""
     auth_throttle: AuthThrottle = connection.app.state.auth_throttle
     auth_throttle.succeeded(address_of(connection), digest(token))
 
@@ -119,13 +119,13 @@ async def look_up(connection: HTTPConnection, registry: Registry, token: str) ->
 
 
 def may_be_foreign(connection: HTTPConnection, token: str) -> bool:
-    """Whether the token is the identity provider's to tell."""
+    """Whether the identity provider may have issued the token."""
     issuer: Issuer | None = connection.app.state.issuer
     return issuer is not None and issuer.may_have_issued(token)
 
 
 def look_up_own(connection: HTTPConnection, registry: Registry, token: str) -> Caller:
-    """As ``look_up``, of a token that this coordinator itself knows."""
+    """As ``look_up`` for a token that this coordinator has issued."""
     if registry.away:
         raise StoreAway
     state, token_digest = connection.app.state, digest(token)

@@ -1,4 +1,4 @@
-"""What is asked of a federation that another coordinator carries out: 307 to it, before anything of a body is read."""
+"""Redirects (307) of requests about a federation that another coordinator runs, before their bodies are read."""
 
 from __future__ import annotations
 

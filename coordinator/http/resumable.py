@@ -51,14 +51,14 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class Part:
+class AnnouncedPart:
     """Where a request's bytes belong, and whether they are the last."""
 
     offset: int
     is_last: bool
 
     @classmethod
-    def of(cls, headers: Mapping[str, str], whole: Announced, size: int | None) -> Part:
+    def of(cls, headers: Mapping[str, str], whole: Announced, size: int | None) -> AnnouncedPart:
         """Of its headers; ``size``: its Content-Length. Raises BadUploadHeaders, InconsistentLength."""
         offset, complete = _number(headers, OFFSET), headers.get(COMPLETE.lower())
         if complete not in (YES, NO):
@@ -78,7 +78,7 @@ def _number(headers: Mapping[str, str], name: str) -> int:
 
 
 async def receive(
-    body: Incoming, part: Part, partial: PartialUpload, partials: PartialUploads, uploads: Uploads
+    body: Incoming, part: AnnouncedPart, partial: PartialUpload, partials: PartialUploads, uploads: Uploads
 ) -> int:
     """Add a request's bytes to what has arrived; how much that is now, durably.
 

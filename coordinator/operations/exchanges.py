@@ -1,4 +1,4 @@
-"""The door for the answers of a secure sum's steps: stored in the transaction that settles their task, or refused."""
+"""Admission of answers to the steps of a secure sum: stored in the transaction that settles their task, or refused."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -46,19 +48,22 @@ def _check_shape(spec: FederationSpec) -> None:
     if spec.backbone.shape is None:
         return
     federation = new_federation("", spec)
-    try:
+    with _offence_at("backbone.shape"):
         check_fits(federation.method, spec.backbone.shape)
         federation.method.dims(federation.context())
-    except MethodError as error:
-        raise SpecError([{"path": "backbone.shape", "detail": str(error)}]) from None
-    try:
+    with _offence_at("method"):
         check_sizes(spec, federation.method, federation.context(), spec.participation.min_clients)
-    except MethodError as error:
-        raise SpecError([{"path": "method", "detail": str(error)}]) from None
-    try:
+    with _offence_at("privacy.noise_multiplier"):
         check_hopeless(federation.method, spec, federation.context(), spec.participation.min_clients)
+
+
+@contextmanager
+def _offence_at(path: str) -> Iterator[None]:
+    """A block whose MethodError is an offence at ``path`` of the spec. Raises SpecError."""
+    try:
+        yield
     except MethodError as error:
-        raise SpecError([{"path": "privacy.noise_multiplier", "detail": str(error)}]) from None
+        raise SpecError([{"path": path, "detail": str(error)}]) from None
 
 
 def _budgeted(federation: Federation, noise: Noise) -> Federation:

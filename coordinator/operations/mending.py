@@ -1,7 +1,7 @@
-"""What is done about stored bytes that are not what they were: made again, asked for again, or waited for.
+"""Repair of damaged blobs.
 
-States and payloads follow from what else is kept, and are made again to the same digest. An update is its client's:
-the federation pauses, says why, and takes the same bytes again from whoever has them. It goes on by itself then.
+States and payloads are computed again to the same digest. An update can only come from its client: the federation
+pauses with a reason, accepts the same bytes again, and continues by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("promptfed.coordinator")
 
 @dataclass(frozen=True)
 class _Use:
-    """What a blob is to its federation; ``needed``: nothing goes on without it."""
+    """The use of a blob in its federation; ``needed``: the run cannot continue without it."""
 
     what: str
     needed: bool

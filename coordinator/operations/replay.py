@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from promptfed.coordinator.aggregation import global_state
 from promptfed.coordinator.aggregation.changes import change_norm
-from promptfed.coordinator.aggregation.private_mean import Terms
+from promptfed.coordinator.aggregation.private_mean import NoiseTerms
 from promptfed.coordinator.aggregation.rules import Judged, Rule
 from promptfed.coordinator.domain.federation import Federation
 from promptfed.coordinator.engine import private_jobs, secure_jobs
@@ -59,7 +59,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class Step:
+class CommittedStep:
     """One committed state: how it came about, from which state, and whom the state knew then.
 
     ``gone``: clients of ``updates`` whose tensors are no longer kept. ``terms``: what its mean was noised with.
@@ -75,7 +75,7 @@ class Step:
     gone: frozenset[str] = frozenset()
     forgotten: str | None = None
     total: SumRow | None = None
-    terms: Terms | None = None
+    terms: NoiseTerms | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _gone(federation: Federation, round: int) -> UpdatesGone:
 # What there is to compute
 
 
-def steps_of(session: Session, federation: Federation, round: int) -> list[Step]:
+def steps_of(session: Session, federation: Federation, round: int) -> list[CommittedStep]:
     """How each state of a round came about so far. Raises UpdatesGone where one is no longer kept."""
     rows = list(session.scalars(queries.states(federation.id).where(StateRow.round == round)))
     if not rows:
@@ -149,7 +149,7 @@ def steps_of(session: Session, federation: Federation, round: int) -> list[Step]
     return steps
 
 
-def _with_noise(session: Session, federation: Federation, step: Step) -> Step:
+def _with_noise(session: Session, federation: Federation, step: CommittedStep) -> CommittedStep:
     """The step with what its mean was noised with, at client level. Raises UpdatesGone where that is not kept."""
     if not federation.spec.privacy.is_central or step.state.phase_id is None:
         return step
@@ -187,23 +187,23 @@ def _step(
     before: StateRow | None,
     newcomers: Mapping[int, list[str]],
     forgotten: Mapping[int, str],
-) -> Step:
+) -> CommittedStep:
     roster = [name for id, names in newcomers.items() if id < row.id for name in names]
     if row.id in forgotten:
-        return Step(row.origin, row, before, tuple(roster), (), forgotten=forgotten[row.id])
+        return CommittedStep(row.origin, row, before, tuple(roster), (), forgotten=forgotten[row.id])
     if row.phase_id is None:
-        return Step(row.origin, row, before, tuple(roster), tuple(newcomers[row.id]))
+        return CommittedStep(row.origin, row, before, tuple(roster), tuple(newcomers[row.id]))
     phase = session.get_one(PhaseRow, row.phase_id)
     updates = tuple(global_state.counted(session, row.phase_id))
     gone = frozenset(global_state.no_longer_kept(session, row.phase_id))
     total = session.get(SumRow, row.phase_id)
-    return Step(row.origin, row, before, tuple(roster), (), phase.step, updates, gone, total=total)
+    return CommittedStep(row.origin, row, before, tuple(roster), (), phase.step, updates, gone, total=total)
 
 
 # Computing it
 
 
-def _again(registry: Registry, federation: Federation, step: Step, what_if: WhatIf) -> Replayed:
+def _again(registry: Registry, federation: Federation, step: CommittedStep, what_if: WhatIf) -> Replayed:
     before = _stored(registry, step.before) if step.before is not None else {}
     rule = global_state.rule_of(federation, before, step.state.round, step.origin, what_if.aggregation)
     updates = _weighed(federation, step.updates, what_if)
@@ -232,7 +232,7 @@ def _update(client: str, weight: float, judged: Judged | None) -> ReplayedUpdate
 def computed(
     registry: Registry,
     federation: Federation,
-    step: Step,
+    step: CommittedStep,
     before: Tensors,
     updates: Sequence[global_state.Counted],
     rule: Rule,

@@ -1,4 +1,4 @@
-"""The door for answers: an update or evaluation is stored durably, or refused with nothing changed but a counter."""
+"""Admission of answers: an update or evaluation is stored durably, or refused without any change but a counter."""
 
 from __future__ import annotations
 

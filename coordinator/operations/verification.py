@@ -1,4 +1,4 @@
-"""``--verify``: a data folder and its database looked at whole, and everything named that is not what was stored."""
+"""``--verify``: checks everything stored in a data folder and its database, and names what is damaged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Reading = Callable[[Session, Blobs], Iterator[str]]
 
 
 def verify(settings: Settings) -> int:
-    """Look at what the settings name, and print a line for each thing that is damaged; the exit code."""
+    """Check the store of the settings, and print a line for each damaged item; returns the exit code."""
     try:
         with _opened(settings) as store:
             return _look(store)

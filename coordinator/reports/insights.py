@@ -9,6 +9,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from sqlalchemy import select
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _CountedPhase:
     """A phase's counted updates, and the state that the clients began with."""
 
     phase_id: int
@@ -57,9 +58,9 @@ class _Exchange:
 class _Plan:
     """What there is to compute for a round: the last state of each round so far by digest, None where not kept."""
 
-    state: rounds.Stored
+    state: rounds.StoredState
     history: dict[int, str | None]
-    exchanges: tuple[_Exchange, ...]
+    exchanges: tuple[_CountedPhase, ...]
 
 
 class Insights:
@@ -105,7 +106,7 @@ class Insights:
         points, before = [], first
         for round, digest in plan.history.items():
             if digest is not None:
-                job = _drift_job(self._registry, federation, first, before, digest)
+                job = partial(_drift, self._registry, federation, first, before, digest)
                 key = ("drift", federation.id, first, before, digest)
                 points.append(schemas.DriftPoint(round=round, tensors=await self._once(key, job)))
                 before = digest
@@ -120,7 +121,7 @@ class Insights:
             missing.append(schemas.Missing(what="similarity", why=why))
         for exchange in plan.exchanges:
             try:
-                job = _cosines_job(self._registry, federation, exchange)
+                job = partial(_cosines, self._registry, federation, exchange)
                 rows = await self._once(("cosines", exchange.phase_id), job)
             except FileNotFoundError:
                 retention = federation.spec.retention
@@ -171,7 +172,7 @@ def _spaced(history: dict[int, str | None]) -> dict[int, str | None]:
     return {round: digest for round, digest in history.items() if round in chosen}
 
 
-def _exchanges(session: Session, federation: Federation, round: int) -> list[_Exchange]:
+def _exchanges(session: Session, federation: Federation, round: int) -> list[_CountedPhase]:
     mine = (PhaseRow.federation_id == federation.id, PhaseRow.round == round, PhaseRow.kind == "train")
     phases = session.scalars(select(PhaseRow).where(*mine, PhaseRow.completed_at.is_not(None)).order_by(PhaseRow.step))
     exchanges = []
@@ -183,40 +184,33 @@ def _exchanges(session: Session, federation: Federation, round: int) -> list[_Ex
         updates = global_state.counted(session, phase.id)
         kept = before is not None and before.stored and not global_state.no_longer_kept(session, phase.id)
         digest = before.sha256 if before is not None and kept else None
-        exchanges.append(_Exchange(phase.id, phase.name, digest, tuple(updates)))
+        exchanges.append(_CountedPhase(phase.id, phase.name, digest, tuple(updates)))
     return exchanges
 
 
 # Computing it
 
 
-def _drift_job(
+def _drift(
     registry: Registry, federation: Federation, first: str, before: str, digest: str
-) -> Callable[[], dict[str, schemas.TensorDrift]]:
-    def job() -> dict[str, schemas.TensorDrift]:
-        global_state.use_threads(federation)
-        states = (learned_prompts(federation.method, _state(registry, state)) for state in (first, before, digest))
-        start, earlier, now = states
-        return prompt_metrics.drift(start, now, earlier)
-
-    return job
+) -> dict[str, schemas.TensorDrift]:
+    global_state.use_threads(federation)
+    start, earlier, now = (
+        learned_prompts(federation.method, _state(registry, state)) for state in (first, before, digest)
+    )
+    return prompt_metrics.drift(start, now, earlier)
 
 
-def _cosines_job(
-    registry: Registry, federation: Federation, exchange: _Exchange
-) -> Callable[[], list[list[float | None]]]:
-    def job() -> list[list[float | None]]:
-        global_state.use_threads(federation)
-        if exchange.before is None:
-            raise FileNotFoundError
-        places = registry.blobs.places([sha256 for _, _, sha256 in exchange.updates[:MOST_CLIENTS]])
-        return prompt_metrics.cosines(places, _state(registry, exchange.before))
-
-    return job
+def _cosines(registry: Registry, federation: Federation, exchange: _CountedPhase) -> list[list[float | None]]:
+    global_state.use_threads(federation)
+    if exchange.before is None:
+        raise FileNotFoundError
+    places = registry.blobs.places([sha256 for _, _, sha256 in exchange.updates[:MOST_CLIENTS]])
+    return prompt_metrics.cosines(places, _state(registry, exchange.before))
 
 
 def _words_and_plane(
-    registry: Registry, federation: Federation, stored: rounds.Stored
+    registry: Registry, federation: Federation, stored: rounds.StoredState
 ) -> tuple[schemas.WordsView | None, schemas.PlaneView | None]:
     global_state.use_threads(federation)
     known = read_lexicon(registry.blobs, federation.lexicon) if federation.lexicon is not None else None

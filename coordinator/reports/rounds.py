@@ -26,7 +26,7 @@ from promptfed.shared.messages import ENDED
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredState:
     """A committed state whose tensors are still kept."""
 
     round: int
@@ -34,7 +34,7 @@ class Stored:
     sha256: str
 
 
-def state_of(session: Session, federation: Federation, round: int | None) -> Stored:
+def state_of(session: Session, federation: Federation, round: int | None) -> StoredState:
     """The last state of ``round``, or of all. Raises NoState."""
     if round is not None and not _has_state(federation, round):
         raise NoState(f"round {round} is not over; {federation.name} is in round {federation.run.round}")
@@ -43,7 +43,7 @@ def state_of(session: Session, federation: Federation, round: int | None) -> Sto
         raise NoState(f"{federation.name} has not started: it has no state yet")
     if not row.stored:
         raise NoState(f"the state of round {round} is no longer kept (retention: {federation.spec.retention})")
-    return Stored(row.round, row.state_hash, row.sha256)
+    return StoredState(row.round, row.state_hash, row.sha256)
 
 
 def _last_state(session: Session, federation: Federation, round: int | None) -> StateRow | None:

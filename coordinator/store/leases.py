@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Look:
+class LeaseLook:
     """Leases that this coordinator has lost, and those that are free."""
 
     lost: list[str]
@@ -86,7 +86,7 @@ class Leases:
             session.execute(delete(CoordinatorRow).where(gone))
 
     @contextmanager
-    def renew(self) -> Iterator[Look]:
+    def renew(self) -> Iterator[LeaseLook]:
         """Write a sign of life, and look at all leases. Raises SQLAlchemyError.
 
         The leases are fresh at the end of the block, in which the caller lets go of those that were lost: a
@@ -99,7 +99,7 @@ class Leases:
         yield self.look()
         self._renewed = asked
 
-    def look(self) -> Look:
+    def look(self) -> LeaseLook:
         """Look at all leases. Raises SQLAlchemyError."""
         begun = time.monotonic()
         before = set(self.held)
@@ -127,7 +127,7 @@ class Leases:
         by_id = {row.id: Place(row.id, row.name, row.url) for row in shown}
         self._places = {row.name: by_id[row.id] for row in shown} | by_id
         self._looked = begun
-        return Look(lost, free)
+        return LeaseLook(lost, free)
 
     def look_again(self) -> None:
         """Look at all leases unless another thread has done so since the call. Raises SQLAlchemyError."""

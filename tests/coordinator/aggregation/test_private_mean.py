@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from promptfed.coordinator.aggregation.private_mean import Terms, private_mean
+from promptfed.coordinator.aggregation.private_mean import NoiseTerms, private_mean
 from promptfed.shared.methods.core.interface.base import ClientUpdate
 from promptfed.shared.privacy.client_level import AdaptedClip
 from promptfed.shared.privacy.noise import NoiseStream
@@ -49,7 +49,7 @@ def test_the_formula_written_out_with_a_divisor_that_nobody_who_stays_away_moves
     base = tensors(0)
     updates = [tensors(number, 0.1 if number == 1 else 3.0) for number in range(1, came + 1)]
     given = [ClientUpdate(f"c{number}", 1 / 5, update) for number, update in enumerate(updates)]
-    found = private_mean(given, base, SHAPES, Terms(1.5, 0.8, 5.0, KEY))
+    found = private_mean(given, base, SHAPES, NoiseTerms(1.5, 0.8, 5.0, KEY))
     wanted = literal(updates, base, 1.5, 0.8, 5.0)
     assert flat(found.tensors) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
     assert all(tensor.dtype == torch.float32 for tensor in found.tensors.values())
@@ -60,8 +60,8 @@ def test_the_formula_written_out_with_a_divisor_that_nobody_who_stays_away_moves
 def test_one_client_moves_the_sum_by_the_clip_at_most() -> None:
     base, others = tensors(0), [ClientUpdate("a", 0.5, tensors(1))]
     wild = [*others, ClientUpdate("b", 0.5, tensors(2, 1e6))]
-    with_it = private_mean(wild, base, SHAPES, Terms(0.5, 0.3, 2.0, KEY)).tensors
-    without = private_mean(others, base, SHAPES, Terms(0.5, 0.3, 2.0, KEY)).tensors
+    with_it = private_mean(wild, base, SHAPES, NoiseTerms(0.5, 0.3, 2.0, KEY)).tensors
+    without = private_mean(others, base, SHAPES, NoiseTerms(0.5, 0.3, 2.0, KEY)).tensors
     moved = np.linalg.norm(np.subtract(flat(with_it), flat(without)))
     assert moved == pytest.approx(0.5 / 2, rel=1e-5)
 
@@ -69,7 +69,7 @@ def test_one_client_moves_the_sum_by_the_clip_at_most() -> None:
 def test_a_change_of_nothing_is_no_division_by_zero_and_what_is_not_in_the_payload_begins_at_zero() -> None:
     base = {"a": torch.ones(4)}
     same = ClientUpdate("a", 1.0, {"a": torch.ones(4), "b": torch.zeros(2, 3)})
-    found = private_mean([same], base, SHAPES, Terms(1.0, 0.5, 1.0, KEY))
+    found = private_mean([same], base, SHAPES, NoiseTerms(1.0, 0.5, 1.0, KEY))
     assert found.lengths == {"a": 0.0}
     noise = 0.5 * NoiseStream(KEY).normals(10)
     assert flat(found.tensors) == pytest.approx([*(1 + noise[:4]), *noise[4:]], rel=1e-6)
@@ -77,7 +77,7 @@ def test_a_change_of_nothing_is_no_division_by_zero_and_what_is_not_in_the_paylo
 
 def test_the_noise_is_normal_of_the_right_size_and_other_keys_make_other_noise() -> None:
     size = 200_000
-    base, terms = {"a": torch.zeros(size)}, Terms(0.7, 1.3, 4.0, KEY)
+    base, terms = {"a": torch.zeros(size)}, NoiseTerms(0.7, 1.3, 4.0, KEY)
     found = private_mean([], base, {"a": (size,)}, terms).tensors["a"].double().numpy()
     scaled = found * 4.0 / (0.7 * 1.3)
     assert abs(scaled.mean()) < 4 / math.sqrt(size)
@@ -85,14 +85,14 @@ def test_the_noise_is_normal_of_the_right_size_and_other_keys_make_other_noise()
     assert stats.kstest(scaled, "norm").pvalue > 1e-6
     lags = [float(np.mean(scaled[lag:] * scaled[:-lag])) for lag in range(1, 65)]
     assert max(map(abs, lags)) < 5 / math.sqrt(size)
-    other = private_mean([], base, {"a": (size,)}, Terms(0.7, 1.3, 4.0, bytes(32))).tensors["a"].double().numpy()
+    other = private_mean([], base, {"a": (size,)}, NoiseTerms(0.7, 1.3, 4.0, bytes(32))).tensors["a"].double().numpy()
     assert abs(float(np.corrcoef(found, other)[0, 1])) < 5 / math.sqrt(size)
 
 
 def test_an_adaptive_clip_follows_the_noisy_share_and_leaves_the_changes_more_noise() -> None:
     base, adapted = tensors(0), AdaptedClip(0.5, 0.2, 3.0)
     given = [ClientUpdate(str(number), 0.25, tensors(number, 0.01 if number < 4 else 9.0)) for number in range(1, 5)]
-    found = private_mean(given, base, SHAPES, Terms(1.0, 1.2, 4.0, KEY, adapted))
+    found = private_mean(given, base, SHAPES, NoiseTerms(1.0, 1.2, 4.0, KEY, adapted))
     z = (1.2**-2 - (2 * 3.0) ** -2) ** -0.5
     updates = [dict(update.tensors) for update in given]
     assert flat(found.tensors) == pytest.approx(literal(updates, base, 1.0, z, 4.0), rel=1e-6, abs=1e-6)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from promptfed.coordinator.engine import committer
-from promptfed.coordinator.engine.committer import Committer, Stopped
+from promptfed.coordinator.engine.committer import Committer, RegistryClosed
 from promptfed.coordinator.engine.recorder import Change
 from promptfed.coordinator.operations import submissions
 from promptfed.coordinator.store.database import Database
@@ -255,7 +255,7 @@ def test_no_group_is_larger_than_the_largest_and_what_waits_at_the_end_is_commit
         await asyncio.sleep(0.05)
         await asyncio.to_thread(made.close)
         assert await asyncio.gather(*waiting) == [True] * len(waiting)
-        with pytest.raises(Stopped):
+        with pytest.raises(RegistryClosed):
             await made.submit(Noted("a"))
 
     assert groups_of(monkeypatch, many, quiet=LONGER, most=LONGER) == [committer.MOST, 3]

@@ -71,7 +71,7 @@ def holder(coordinator: InThread, id: str) -> tuple[str | None, int]:
 
 def sharing_is_over(coordinator: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is as if it were paused: what it has in memory stays as it is, and it says no more that it is there."""
-    monkeypatch.setattr(coordinator.registry.leases, "renew", lambda: nullcontext(leases.Look([], [])))
+    monkeypatch.setattr(coordinator.registry.leases, "renew", lambda: nullcontext(leases.LeaseLook([], [])))
     with coordinator.registry.database.write() as session:
         long_ago = update(CoordinatorRow).where(CoordinatorRow.id == coordinator.registry.leases.id)
         session.execute(long_ago.values(seen=0.0))
@@ -214,7 +214,7 @@ def test_a_holder_that_stopped_in_a_transaction_is_hung_up(
     thread = threading.Thread(target=stop_in_the_middle)
     thread.start()
     assert entered.wait(300)
-    monkeypatch.setattr(one.registry.leases, "renew", lambda: nullcontext(leases.Look([], [])))
+    monkeypatch.setattr(one.registry.leases, "renew", lambda: nullcontext(leases.LeaseLook([], [])))
     try:
         wait_for("the takeover", lambda: id in two.registry.federations)
     finally:
@@ -234,7 +234,7 @@ def test_who_wakes_up_answers_nothing_before_it_has_looked(start: Start, monkeyp
     assert kept is not None
     real, answers = kept.look, []
 
-    def look() -> leases.Look:
+    def look() -> leases.LeaseLook:
         answers.append(one.http.get(f"/v1/federations/{id}", headers=OPERATOR).status_code)
         return real()
 
