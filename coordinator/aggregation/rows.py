@@ -92,10 +92,10 @@ class Rows:
 
     def row(self, index: int) -> Tensor:
         """Row ``index`` ``(D,)``, relative to the base and clipped."""
-        found = self.vector()
+        row = self.vector()
         for columns, values in self.blocks():
-            found[columns] = values[index]
-        return found
+            row[columns] = values[index]
+        return row
 
     def sum(self, weights: Tensor) -> Tensor:
         """``(D,)`` Σ weight·row of ``weights (K,)``."""
@@ -103,10 +103,10 @@ class Rows:
 
     def combined(self, make: Callable[[Tensor], Tensor]) -> Tensor:
         """``(D,)`` of what ``make`` gives ``(n,)`` of each block ``(K, n)``."""
-        found = self.vector()
+        combined = self.vector()
         for columns, values in self.blocks():
-            found[columns] = make(values)
-        return found
+            combined[columns] = make(values)
+        return combined
 
     def distances_to(self, point: Tensor | None, clipped: bool = False) -> Tensor:
         """``(K,)`` L2 distances of the rows to ``point (D,)``; None: to zero."""

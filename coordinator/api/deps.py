@@ -87,11 +87,11 @@ async def _viewed(registry: RegistryOf, federation: FederationId, _: IsViewer) -
 
 async def _informed(registry: RegistryOf, federation: FederationId, caller: IsViewer) -> Federation:
     """Refuse who may not learn who takes part in which round. It is on routes that tell of it in any way."""
-    found = registry.find(federation)
-    if found.spec.participation.is_secret and not knows_who_takes_part(caller):
-        text = f"{found.name} samples its clients in secret, and this tells who took part"
+    informed = registry.find(federation)
+    if informed.spec.participation.is_secret and not knows_who_takes_part(caller):
+        text = f"{informed.name} samples its clients in secret, and this tells who took part"
         raise WrongRole(f"{text}: it takes the role operator; {caller.name} has the role {caller.role}")
-    return found
+    return informed
 
 
 def knows_who_takes_part(caller: OperatorCaller) -> bool:

@@ -46,6 +46,6 @@ def get_audit_log(registry: RegistryOf, _: IsAdmin, limit: Limit = 100, after: A
     """What was done, by whom and from where, in order; it is kept when a federation is deleted."""
     begin = int(after) if after is not None and after.isdecimal() else 0
     with registry.database.read() as session:
-        found = list(audit.entries(session, min(begin, 1 << 62), limit + 1))
-    following = str(found[limit - 1].number) if len(found) > limit else None
-    return AuditPage(entries=found[:limit], next=following)
+        entries = list(audit.entries(session, min(begin, 1 << 62), limit + 1))
+    following = str(entries[limit - 1].number) if len(entries) > limit else None
+    return AuditPage(entries=entries[:limit], next=following)

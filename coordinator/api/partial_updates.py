@@ -166,9 +166,9 @@ def _whole(registry: Registry, partial: PartialUpload, path: Path, whole: Announ
 
     Raises DigestMismatch.
     """
-    found = digest_of_file(partial)
-    if found != whole.digest:
-        text = f"the body has digest {found}; {whole.digest} was announced: send it again from the beginning"
+    digest = digest_of_file(partial)
+    if digest != whole.digest:
+        text = f"the body has digest {digest}; {whole.digest} was announced: send it again from the beginning"
         raise problems.DigestMismatch(text)
     content = partial.path.read_bytes() if registry.blobs.is_small(whole.length) else None
     if content is None:

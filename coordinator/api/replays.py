@@ -72,8 +72,8 @@ async def replay_round(
 
 def _note(round: int, states: list[replay.Replayed], what_if: replay.WhatIf) -> str | None:
     if not states:
-        what = "no update was aggregated in it" if what_if else "it has no state"
-        return f"nothing of round {round} was computed again: {what}"
+        why = "no update was aggregated in it" if what_if else "it has no state"
+        return f"nothing of round {round} was computed again: {why}"
     return ONLY_THIS_PHASE if what_if else None
 
 

@@ -77,13 +77,13 @@ def _delete_rows(registry: Registry, id: str) -> None:
         if registry.wakeups.closed:
             raise RegistryClosed
         with registry.write(id) as session:
-            found, digests = _delete_some(session, id)
-            if not found:
+            any_rows, digests = _delete_some(session, id)
+            if not any_rows:
                 digests = retention.digests_of(session, id)
                 session.execute(delete(FederationRow).where(FederationRow.id == id))
         point("federation-rows-deleted")
         retention.collect(registry, digests)
-        if not found:
+        if not any_rows:
             registry.database.erase()
             if registry.leases is not None:
                 registry.leases.let_go(id)

@@ -43,10 +43,10 @@ def mark(registry: Registry) -> None:
     enrolment = {id: digests for id, digests in enrolment.items() if digests}
     if not operators and not enrolment:
         return
-    found = ((OperatorRow, operators), (TokenRow, set().union(*enrolment.values())))
+    to_mark = ((OperatorRow, operators), (TokenRow, set().union(*enrolment.values())))
     with registry.exclusively():
         with registry.database.write() as session:
-            for table, digests in found:
+            for table, digests in to_mark:
                 # In order: two coordinators that mark the same rows do not wait for each other in a circle.
                 rows = [{"key": digest, "moment": clock.now()} for digest in sorted(digests)]
                 if rows:

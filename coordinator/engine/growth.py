@@ -82,7 +82,7 @@ def _earlier(session: Session, federation: Federation) -> list[Mapping[str, floa
     """The changes of all completed phases: what grows now may have come in rounds ago."""
     mine = (PhaseRow.federation_id == federation.id, PhaseRow.completed_at.is_not(None))
     measured = session.scalars(select(PhaseRow.measured).where(*mine))
-    return [found.get("changes", {}) for found in measured if found]
+    return [kept.get("changes", {}) for kept in measured if kept]
 
 
 def _longest(phases: list[Mapping[str, float]]) -> tuple[str, float, float | None] | None:

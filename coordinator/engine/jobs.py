@@ -244,11 +244,11 @@ def payload_again(registry: Registry, federation: Federation, digest: str) -> by
     with registry.database.read() as session:
         query = queries.tasks_with_phases(federation.id)
         pending = (TaskRow.payload_sha256 == digest, PhaseRow.completed_at.is_(None))
-        found = session.execute(query.where(*pending)).first()
-        if found is None:
+        task_and_stage = session.execute(query.where(*pending)).first()
+        if task_and_stage is None:
             return None
         state = method_part(current_state(registry, session, federation.id))
-    task, stage = found
+    task, stage = task_and_stage
     if stage.kind not in ("train", "evaluate"):
         return secure_jobs.told(registry, federation, open_task(task, stage))
     phase = federation.method_phase(stage.round, stage.step) if stage.kind == "train" else None

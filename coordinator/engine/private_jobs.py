@@ -29,7 +29,7 @@ def terms_of(session: Session, federation: Federation, row: PhaseRow) -> NoiseTe
     clip, follows = privacy.clip, None
     if privacy.adaptive_clip is not None:
         follows = adapted(federation.spec, row.expected or 1.0)
-        before = [one for one in _noised(session, federation) if (one.round, one.step) < (row.round, row.step)]
+        before = [phase for phase in _noised(session, federation) if (phase.round, phase.step) < (row.round, row.step)]
         clip = (before[-1].measured or {})["privacy"]["next_clip"] if before else clip
     return NoiseTerms(clip, privacy.noise_multiplier, row.expected, bytes.fromhex(row.noise_key), follows)
 

@@ -78,8 +78,8 @@ def _load_any(session: Session, id: str, name: str, now: float) -> Federation:
 
 def unreadable(federation: Federation, error: Exception) -> Federation:
     """``federation`` as listed after reading more of it raised ``error``."""
-    found = _unreadable(federation.id, federation.name, federation.spec.model_dump(mode="json"), _told(error))
-    return replace(found, clients=federation.clients, run=replace(found.run, members=federation.run.members))
+    listed = _unreadable(federation.id, federation.name, federation.spec.model_dump(mode="json"), _told(error))
+    return replace(listed, clients=federation.clients, run=replace(listed.run, members=federation.run.members))
 
 
 def _told(error: Exception) -> str:

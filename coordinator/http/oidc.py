@@ -178,16 +178,16 @@ def _end_of(exp: object) -> datetime:
 
 def _keys_of(issuer: str) -> Future[Keys]:
     """The issuer's keys, fetched by a thread that keeps no process from ending."""
-    found: Future[Keys] = Future()
+    fetched: Future[Keys] = Future()
 
     def fetch() -> None:
         try:
-            found.set_result(_fetched(issuer))
+            fetched.set_result(_fetched(issuer))
         except Exception as error:
-            found.set_exception(error)
+            fetched.set_exception(error)
 
     threading.Thread(target=fetch, name="oidc", daemon=True).start()
-    return found
+    return fetched
 
 
 def _fetched(issuer: str) -> Keys:
@@ -212,7 +212,7 @@ def _get(url: str, until: float) -> dict[str, Any]:
                 raise TimeoutError(f"{url} takes longer than {FETCH_SECONDS:g} s")
             if len(body) > MOST_BYTES:
                 raise ValueError(f"{url} has more than {MOST_BYTES} bytes")
-    found = json.loads(body)
-    if not isinstance(found, dict):
+    content = json.loads(body)
+    if not isinstance(content, dict):
         raise ValueError(f"{url} is no JSON object")
-    return found
+    return content

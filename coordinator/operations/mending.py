@@ -123,10 +123,10 @@ def _use(session: Session, federation: Federation, digest: str) -> _Use | None:
 
 def _update_use(session: Session, federation: Federation, digest: str) -> _Use | None:
     query = queries.tasks_with_phases(federation.id).join(UpdateRow, UpdateRow.task_id == TaskRow.id)
-    found = session.execute(query.where(UpdateRow.sha256 == digest, UpdateRow.stored)).first()
-    if found is None:
+    task_and_phase = session.execute(query.where(UpdateRow.sha256 == digest, UpdateRow.stored)).first()
+    if task_and_phase is None:
         return None
-    task, phase = found
+    task, phase = task_and_phase
     what = f"the update of {task.client!r} in round {phase.round} ({phase.name})"
     help = "its client is asked to send it again; or put it back from a backup, and it goes on by itself"
     return _Use(what, phase.completed_at is None and task.counted, help, open_task(task, phase))
@@ -134,10 +134,10 @@ def _update_use(session: Session, federation: Federation, digest: str) -> _Use |
 
 def _payload_use(session: Session, federation: Federation, digest: str) -> _Use | None:
     query = queries.tasks_with_phases(federation.id).order_by(PhaseRow.id.desc()).limit(1)
-    found = session.execute(query.where(TaskRow.payload_sha256 == digest, TaskRow.payload_stored)).first()
-    if found is None:
+    task_and_phase = session.execute(query.where(TaskRow.payload_sha256 == digest, TaskRow.payload_stored)).first()
+    if task_and_phase is None:
         return None
-    _, phase = found
+    _, phase = task_and_phase
     return _Use(f"the payload of round {phase.round} ({phase.name})", phase.completed_at is None)
 
 

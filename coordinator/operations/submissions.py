@@ -343,8 +343,8 @@ def spent_metrics(federation: Federation, client: Client, spent: SpendReport | N
     units = client.num_samples if client.units is None else client.units
     wanted = training_event(units, training.batch_size, training.epochs, z).as_json()
     if given != [wanted]:
-        what = "samples" if privacy.unit == "record" else "groups"
-        raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {what} give {wanted}")
+        units_name = "samples" if privacy.unit == "record" else "groups"
+        raise problems.PrivacyMismatch(f"the update was trained with {given}; {units} {units_name} give {wanted}")
     seeded = float(spent.noise == "seeded")
     told = {"privacy_epsilon": spent.epsilon, "privacy_delta": spent.delta, "privacy_z": z, "privacy_seeded": seeded}
     if spent.epsilon_replace_one is not None:

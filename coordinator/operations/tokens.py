@@ -88,12 +88,12 @@ def revoke(registry: Registry, id: str, token: str) -> None:
     """Take a token back: from here on nobody knows it. Who came by it stays. Raises NotFound."""
     with registry.change(id) as change:
         federation = change.federation
-        found = [key for key, known in federation.tokens.items() if token in (known.id, known.name)]
-        if not found:
+        keys = [key for key, known in federation.tokens.items() if token in (known.id, known.name)]
+        if not keys:
             raise problems.NotFound(f"{federation.name} has no enrolment token {token[:100]!r}")
-        name = federation.tokens[found[0]].name
-        change.session.delete(change.session.get_one(TokenRow, found[0]))
-        kept = {key: known for key, known in federation.tokens.items() if key != found[0]}
+        name = federation.tokens[keys[0]].name
+        change.session.delete(change.session.get_one(TokenRow, keys[0]))
+        kept = {key: known for key, known in federation.tokens.items() if key != keys[0]}
         change.federation = replace(federation, tokens=kept)
         change.emit("token-revoked", token=name)
         change.note("token-revoked", token=name)

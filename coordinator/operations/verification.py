@@ -83,9 +83,9 @@ def _look(store: Store) -> int:
 
 def _database(session: Session, blobs: Blobs) -> Iterator[str]:
     if session.connection().dialect.name == "sqlite":
-        for (found,) in session.connection().exec_driver_sql("PRAGMA integrity_check"):
-            if found != "ok":
-                yield f"the database itself: {one_line(found)}"
+        for (verdict,) in session.connection().exec_driver_sql("PRAGMA integrity_check"):
+            if verdict != "ok":
+                yield f"the database itself: {one_line(verdict)}"
         for row in session.connection().exec_driver_sql("PRAGMA foreign_key_check"):
             yield f"the database itself: a row of {row[0]} belongs to none of {row[2]}"
 
@@ -197,8 +197,8 @@ def _why_not(blobs: Blobs, digest: str, size: int | None = None) -> str | None:
         place = blobs.places([digest])[0]
     except DamagedBlob as error:
         return error.why
-    found = len(place) if isinstance(place, bytes) else place.stat().st_size
-    return f"has {found} bytes instead of the recorded {size}" if size not in (None, found) else None
+    stored = len(place) if isinstance(place, bytes) else place.stat().st_size
+    return f"has {stored} bytes instead of the recorded {size}" if size not in (None, stored) else None
 
 
 def _state_hash(blobs: Blobs, digest: str) -> str | None:

@@ -44,9 +44,9 @@ def check_card(registry: Registry, federation: Federation, round: int, body: byt
     """
     card = _parsed(body)
     known = known_of(registry, federation, round)
-    found = _differences(card, known) | _wrong_classes(card, known) | _wrong_files(card, known)
-    if found:
-        errors = [{"path": path, "detail": detail} for path, detail in found.items()]
+    differences = _differences(card, known) | _wrong_classes(card, known) | _wrong_files(card, known)
+    if differences:
+        errors = [{"path": path, "detail": detail} for path, detail in differences.items()]
         text = "; ".join(f"{error['path']}: {error['detail']}" for error in errors[:5])
         raise problems.ExportDiffers(f"the card is not what this coordinator knows: {text}", errors=errors)
 
@@ -55,8 +55,8 @@ def _parsed(body: bytes) -> Card:
     try:
         return Card.model_validate(parse_json(body), extra="forbid")
     except ValidationError as error:
-        found = SpecError.from_validation(error)
-        raise problems.InvalidRequest(str(found), errors=found.errors) from None
+        offences = SpecError.from_validation(error)
+        raise problems.InvalidRequest(str(offences), errors=offences.errors) from None
     except ValueError as error:
         raise problems.UnreadableBody(f"the card cannot be read: {error}") from None
 
@@ -89,21 +89,21 @@ def _wrong_classes(card: Card, known: Known) -> Differences:
 
 
 def _wrong_files(card: Card, known: Known) -> Differences:
-    found: Differences = {}
+    wrong: Differences = {}
     files = card.files
     for name in sorted(files.keys() - LISTED):
-        found[f"files.{name[:SHOWN]}"] = f"an export holds no such file; it may hold {', '.join(sorted(LISTED))}"
+        wrong[f"files.{name[:SHOWN]}"] = f"an export holds no such file; it may hold {', '.join(sorted(LISTED))}"
     for name in sorted({STATE_FILE, MARKDOWN_FILE} - files.keys()):
-        found[f"files.{name}"] = "an export has this file, and its card names it"
+        wrong[f"files.{name}"] = "an export has this file, and its card names it"
     if STATE_FILE in files and not _is_same(files[STATE_FILE], known.state):
-        found[f"files.{STATE_FILE}"] = f"the state's file is {_short(known.state)}"
+        wrong[f"files.{STATE_FILE}"] = f"the state's file is {_short(known.state)}"
     if (BACKBONE_CONFIG in files) != (BACKBONE_WEIGHTS in files):
-        found["files"] = "a backbone is its configuration and its weights together"
+        wrong["files"] = "a backbone is its configuration and its weights together"
     if card.use.open_clip != (WEIGHTS_FILE in files):
-        found["use.open_clip"] = f"it is true where there is {WEIGHTS_FILE}, and only there"
+        wrong["use.open_clip"] = f"it is true where there is {WEIGHTS_FILE}, and only there"
     if card.signature is not None:
-        found["signature"] = "a card holds no signature: it lies in a file beside it"
-    return found
+        wrong["signature"] = "a card holds no signature: it lies in a file beside it"
+    return wrong
 
 
 def _is_same(given: CardFile, known: CardFile) -> bool:

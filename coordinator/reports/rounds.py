@@ -70,8 +70,8 @@ def page(database: Database, federation: Federation, numbers: list[int], followi
 
     def report(number: int) -> Iterator[bytes]:
         with database.read() as session:
-            found = round_report(session, federation, number)
-        yield from json_pieces(found)
+            read = round_report(session, federation, number)
+        yield from json_pieces(read)
 
     yield b'{"rounds":'
     yield from separated(map(report, numbers), b"[", b"]")
@@ -294,10 +294,10 @@ def _mean_accuracy(clients: list[report_schemas.ClientEvaluation]) -> dict[str, 
     for split in sorted({name for client in clients for name in client.splits}):
         own = [client.splits[split] for client in clients if split in client.splits]
         measured = {
-            "accuracy": [one.accuracy for one in own],
+            "accuracy": [evaluated.accuracy for evaluated in own],
             "zero_shot": [client.zero_shot[split].accuracy for client in clients if split in client.zero_shot],
-            "ece": [one.ece for one in own if one.ece is not None],
-            "macro_f1": [one.macro_f1 for one in own if one.macro_f1 is not None],
+            "ece": [evaluated.ece for evaluated in own if evaluated.ece is not None],
+            "macro_f1": [evaluated.macro_f1 for evaluated in own if evaluated.macro_f1 is not None],
         }
         means[split] = {name: fmean(values) for name, values in measured.items() if values}
     return means

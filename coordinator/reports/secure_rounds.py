@@ -17,14 +17,14 @@ from promptfed.shared.api import report_schemas
 
 def attempts(federation: Federation, stages: Sequence[PhaseRow]) -> list[list[PhaseRow]]:
     """The stages of each attempt, in order of step."""
-    found: list[list[PhaseRow]] = []
+    by_attempt: list[list[PhaseRow]] = []
     for stage in stages:
         plan = federation.rules.plan(stage.round, stage.step)
         if plan is not None and plan.secure is not None:
             if plan.secure.index == TRAIN:
-                found.append([])
-            found[-1].append(stage)
-    return found
+                by_attempt.append([])
+            by_attempt[-1].append(stage)
+    return by_attempt
 
 
 def secure_report(session: Session, federation: Federation, stages: Sequence[PhaseRow]) -> report_schemas.SecureReport:

@@ -33,10 +33,10 @@ class BlobRows:
     def read(self, digests: Sequence[str]) -> dict[str, bytes]:
         """The contents of the blobs that exist, by digest."""
         with self._database.read() as session:
-            found = session.connection().execute(
+            rows = session.connection().execute(
                 select(BlobRow.digest, BlobRow.content).where(BlobRow.digest.in_(digests))
             )
-            return {row.digest: row.content for row in found}
+            return {row.digest: row.content for row in rows}
 
     def keys(self, digests: Sequence[str]) -> dict[str, str]:
         """The keys of the blobs that are objects, by digest."""

@@ -146,8 +146,8 @@ class Blobs:
                 _expect(digest, files.get(digest), rows.get(digest))
         if len(digests) == 1 and rows:
             self._remembered.add(digests[0], rows[digests[0]])
-        found: dict[str, bytes | Path] = {**rows, **objects, **{digest: files[digest] for digest in whole}}
-        return [found[digest] for digest in digests]
+        places: dict[str, bytes | Path] = {**rows, **objects, **{digest: files[digest] for digest in whole}}
+        return [places[digest] for digest in digests]
 
     def is_intact(self, digest: str) -> bool:
         """Whether the stored bytes have this digest; caches are not used."""
@@ -207,8 +207,8 @@ class Blobs:
         if self.bucket is None or self._rows is None:
             return 0
         until = time.time() - (LITTER_SECONDS if self.shared else -LITTER_SECONDS)  # the store has its own clock
-        found = [key for key, put in self.bucket.blobs() if put < until]
-        litter = set(found) - self._rows.all_keys()
+        old = [key for key, put in self.bucket.blobs() if put < until]
+        litter = set(old) - self._rows.all_keys()
         self.bucket.remove(litter)
         return len(litter)
 
@@ -250,13 +250,14 @@ class Blobs:
             return copy
         temporary = self.temporary()
         try:
-            found = self._fetch(key, temporary)
-            if found != digest and (newer := self._key_now(digest)) not in (key, None):
-                found = self._fetch(str(newer), temporary)  # It was put again meanwhile, and the one of before removed.
-            if found is None:
+            actual = self._fetch(key, temporary)
+            if actual != digest and (newer := self._key_now(digest)) not in (key, None):
+                # It was put again meanwhile, and the earlier object removed.
+                actual = self._fetch(str(newer), temporary)
+            if actual is None:
                 raise DamagedBlob(digest, "is missing")
-            if found != digest:
-                raise DamagedBlob(digest, f"has changed: its digest is {found} now")
+            if actual != digest:
+                raise DamagedBlob(digest, f"has changed: its digest is {actual} now")
             return self._cache.adopt(temporary, copy.name)
         finally:
             temporary.unlink(missing_ok=True)
@@ -369,5 +370,5 @@ def _expect(digest: str, path: Path | None, content: bytes | None) -> None:
         return
     if path is None and content is None:
         raise DamagedBlob(digest, "is missing")
-    found = digest_of(content) if content is not None else _digest_of_file(path) if path is not None else None
-    raise DamagedBlob(digest, "cannot be read" if found is None else f"has changed: its digest is {found} now")
+    actual = digest_of(content) if content is not None else _digest_of_file(path) if path is not None else None
+    raise DamagedBlob(digest, "cannot be read" if actual is None else f"has changed: its digest is {actual} now")

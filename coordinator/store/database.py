@@ -69,13 +69,13 @@ class Database:
                 config.attributes["connection"] = connection
                 if self.backend.shared:
                     take_turns(connection)
-                found = _form(connection)
-                if found is None:
+                revision = _form(connection)
+                if revision is None:
                     # In their newest form at once: migrations are for tables that are there already.
                     Base.metadata.create_all(connection, checkfirst=False)
                     command.stamp(config, "head")
                 else:
-                    self._expect_upgradable(connection, found)
+                    self._expect_upgradable(connection, revision)
                     command.upgrade(config, "head")
         except CommandError as error:
             text_ = f"the database at {self.backend.place} was made by another version: {one_line(error)}"
@@ -111,12 +111,14 @@ class Database:
         scripts = ScriptDirectory.from_config(_migrations())
         try:
             with self._watched(), self.backend.reader.connect() as connection:
-                found = _form(connection)
+                revision = _form(connection)
         except DBAPIError as error:
             raise CannotOpen(self.cannot_be_read(error)) from None
-        self._expect_not_before(found, scripts.get_base())
-        if found != scripts.get_current_head():
-            text_ = f"the tables at {self.backend.place} have the form {found} instead of {scripts.get_current_head()}"
+        self._expect_not_before(revision, scripts.get_base())
+        if revision != scripts.get_current_head():
+            text_ = (
+                f"the tables at {self.backend.place} have the form {revision} instead of {scripts.get_current_head()}"
+            )
             raise CannotOpen(f"{text_}: start this version of the coordinator on them once")
 
     @contextmanager

@@ -174,13 +174,13 @@ def _expect_objects(bucket: Bucket | None, database: Database, name: str) -> boo
             raise CannotOpen(f"{text}: give --store as it was used before")
         return True
     try:
-        found = bucket.name()
-        strange = found is None and (any_row or next(bucket.blobs(), None) is not None)
+        name_there = bucket.name()
+        strange = name_there is None and (any_row or next(bucket.blobs(), None) is not None)
     except ObjectStoreAway as error:
         raise CannotOpen(str(error)) from None
-    if strange or found not in (None, name):
+    if strange or name_there not in (None, name):
         raise CannotOpen(
             f"the objects at {bucket.place} and the database at {database.backend.place} do not belong together: give "
             "--store and the database as they were used before, or a new prefix and an empty database"
         )
-    return found is not None
+    return name_there is not None
