@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliSettingsSource
 
 from promptfed.client_service.exits import ClientError, Exit
-from promptfed.client_service.log_messages import JsonFormatter, TextFormatter
+from promptfed.client_service.log_messages import EventJsonLines, EventTextLines
 from promptfed.client_service.settings import Settings, one_line
 from promptfed.shared.service.leaving import leave
 from promptfed.shared.service.log_lines import log_to_stderr
@@ -19,7 +19,7 @@ from promptfed.shared.service.log_lines import log_to_stderr
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:
     """Log to stderr: our own events, and only warnings of libraries."""
-    log_to_stderr(JsonFormatter() if log_format == "json" else TextFormatter(), "WARNING")
+    log_to_stderr(EventJsonLines() if log_format == "json" else EventTextLines(), "WARNING")
     logging.getLogger("promptfed").setLevel(logging.INFO)
 
 

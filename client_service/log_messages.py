@@ -9,14 +9,14 @@ from typing import Any
 from promptfed.shared.service import log_lines
 
 
-class JsonFormatter(log_lines.JsonLines):
+class EventJsonLines(log_lines.JsonLines):
     """A record as JSON, with the event and its facts."""
 
     fields = ("event", "facts")
     time_field = "time"
 
 
-class TextFormatter(log_lines.TextLines):
+class EventTextLines(log_lines.TextLines):
     """A record as a line for people: events as sentences."""
 
     def words(self, record: logging.LogRecord) -> str:

@@ -48,7 +48,7 @@ class _TrainedFrom(BaseModel):
         return (self.round, self.phase) == (task.round, task.phase)
 
 
-class _Changed(_TrainedFrom):
+class _LastTrainedFrom(_TrainedFrom):
     """The same, and the length of this client's own change."""
 
     change: float
@@ -66,7 +66,7 @@ class _Known(BaseModel):
         unwitnessed: the one for which no others' receipts were checked yet.
     """
 
-    last: _Changed | None = None
+    last: _LastTrainedFrom | None = None
     first: dict[str, float] = {}
     rows: dict[str, float] = {}
     seen: dict[str, tuple[int, str]] = {}
@@ -135,7 +135,7 @@ class PayloadChecks:
                     why.append(f"{text}; the longest of the first payload and of the own update was {bound:.3g}")
         return PayloadLook("suspicious" if why else "ok", figures, tuple(why))
 
-    def _change(self, task: Task, payload: Tensors, last: _Changed, why: list[str]) -> dict[str, float]:
+    def _change(self, task: Task, payload: Tensors, last: _LastTrainedFrom, why: list[str]) -> dict[str, float]:
         """How far the payload has moved since the last one, in own changes for each round that has passed."""
         content = self._state.read_file(LAST)
         if content is None or last.change < LEAST_CHANGE:
@@ -155,7 +155,9 @@ class PayloadChecks:
         own = _rows(update)
         known.rows = {name: max(long, own.get(name, 0.0)) for name, long in known.first.items()}
         known.seen.setdefault(digest, (task.round, task.phase))
-        known.last = _Changed(round=task.round, phase=task.phase, sha256=digest, change=_distance(update, payload))
+        known.last = _LastTrainedFrom(
+            round=task.round, phase=task.phase, sha256=digest, change=_distance(update, payload)
+        )
         unsigned = task.secure is not None
         known.unwitnessed = None if unsigned else _TrainedFrom(round=task.round, phase=task.phase, sha256=digest)
         self._state.write_file(LAST, encode({name: tensor.contiguous() for name, tensor in payload.items()}))

@@ -20,7 +20,7 @@ from promptfed.client_service.joining import flow, withdrawal
 from promptfed.client_service.joining.checks import Check
 from promptfed.client_service.joining.consent import Terminal
 from promptfed.client_service.joining.disclosure import Disclosure
-from promptfed.client_service.log_messages import TextFormatter
+from promptfed.client_service.log_messages import EventTextLines
 from promptfed.client_service.privacy import agreement as agreements
 from promptfed.client_service.privacy.agreement import Agreement, differences
 from promptfed.client_service.settings import Settings, make_settings
@@ -349,7 +349,7 @@ def test_the_text_says_what_others_learn_and_shows_names_as_text(
 
 
 def test_a_log_line_is_one_line_of_plain_text() -> None:
-    formatter = TextFormatter("%(message)s")
+    formatter = EventTextLines("%(message)s")
     record = logging.makeLogRecord({"msg": "refused: %s", "args": ("\x1b[2Jgone\nenrolled as x",), "levelno": 20})
     assert formatter.format(record) == r"refused: \x1b[2Jgone\x0aenrolled as x"
 

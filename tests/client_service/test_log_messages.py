@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from promptfed.client_service.log_messages import JsonFormatter, TextFormatter, sentence
+from promptfed.client_service.log_messages import EventJsonLines, EventTextLines, sentence
 from promptfed.client_service.monitor import Monitor, Status
 
 
@@ -35,7 +35,7 @@ COURSE: list[tuple[str, Mapping[str, Any]]] = [
 
 
 def test_lines_for_people(caplog: pytest.LogCaptureFixture) -> None:
-    assert lines(TextFormatter("%(message)s"), caplog) == [
+    assert lines(EventTextLines("%(message)s"), caplog) == [
         "enrolled as cli-1: 24 training and 8 test images",
         "round 1/8 train: loss 1.204, 1.8 s",
         "round 1 train: the coordinator has the update, 7,368 bytes",
@@ -53,10 +53,10 @@ def test_protected_training_tells_no_seconds() -> None:
 
 
 def test_events_for_programs(caplog: pytest.LogCaptureFixture) -> None:
-    told = [json.loads(line) for line in lines(JsonFormatter(), caplog)]
+    told = [json.loads(line) for line in lines(EventJsonLines(), caplog)]
     assert [(one["event"], one["facts"]) for one in told] == [(event, dict(facts)) for event, facts in COURSE]
 
 
 def test_a_plain_message_stays_what_it_is() -> None:
     record = logging.makeLogRecord({"msg": "api %s", "args": ("http://127.0.0.1:1",), "levelno": logging.INFO})
-    assert TextFormatter("%(message)s").format(record) == "api http://127.0.0.1:1"
+    assert EventTextLines("%(message)s").format(record) == "api http://127.0.0.1:1"
