@@ -13,15 +13,15 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, BeforeValidator, PlainSerializer
 
 from promptfed.client_service.exits import Failure
 from promptfed.client_service.privacy.peers import Met, identity_of, meet
+from promptfed.client_service.privacy.secure_notes import AttemptAbout, KeptAttempt, KeptChange, LastAnswer, Markers
 from promptfed.client_service.state.faults import point
 from promptfed.client_service.state.private_state import PrivateState, TensorOrigin
 from promptfed.shared.messages import SpendReport, Task, TaskKind
@@ -32,21 +32,12 @@ from promptfed.shared.secagg.encoding import blurred, expect_summable, flat_chan
 from promptfed.shared.secagg.member import Limits, Secrets
 from promptfed.shared.secagg.messages import ConfirmJob, KeysAnswer, MaskJob, RosterMessage, UnmaskJob, alive_digest
 from promptfed.shared.secagg.roster import Roster, read_roster
-from promptfed.shared.spec.spec_section import left_out
 from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import Tensors, decode, encode
 
 WORK, ATTEMPT = "secure-work.safetensors", "secure-attempt.json"
 MASKED, MARKERS = "secure-masked.safetensors", "secure-markers.json"
 STEPS: tuple[TaskKind, ...] = ("train", "share", "mask", "confirm", "unmask")
-
-HexBytes = Annotated[
-    bytes,
-    BeforeValidator(lambda given: bytes.fromhex(given) if isinstance(given, str) else given),
-    PlainSerializer(bytes.hex, return_type=str),
-]
-Pair = tuple[HexBytes, HexBytes]
-"""A share of a member's seed, and one of its mask key."""
 
 
 @dataclass(frozen=True)
@@ -85,79 +76,6 @@ class StepAnswer:
     task_id: str
     kind: TaskKind
     body: bytes
-
-
-class _OfPhase(BaseModel):
-    round: int
-    phase: str
-
-    def is_of(self, other: Task | _OfPhase) -> bool:
-        """Whether both belong to the same phase of the same round."""
-        return (self.round, self.phase) == (other.round, other.phase)
-
-
-class _KeptChange(_OfPhase):
-    """The metadata of a kept change."""
-
-    payload: str
-    provenance: TensorOrigin
-    privacy: Annotated[SpendReport | None, left_out()] = None
-    noise: Annotated[Kind | None, left_out()] = None
-
-
-class _About(_OfPhase):
-    """What an attempt is about, as this client's entry in the roster says it (`Entry`)."""
-
-    federation_id: str
-    attempt: int
-    samples: int | None = None  # earlier versions kept none: such an attempt is not gone on with
-    payload_sha256: str
-    terms: str
-
-
-class _LastAnswer(BaseModel):
-    task_id: str
-    kind: TaskKind
-
-
-class _Attempt(BaseModel):
-    """One attempt at a sum: its keys, every answer so far, and what later steps need of earlier ones.
-
-    Attributes:
-        answers: the body of each step's answer; that of ``mask`` is a file of its own.
-        accepted: steps whose answer the coordinator is known to have.
-        last: the answer that may be under way.
-        roster: as the coordinator told it in step ``share``.
-        own: the shares that this client holds of its own secrets.
-        held: the shares that it holds of each member's secrets, by the member's place.
-        sharing: the places of all who have shared.
-        confirm: the lists that step ``confirm`` told.
-    """
-
-    about: _About
-    secrets: dict[str, HexBytes]
-    answers: dict[TaskKind, str]
-    accepted: list[TaskKind] = []
-    last: _LastAnswer | None = None
-    roster: str = ""
-    own: Pair | None = None
-    held: dict[int, Pair] = {}
-    sharing: list[int] = []
-    confirm: str = ""
-
-
-class _Markers(BaseModel):
-    """What outlives every attempt.
-
-    Attributes:
-        revealed: by phase, the attempt for which shares were revealed, and the digest of the list of who counts.
-        payloads: by digest, the phase for which a payload was served.
-        round: the last round that was trained for.
-    """
-
-    revealed: dict[str, tuple[int, str]] = {}
-    payloads: dict[str, str] = {}
-    round: int = 0
 
 
 class SecureWork:
@@ -217,7 +135,7 @@ class SecureWork:
                 numbers = expect_summable(noise.part.noised(change, noise.stream))
         except SecureError as error:
             raise Failure(error.kind, str(error)) from None
-        about = _KeptChange(
+        about = KeptChange(
             round=task.round,
             phase=task.phase,
             payload=task.payload.sha256,
@@ -237,7 +155,7 @@ class SecureWork:
     def keys(self, task: Task) -> StepAnswer:
         """The answer of step 0: this attempt's keys, signed; they are made once."""
         assert task.secure is not None
-        about = _About(
+        about = AttemptAbout(
             federation_id=self._federation,
             round=task.round,
             phase=task.secure.phase,
@@ -254,7 +172,7 @@ class SecureWork:
         own = Secrets.fresh(identity_of(self._state))
         secrets = {"mask_key": own.mask_key, "share_key": own.share_key, "seed": own.seed}
         body = member.signed_entry(own, about.model_dump()).model_dump_json()
-        answer = self._answer(_Attempt(about=about, secrets=secrets, answers={"train": body}), task)
+        answer = self._answer(KeptAttempt(about=about, secrets=secrets, answers={"train": body}), task)
         point("keys-written")
         return answer
 
@@ -288,7 +206,7 @@ class SecureWork:
         point(f"{task.kind}-written")
         return answer
 
-    def _share(self, attempt: _Attempt, task: Task, told: bytes) -> str:
+    def _share(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
         attempt.roster = told.decode()
         roster, place, own = self._read(attempt, task)
         answer, attempt.own = member.share_secrets(own, roster, place)
@@ -296,7 +214,7 @@ class SecureWork:
         self.met = meet(self._state, others, task.round, self._limits.peers)
         return answer.model_dump_json()
 
-    def _mask(self, attempt: _Attempt, task: Task, told: bytes) -> str:
+    def _mask(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
         roster, place, own = self._read(attempt, task)
         job = MaskJob.model_validate_json(told)
         received = member.open_boxes(own, roster, place, job, self._least(task))
@@ -312,14 +230,14 @@ class SecureWork:
         self._state.write_file(MASKED, encode({"masked": torch.from_numpy(masked.view(np.int64))}, about))
         return ""
 
-    def _confirm(self, attempt: _Attempt, task: Task, told: bytes) -> str:
+    def _confirm(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
         roster, place, own = self._read(attempt, task)
         job = ConfirmJob.model_validate_json(told)
         answer = member.confirm_list(own, roster, place, attempt.sharing, job, self._least(task))
         attempt.confirm = told.decode()
         return answer.model_dump_json()
 
-    def _unmask(self, attempt: _Attempt, task: Task, told: bytes) -> str:
+    def _unmask(self, attempt: KeptAttempt, task: Task, told: bytes) -> str:
         roster, place, _ = self._read(attempt, task)
         confirm = ConfirmJob.model_validate_json(attempt.confirm)
         answer = member.reveal_shares(roster, place, confirm, attempt.held, UnmaskJob.model_validate_json(told))
@@ -337,7 +255,7 @@ class SecureWork:
         assert spec is not None
         return replace(self._limits, minimum=max(spec.minimum, self._limits.minimum))
 
-    def _read(self, attempt: _Attempt, task: Task) -> tuple[Roster, int, Secrets]:
+    def _read(self, attempt: KeptAttempt, task: Task) -> tuple[Roster, int, Secrets]:
         """The attempt's roster, checked; this client's place in it; its secrets."""
         spec = task.config.secure_aggregation
         assert spec is not None
@@ -401,33 +319,33 @@ class SecureWork:
 
     # Files
 
-    def _answer(self, attempt: _Attempt, task: Task) -> StepAnswer:
+    def _answer(self, attempt: KeptAttempt, task: Task) -> StepAnswer:
         """Note for which task the answer is about to leave."""
-        attempt.last = _LastAnswer(task_id=task.task_id, kind=task.kind)
+        attempt.last = LastAnswer(task_id=task.task_id, kind=task.kind)
         self._state.write_as(ATTEMPT, attempt)
         return self._last_answer(attempt, attempt.last)
 
-    def _last_answer(self, attempt: _Attempt, last: _LastAnswer) -> StepAnswer:
+    def _last_answer(self, attempt: KeptAttempt, last: LastAnswer) -> StepAnswer:
         body = attempt.answers[last.kind].encode() if last.kind != "mask" else self._state.read_file(MASKED)
         if body is None:
             raise self._state.damaged(MASKED)
         return StepAnswer(last.task_id, last.kind, body)
 
-    def _work(self) -> tuple[Tensors, _KeptChange | None]:
+    def _work(self) -> tuple[Tensors, KeptChange | None]:
         content = self._state.read_file(WORK)
         if content is None:
             return {}, None
         try:
             tensors, about = decode(content)
-            return tensors, _KeptChange.model_validate(about)
+            return tensors, KeptChange.model_validate(about)
         except ValueError:
             raise self._state.damaged(WORK) from None
 
-    def _attempt(self) -> _Attempt | None:
-        return self._state.read_as(ATTEMPT, _Attempt)
+    def _attempt(self) -> KeptAttempt | None:
+        return self._state.read_as(ATTEMPT, KeptAttempt)
 
-    def _markers(self) -> _Markers:
-        return self._state.read_as(MARKERS, _Markers) or _Markers()
+    def _markers(self) -> Markers:
+        return self._state.read_as(MARKERS, Markers) or Markers()
 
 
 def _weighting(task: Task) -> Weighting:

@@ -191,7 +191,7 @@ class PrivateState:
 
     def commit_prepared(self, private: Tensors, provenance: TensorOrigin) -> None:
         """Commit private tensors that were made before training, which belong to no task."""
-        self._write("committed.safetensors", _encode(private, provenance))
+        self.write_file("committed.safetensors", _encode(private, provenance))
 
     def reset_private(self) -> None:
         """Forget the committed private tensors, and an update that was made from them and is not sent yet."""
@@ -275,11 +275,11 @@ class PrivateState:
         digest = hashlib.sha256(payload).hexdigest() if isinstance(payload, bytes) else sha256_of(payload)
         file = f"serving-{digest}.safetensors"
         if isinstance(payload, bytes):
-            self._write(file, payload)
+            self.write_file(file, payload)
         else:
             self._disk.adopt(payload, self.folder / file)
         about = {"round": serving.round, "phase": serving.phase, "payload": file}
-        self._write("serving.json", json.dumps(about | {"config": serving.config.model_dump(mode="json")}).encode())
+        self.write_file("serving.json", json.dumps(about | {"config": serving.config.model_dump(mode="json")}).encode())
         for old in self.folder.glob("serving-*.safetensors"):
             if old.name != file:
                 old.unlink(missing_ok=True)
@@ -291,21 +291,19 @@ class PrivateState:
             return None
         try:
             config = TaskConfig.model_validate(raw["config"])
-            return Serving(raw["round"], raw["phase"], config, self._payload(raw["payload"]))
+            path = self.folder / raw["payload"]
+            payload = path if path.stat().st_size >= LARGE else path.read_bytes()
+            return Serving(raw["round"], raw["phase"], config, payload)
         except (OSError, ValueError, KeyError, TypeError):
             raise self.damaged("serving.json") from None
 
-    def _payload(self, name: str) -> bytes | Path:
-        path = self.folder / name
-        return path if path.stat().st_size >= LARGE else path.read_bytes()
-
     def record_refusal(self, refusal: dict[str, Any]) -> None:
         """Keep the last refusal."""
-        self._write("last-refusal.json", json.dumps(refusal).encode())
+        self.write_file("last-refusal.json", json.dumps(refusal).encode())
 
     def write_note(self, name: str, text: str) -> None:
         """A file of text, such as the address of the client's API for other programs."""
-        self._write(name, text.encode())
+        self.write_file(name, text.encode())
 
     def read_note(self, name: str) -> str | None:
         """A file that `write_note` wrote.
@@ -320,10 +318,6 @@ class PrivateState:
         except (OSError, UnicodeDecodeError):
             raise self.damaged(name) from None
 
-    def write_file(self, name: str, content: bytes) -> None:
-        """A file of bytes, on the disk when this returns."""
-        self._write(name, content)
-
     def read_file(self, name: str) -> bytes | None:
         """What `write_file` wrote; None if there is nothing. Raises ClientError: STATE if it cannot be read."""
         try:
@@ -335,7 +329,7 @@ class PrivateState:
 
     def write_as(self, name: str, value: object) -> None:
         """A file of JSON, on the disk when this returns: of a model, a dataclass or a mapping."""
-        self._write(name, TypeAdapter(type(value)).dump_json(value))
+        self.write_file(name, TypeAdapter(type(value)).dump_json(value))
 
     def read_as(self, name: str, kind: type[Kept]) -> Kept | None:
         """What `write_as` wrote, as ``kind``; None if there is nothing.
@@ -366,7 +360,8 @@ class PrivateState:
 
     # Files
 
-    def _write(self, name: str, content: bytes) -> None:
+    def write_file(self, name: str, content: bytes) -> None:
+        """A file of bytes, on the disk when this returns."""
         draft = self.folder / f"{name}.tmp"
         self._disk.write(draft, content)
         os.replace(draft, self.folder / name)
