@@ -33,7 +33,7 @@ from promptfed.shared.methods.core.interface.base import (
 from promptfed.shared.methods.core.merging import Merges, checkpoint_of
 from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.spec.spec import BackboneShape, BackboneSpec, SpecError, TrainingSpec
+from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors, method_part
 
@@ -44,16 +44,12 @@ NOBODY = ClientInfo("nobody", "evaluator", 0, ())
 class AdaptedModel:
     """What a federation learned, and all that it takes to classify with it: a card holds the same.
 
-    ``state`` is the global state after ``round``, ``domains`` are those of the trainers that declared one.
+    ``terms`` name no classes and always have a template, ``state`` is the global state after ``round``, ``domains`` are
+    those of the trainers that declared one.
     """
 
-    method: dict[str, Any]
-    backbone: BackboneSpec
-    training: TrainingSpec
-    template: str
-    rounds: int
+    terms: TrainingTerms
     round: int
-    seed: int
     domains: tuple[Domain, ...]
     state: Tensors
 
@@ -61,37 +57,20 @@ class AdaptedModel:
     def of(cls, result: FederationResult) -> AdaptedModel:
         """From what a coordinator told."""
         spec, known = result.federation.spec, result.federation.backbone
-        return cls(
-            method=spec.method,
-            backbone=spec.backbone.model_copy(update={"fingerprint": known.fingerprint, "shape": known.shape}),
-            training=spec.training,
-            template=spec.template or TEMPLATE,
-            rounds=spec.rounds,
-            round=result.round,
-            seed=spec.seed,
-            domains=tuple(client.domain for client in result.clients if client.role == "trainer" and client.domain),
-            state=method_part(result.state),
-        )
+        backbone = spec.backbone.model_copy(update={"fingerprint": known.fingerprint, "shape": known.shape})
+        domains = tuple(client.domain for client in result.clients if client.role == "trainer" and client.domain)
+        terms = _terms(spec, backbone=backbone, template=spec.template or TEMPLATE)
+        return cls(terms, result.round, domains, method_part(result.state))
 
     @classmethod
     def of_card(cls, card: Card, state: Tensors) -> AdaptedModel:
         """From the card of an export, and its state."""
-        return cls(
-            method=card.method,
-            backbone=card.backbone,
-            training=card.training,
-            template=card.template,
-            rounds=card.rounds,
-            round=card.round,
-            seed=card.seed,
-            domains=tuple(card.domains),
-            state=state,
-        )
+        return cls(_terms(card), card.round, tuple(card.domains), state)
 
     def make_method(self) -> Method:
         """The method with its hyperparameters. Raises CommandError where this promptfed has it not."""
         try:
-            return make_method(self.method)
+            return make_method(self.terms.method)
         except SpecError as error:
             text = f"this promptfed does not have the federation's method: {error}"
             if isinstance(error, UnknownMethod):
@@ -104,7 +83,7 @@ class AdaptedModel:
         if method.personal and not method.state_tensors():
             return f"{method.name} shares nothing: each client keeps what it has learned"
         try:
-            method.admit(NOBODY, None, self._context(self.backbone.shape))
+            method.admit(NOBODY, None, self._context(self.terms.backbone.shape))
         except MethodError:
             return f"{method.name} classifies with what each client keeps to itself, which the federation never sees"
         return None
@@ -117,7 +96,8 @@ class AdaptedModel:
 
     def _context(self, shape: BackboneShape | None) -> ServerContext:
         assert shape is not None, "a global state is made of the shape"
-        return ServerContext(self.training, shape, None, (), self.seed, self.rounds)
+        terms = self.terms
+        return ServerContext(terms.training, shape, None, (), terms.seed, terms.rounds)
 
     def serve(self, backbone: Backbone, class_names: Sequence[str]) -> Served:
         """The classifier over ``class_names``, and the template's.
@@ -132,7 +112,7 @@ class AdaptedModel:
         payload = method.payload(self.state, None, NOBODY, self._context(shape_of(backbone)))
         try:
             method.check_classes(names)
-            method.check_texts(backbone, names, self.template)
+            method.check_texts(backbone, names, context.template)
             with torch.no_grad():
                 classifier = method.classifier(context, payload, {})
                 template = TemplateClassifier(context) if backbone.has_text else None
@@ -160,7 +140,7 @@ class AdaptedModel:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
 
     def _expect(self, backbone: Backbone) -> None:
-        wanted = self.backbone.fingerprint
+        wanted = self.terms.backbone.fingerprint
         if wanted != backbone.fingerprint:
             text = f"the backbone here is {backbone.fingerprint}, the federation's was {wanted}"
             raise CommandError(f"{text}: install the same version of promptfed and of the weights", Exit.BAD_INPUT)
@@ -168,20 +148,11 @@ class AdaptedModel:
     def _client_context(self, backbone: Backbone, names: tuple[str, ...]) -> ClientContext:
         none = torch.zeros(0, dtype=torch.int64)
         features = torch.zeros(0, backbone.d_e)
-        terms = TrainingTerms(
-            method=self.method,
-            training=self.training,
-            backbone=self.backbone,
-            class_names=None,
-            template=self.template,
-            rounds=self.rounds,
-            seed=self.seed,
-        )
         return ClientContext(
             backbone=backbone,
-            terms=terms,
+            terms=self.terms,
             class_names=names,
-            template=self.template,
+            template=self.terms.template or TEMPLATE,
             client=NOBODY.name,
             domain=None,
             peers=tuple(ClientInfo(domain.name, "trainer", 0, (), domain) for domain in self.domains),
@@ -191,6 +162,12 @@ class AdaptedModel:
                 none, lambda: features, lambda rows: features[rows], lambda: features, lambda rows: features[rows]
             ),
         )
+
+
+def _terms(given: FederationSpec | Card, **known: Any) -> TrainingTerms:
+    """What of a federation's terms reaches a classifier; ``known`` replaces fields."""
+    fields = ("method", "training", "backbone", "class_descriptions", "template", "rounds", "seed")
+    return TrainingTerms(class_names=None, **({name: getattr(given, name) for name in fields} | known))
 
 
 def predictor_of(served: Served) -> Predictor:

@@ -1,6 +1,6 @@
-"""What an audit has found lies beside the card of the export that it attacked, for whoever gets the prompts.
+"""The figures of an audit, in a file beside the card of the export that was attacked.
 
-The card itself stays as the coordinator signed it, which cannot vouch for what somebody else measured.
+They are not part of the card: the coordinator signs the card and cannot vouch for what others measured.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MOST_BYTES = 1 << 20
 
 
 class AuditFigures(BaseModel):
-    """What one attack of `promptfed audit` has found, on how many images that were trained on and others.
+    """The result of one attack of `promptfed audit` on ``members`` training images and ``others``.
 
-    ``auc`` with its 95 % interval; ``tpr_at_1``: members found at 1 % false alarms, None where the images are too few;
-    ``epsilon``: what it shows of ε at least.
+    ``auc`` with its 95 % interval; ``tpr_at_1``: share of members found at 1 % false alarms, None where there are too
+    few images; ``epsilon``: a lower bound of ε.
     """
 
     attack: str = Field(max_length=100)
@@ -40,14 +40,14 @@ class Audit(BaseModel):
     audit: list[AuditFigures]
 
 
-def note_audit(export: Path, found: list[AuditFigures]) -> None:
-    """Write ``found`` beside the card, in the place of an earlier audit's.
+def note_audit(export: Path, figures: list[AuditFigures]) -> None:
+    """Write ``figures`` beside the card, in the place of an earlier audit's.
 
     Raises:
         CommandError: the folder is no export, or cannot be written.
     """
     read_export(export)
-    content = Audit(audit=found).model_dump_json(indent=1) + "\n"
+    content = Audit(audit=figures).model_dump_json(indent=1) + "\n"
     try:
         write_whole(export / AUDIT_FILE, content.encode(), mode=0o644)
     except OSError as error:
@@ -55,7 +55,7 @@ def note_audit(export: Path, found: list[AuditFigures]) -> None:
 
 
 def audit_of(export: Path) -> list[AuditFigures] | None:
-    """What audits have found by the word of who wrote it; None where there is no such file.
+    """The figures beside an export, which nobody has signed; None where there is no such file.
 
     Raises:
         CommandError: the file is something else.

@@ -1,4 +1,4 @@
-"""`promptfed export`: what a federation learned, in a folder that stands by itself."""
+"""`promptfed export`: the result of a federation in a self-contained folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def export(
     backbone: Backbone | None = None,
     coordinator: Coordinator | None = None,
 ) -> Card:
-    """Write everything into ``out``, which must be new or empty; the card. What fails leaves nothing behind.
+    """Write the export into ``out``, which must be new or empty, and return its card. A failure leaves nothing behind.
 
     Args:
         result: of a simulation, or as ``coordinator`` gave it.
@@ -74,7 +74,7 @@ def export(
     contents = _contents(result, model, options, backbone)
     for left in reversed(range(TRIES)):
         card = card_of(result, model, contents, options.anonymous)
-        text = markdown(card, snippet(model.backbone, contents.weights) if contents.weights is not None else None)
+        text = markdown(card, snippet(model.terms.backbone, contents.weights) if contents.weights is not None else None)
         files = {**card.files, MARKDOWN_FILE: described(text.encode(), None)}
         card = card.model_copy(update={"files": dict(sorted(files.items()))})
         body = (json.dumps(card.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
@@ -108,10 +108,10 @@ def _contents(
         backbone = backbone or open_backbone_of(model, options.allow_backbone)
         weights = weights_of(model.serve(backbone, names))
         if weights is None:
-            why_none = f"{model.method['name']} needs promptfed's own towers, or texts that depend on the image"
+            why_none = f"{model.terms.method['name']} needs promptfed's own towers, or texts that depend on the image"
         else:
             files[WEIGHTS_FILE] = encode(weights)
-            files |= backbone_files(backbone) if carries_backbone(model.backbone) else {}
+            files |= backbone_files(backbone) if carries_backbone(model.terms.backbone) else {}
     if options.merged:
         backbone = backbone or open_backbone_of(model, options.allow_backbone)
         files[MERGED_FILE] = encode(model.merged(backbone, names or ()))
@@ -128,7 +128,7 @@ def _why_no_weights(model: AdaptedModel, names: tuple[str, ...] | None) -> str |
 
 def open_backbone_of(model: AdaptedModel, allow: bool) -> Backbone:
     """The federation's backbone on the CPU. Raises CommandError where it cannot be loaded here."""
-    return open_backbone(model.backbone, allow_backbone=allow)
+    return open_backbone(model.terms.backbone, allow_backbone=allow)
 
 
 def check_new(out: Path) -> None:

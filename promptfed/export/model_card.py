@@ -59,10 +59,10 @@ class Contents:
 
 def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, anonymous: bool) -> Card:
     """The card; with ``anonymous`` clients are numbered instead of named."""
-    kind = METHODS[model.method["name"]]
+    kind = METHODS[model.terms.method["name"]]
     tensors = {STATE_FILE: contents.state, WEIGHTS_FILE: contents.weights}
     hashes = Hashes(
-        state=state_hash(model.state), backbone=model.backbone.fingerprint, spec=spec_hash(result.status["spec"])
+        state=state_hash(model.state), backbone=model.terms.backbone.fingerprint, spec=spec_hash(result.status["spec"])
     )
     about = kind.summary, kind.paper
     facts = facts_of(result.federation, result.clients, result.tally, hashes, about, result.round, anonymous)

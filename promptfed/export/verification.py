@@ -73,7 +73,7 @@ def verify_export(
     audit = audit_of(opened.folder)
     if audit is not None:
         text = f"{AUDIT_FILE} is signed by nobody; it tells of {len(audit)} attacks"
-        remarks.append(f"{text}, the best with an AUC of {max((one.auc for one in audit), default=0):.3f}")
+        remarks.append(f"{text}, the best with an AUC of {max((figures.auc for figures in audit), default=0):.3f}")
     return Verification(opened.card, tuple(remark for remark in remarks if remark is not None))
 
 
@@ -138,7 +138,7 @@ def _computed(
     weights = weights_of(model.serve(backbone, names)) if WEIGHTS_FILE in files else None
     merged = model.merged(backbone, names) if MERGED_FILE in files else None
     carried = None
-    if BACKBONE_WEIGHTS in files and carries_backbone(model.backbone):
+    if BACKBONE_WEIGHTS in files and carries_backbone(model.terms.backbone):
         carried, _ = decode(backbone_files(backbone)[BACKBONE_WEIGHTS])
     return {WEIGHTS_FILE: weights, MERGED_FILE: merged, BACKBONE_WEIGHTS: carried}
 

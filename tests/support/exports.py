@@ -70,16 +70,20 @@ def backbone() -> Backbone:
 
 
 def start_federations(server: InThread, model: Backbone, **changes: Any) -> None:
-    """One started federation of each method, two trainers in each, named as the method."""
-    shape = shape_of(model).model_dump()
+    """One started federation of each method, named as the method."""
     for method, hyper in SPECS.items():
         spec = {"name": method.replace("_", "-"), "method": {"name": method, **hyper}, "class_names": NAMES}
-        federation = str(server.post("/v1/federations", spec | changes, status=201)["id"])
-        for name, domain in zip("ab", DOMAINS, strict=True):
-            about = {"name": domain, "description": f"a {domain} of a {{}}"}
-            known = {"backbone_fingerprint": model.fingerprint, "backbone_shape": shape}
-            server.enrol(federation, name, domain=about, class_names=NAMES, **known)
-        server.post(f"{federation}/start")
+        start_federation(server, model, spec | changes)
+
+
+def start_federation(server: InThread, model: Backbone, spec: dict[str, Any]) -> None:
+    """A started federation with two trainers."""
+    federation = str(server.post("/v1/federations", spec, status=201)["id"])
+    for name, domain in zip("ab", DOMAINS, strict=True):
+        about = {"name": domain, "description": f"a {domain} of a {{}}"}
+        known = {"backbone_fingerprint": model.fingerprint, "backbone_shape": shape_of(model).model_dump()}
+        server.enrol(federation, name, domain=about, class_names=NAMES, **known)
+    server.post(f"{federation}/start")
 
 
 def api(server: InThread) -> Coordinator:

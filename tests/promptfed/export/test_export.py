@@ -28,6 +28,7 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.methods.fast_pt.domains import domain_key
+from promptfed.shared.methods.fedmvp import ClassTexts, FedMVPHyper
 from promptfed.shared.tensors import decode
 from tests.support import exports
 from tests.support.coordinators import InThread, in_thread
@@ -230,7 +231,7 @@ def test_the_code_asks_open_clip_for_the_very_backbone(
     coordinator: InThread, model: str, pretrained: str | None, arguments: str
 ) -> None:
     learned = AdaptedModel.of(exports.finished_result(coordinator, "promptfl"))
-    backbone = learned.backbone.model_copy(update={"model": model, "pretrained": pretrained})
+    backbone = learned.terms.backbone.model_copy(update={"model": model, "pretrained": pretrained})
     code = snippet(backbone, {"class_weights": torch.zeros(4, 96)})
     assert f"create_model_and_transforms({arguments})" in code
     compile(code, "card.md", "exec")
@@ -353,3 +354,19 @@ def test_the_mixture_of_domains_is_told(coordinator: InThread, backbone: Backbon
     expected = {keys[key]: float(share) for key, share in zip(state["domains"].tolist(), shares, strict=True)}
     assert {one["name"]: one["share"] for one in told} == pytest.approx(expected, abs=1e-5)
     assert ours(exports.finished_result(coordinator, "promptfl"), backbone)["domains"] is None
+
+
+def test_an_export_classifies_with_the_federations_class_descriptions(
+    coordinator: InThread, backbone: Backbone, tmp_path: Path
+) -> None:
+    described = {"anchor": ["a heavy iron hook on a chain"], "sun": ["a bright disc", "a circle with rays"]}
+    spec = {"name": "fedmvp", "method": {"name": "fedmvp"}, "class_names": NAMES, "class_descriptions": described}
+    exports.start_federation(coordinator, backbone, spec)
+    found = exports.finished_result(coordinator, "fedmvp")
+    export(found, tmp_path / "out", ExportOptions(), backbone)
+    model, names = read_export(tmp_path / "out")
+    texts = [text for name in NAMES for text in described.get(name, [f"a photo of a {name}."])]
+    for adapted in (AdaptedModel.of(found), model):
+        context = adapted.serve(backbone, names or ()).context
+        assert dict(context.class_descriptions) == described
+        assert torch.equal(ClassTexts(context, FedMVPHyper(), {}).attributes, backbone.encode_text(texts))

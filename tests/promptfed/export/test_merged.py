@@ -19,6 +19,7 @@ from promptfed.shared.clip.weights.local_weights import load_into, weights_in
 from promptfed.shared.methods import make_method
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneSpec, TrainingSpec
+from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
 from tests.support.equality import assert_values
 from tests.support.textless import MODEL, textless_backbone
@@ -35,7 +36,16 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
 
 def adapted(backbone: Backbone, method: dict[str, Any], state: Tensors, model: str = "small-both") -> AdaptedModel:
     spec = BackboneSpec(model=model, pretrained=None, fingerprint=backbone.fingerprint, shape=shape_of(backbone))
-    return AdaptedModel(method, spec, TrainingSpec(), "a photo of a {}.", 4, 4, 3, (), state)
+    terms = TrainingTerms(
+        method=method,
+        training=TrainingSpec(),
+        backbone=spec,
+        class_names=None,
+        template="a photo of a {}.",
+        rounds=4,
+        seed=3,
+    )
+    return AdaptedModel(terms, 4, (), state)
 
 
 def moved(method: dict[str, Any], backbone: Backbone) -> Tensors:
@@ -84,9 +94,9 @@ def test_what_cannot_be_merged_is_refused(backbone: Backbone) -> None:
     with pytest.raises(CommandError, match="changes no weights of the towers"):
         adapted(backbone, {"name": "promptfl"}, {}).merged(backbone, NAMES)
     state = moved({"name": "fedavg"}, backbone)
-    other = replace(
-        adapted(backbone, {"name": "fedavg"}, state), backbone=BackboneSpec(fingerprint="sha256:" + "0" * 64)
-    )
+    right = adapted(backbone, {"name": "fedavg"}, state)
+    wrong = BackboneSpec(fingerprint="sha256:" + "0" * 64)
+    other = replace(right, terms=right.terms.model_copy(update={"backbone": wrong}))
     with pytest.raises(CommandError, match="the backbone here is"):
         other.merged(backbone, NAMES)
     textless, linear = textless_backbone(), {"name": "fedavg", "head": "linear", "trainable": "biases"}
