@@ -78,10 +78,10 @@ class OperatorCalls:
         """Wait until the federation's fields have the ``wanted`` values, as in ``state="finished"``; return it."""
         end = time.monotonic() + seconds
         while True:
-            found = self.get(federation)
-            if all(found[key] == value for key, value in wanted.items()):
-                return found
-            assert time.monotonic() < end, f"{wanted} does not come; it is {found}"
+            report = self.get(federation)
+            if all(report[key] == value for key, value in wanted.items()):
+                return report
+            assert time.monotonic() < end, f"{wanted} does not come; it is {report}"
             time.sleep(0.01)
 
     def task(self, client: ScriptedClient, wait: float = 20.0) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class OperatorCalls:
         while (response := client.task(wait)).status_code == 204:
             assert time.monotonic() < end, f"no task comes for {client.name}"
         assert response.status_code == 200, response.text
-        found: dict[str, Any] = response.json()
-        return found
+        task: dict[str, Any] = response.json()
+        return task
 
     def training(self, clients: list[ScriptedClient]) -> list[dict[str, Any]]:
         """Answer all evaluations; return each client's training task."""
@@ -106,12 +106,8 @@ class OperatorCalls:
         return tasks
 
 
-class Stopped(httpx.Client):
-    """The client of a coordinator that has stopped: no call reaches it."""
-
-
-class LocalCoordinator(OperatorCalls):
-    """A coordinator in this process, with its real store in ``folder``.
+class RealCoordinator(OperatorCalls):
+    """The real application with its store in ``folder``; a subclass serves it.
 
     Args:
         folder: the data folder; a second coordinator on the same folder continues where the first stopped.
@@ -121,12 +117,13 @@ class LocalCoordinator(OperatorCalls):
     def __init__(self, folder: Path, **options: Any):
         self.settings = Settings(data_dir=folder, **options)
         self.app = create_app(self.settings)
-        self._client = TestClient(self.app, raise_server_exceptions=False)
-        self._client.__enter__()
-        # Where the library httpx2 is installed, TestClient is its client, which has the same interface.
-        self.http = cast(httpx.Client, self._client)
+        self.http = self.serve()
         token = self.settings.operator_token_file or folder / "operator.token"
         self.operator = bearer(token.read_text().strip())
+
+    def serve(self) -> httpx.Client:
+        """Start ``app``; a client that reaches it. The operator's token is written by then."""
+        raise NotImplementedError
 
     @property
     def registry(self) -> Registry:
@@ -134,11 +131,26 @@ class LocalCoordinator(OperatorCalls):
         registry: Registry = self.app.state.registry
         return registry
 
+
+class StoppedClient(httpx.Client):
+    """The client of a coordinator that has stopped: no call reaches it."""
+
+
+class LocalCoordinator(RealCoordinator):
+    """A coordinator in this process, with its real store in ``folder``."""
+
+    def serve(self) -> httpx.Client:
+        """Start ``app`` behind FastAPI's ``TestClient``."""
+        self._client = TestClient(self.app, raise_server_exceptions=False)
+        self._client.__enter__()
+        # Where the library httpx2 is installed, TestClient is its client, which has the same interface.
+        return cast(httpx.Client, self._client)
+
     def stop(self) -> None:
         """Stop the coordinator and close its store. A second call does nothing."""
-        if not isinstance(self.http, Stopped):
+        if not isinstance(self.http, StoppedClient):
             self._client.__exit__(None, None, None)
-            self.http = Stopped(base_url="http://stopped.invalid")
+            self.http = StoppedClient(base_url="http://stopped.invalid")
 
 
 @contextmanager

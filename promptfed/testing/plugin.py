@@ -21,7 +21,7 @@ TINY_DATA = {
 
 
 @dataclass(frozen=True)
-class Enrolled:
+class EnrolledFederation:
     """A federation that has not started, and its scripted clients."""
 
     coordinator: LocalCoordinator
@@ -39,7 +39,7 @@ class Enrolled:
 class Enrol(Protocol):
     """The type of the fixture `enrolled`."""
 
-    def __call__(self, *names: str, **changes: Any) -> Enrolled: ...
+    def __call__(self, *names: str, **changes: Any) -> EnrolledFederation: ...
 
 
 class TinyFederation(Protocol):
@@ -62,9 +62,11 @@ def enrolled(coordinator: LocalCoordinator) -> Enrol:
     The names default to two clients. The other arguments are keys of the federation's spec.
     """
 
-    def make(*names: str, **changes: Any) -> Enrolled:
+    def make(*names: str, **changes: Any) -> EnrolledFederation:
         federation = coordinator.create(**changes)
-        return Enrolled(coordinator, federation, coordinator.enrol(federation, *(names or ("first", "second"))))
+        return EnrolledFederation(
+            coordinator, federation, coordinator.enrol(federation, *(names or ("first", "second")))
+        )
 
     return make
 

@@ -21,12 +21,11 @@ from typing import Any
 import httpx
 
 from promptfed.coordinator.app import create_app
-from promptfed.coordinator.engine.registry import Registry
 from promptfed.coordinator.server import Server, _bind, _config
 from promptfed.coordinator.settings import Settings
 from promptfed.coordinator.store.fault_points import VARIABLE
 from promptfed.testing.clients import PATIENCE, bearer
-from promptfed.testing.coordinator import LocalCoordinator, OperatorCalls
+from promptfed.testing.coordinator import LocalCoordinator, OperatorCalls, RealCoordinator
 from tests.support import forked_coordinator
 
 TIMEOUT = httpx.Timeout(PATIENCE)
@@ -82,12 +81,13 @@ def in_process(folder: Path, **options: Any) -> Iterator[InProcess]:
         server.stop()
 
 
-class InThread(OperatorCalls):
+class InThread(RealCoordinator):
     """A server in a thread on a real socket, for tests of what only a network shows."""
 
     def __init__(self, folder: Path, **options: Any):
-        self.settings = Settings(data_dir=folder, **({"port": 0} | options))
-        self.app = create_app(self.settings)
+        super().__init__(folder, **({"port": 0} | options))
+
+    def serve(self) -> httpx.Client:
         listening = _bind(self.settings)
         started = threading.Event()
         self._server = Server(_config(self.settings, self.app), self.app, started.set)
@@ -97,14 +97,7 @@ class InThread(OperatorCalls):
             raise AssertionError("the coordinator does not start")
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         hooks: dict[str, list[Callable[..., Any]]] = {"response": [answer_check()]}
-        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT, event_hooks=hooks)
-        token = self.settings.operator_token_file or folder / "operator.token"
-        self.operator = bearer(token.read_text().strip())
-
-    @property
-    def registry(self) -> Registry:
-        registry: Registry = self.app.state.registry
-        return registry
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT, event_hooks=hooks)
 
     def stop(self) -> None:
         """As on SIGTERM."""
