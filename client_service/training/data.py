@@ -18,7 +18,7 @@ from promptfed.shared import messages
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.clip.caches.rows import CacheCost
 from promptfed.shared.clip.caches.slots import ImageSplit
-from promptfed.shared.data import DataError, Domain, Source, Split, open_source
+from promptfed.shared.data import DataError, ImageDomain, Source, Split, open_source
 from promptfed.shared.data.source import in_words
 from promptfed.shared.messages import Role
 from promptfed.shared.methods.core.interface.base import Method, MethodError
@@ -253,9 +253,9 @@ def in_domain(source: Source, name: str, words: str | None = None) -> Source:
     """
     own = source.domain.name if source.domain is not None and source.domain.name else name
     if words is not None:
-        return replace(source, domain=Domain(own, in_words(words)))
+        return replace(source, domain=ImageDomain(own, in_words(words)))
     if source.domain is not None and not source.domain.name:
-        return replace(source, domain=Domain(own, source.domain.description))
+        return replace(source, domain=ImageDomain(own, source.domain.description))
     return source
 
 

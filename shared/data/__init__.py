@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from promptfed.shared.data.registry import SCHEMES, open_source
-    from promptfed.shared.data.source import DataError, Domain, Source, Split
+    from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
 
-__all__ = ["SCHEMES", "DataError", "Domain", "Source", "Split", "open_source"]
+__all__ = ["SCHEMES", "DataError", "ImageDomain", "Source", "Split", "open_source"]
 
 
 def __getattr__(name: str) -> Any:

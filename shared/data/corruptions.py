@@ -53,38 +53,15 @@ CORRUPTIONS: dict[str, Callable[[Image.Image, int, str], Image.Image]] = {
 }
 
 
-class CorruptedSplit(Split):
-    """The images of ``whole``, each made worse in the same way whenever it is asked for."""
-
-    def __init__(self, whole: Split, kind: str, strength: int) -> None:
-        self.labels = whole.labels
-        self.groups = whole.groups
-        self._whole = whole
-        self._kind = kind
-        self._strength = strength
-        self._digests = {}
-
-    def image(self, index: int) -> Image.Image:
-        """One image, RGB, as large as it was."""
-        image = self._whole.image(index)
-        return CORRUPTIONS[self._kind](image, self._strength, self._whole.digest(index))
-
-    def _hashed(self, index: int) -> Image.Image:
-        return self.image(index)
-
-    def select(self, rows: torch.Tensor) -> CorruptedSplit:
-        """The images at ``rows`` (M,), in that order."""
-        return CorruptedSplit(self._whole.select(rows), self._kind, self._strength)
-
-
-def corrupted(split: Split, text: str, uri: str) -> CorruptedSplit:
-    """``split`` under ``text``, as ``noise:2``.
+def corrupted(split: Split, text: str, uri: str) -> Split:
+    """The images of ``split`` under ``text``, as ``noise:2``, each made worse in the same way whenever it is read.
 
     Raises:
         DataError: there is no such corruption or strength; ``uri`` is named.
     """
     kind, _, strength = text.partition(":")
-    if kind not in CORRUPTIONS or strength not in {str(one) for one in STRENGTHS}:
+    if kind not in CORRUPTIONS or strength not in map(str, STRENGTHS):
         known = f"{', '.join(CORRUPTIONS)} with a strength of {STRENGTHS[0]} to {STRENGTHS[-1]}"
         raise DataError(f"{uri}: corrupt={text} is not known; choose one of {known}, as corrupt=noise:2.")
-    return CorruptedSplit(split, kind, int(strength))
+    corrupt = CORRUPTIONS[kind]
+    return Split(split.labels, lambda row: corrupt(split.image(row), int(strength), split.digest(row)), split.groups)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from promptfed.shared.data.options import Options
 from promptfed.shared.data.partition import train_test
-from promptfed.shared.data.source import ArrayImages, DataError, Domain, Source, Split
+from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, reader_of
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEMPLATE = "a photo of the digit {}."
@@ -47,12 +47,12 @@ def open_digits(body: str, options: Options) -> Source:
     if domain == "inverted":
         pixels = 255 - pixels
     labels = torch.from_numpy(target)
-    images = Split(labels, ArrayImages(pixels))
+    images = Split(labels, reader_of(pixels))
     train, test = train_test(labels, options.split_seed)
     return Source(
         uri=options.uri,
         class_names=DIGIT_NAMES,
-        domain=Domain(domain, DOMAINS[domain]),
+        domain=ImageDomain(domain, DOMAINS[domain]),
         template=TEMPLATE,
         train=images.select(train),
         test=images.select(test),

@@ -1,7 +1,6 @@
 """``folder:`` and ``csv:`` images on disk, every one decoded when the source is opened, so that none fails later.
 
-What is wrong is told at once: whoever mends a folder wants to know of all of it. An evaluator's folder or table is test
-data whole, whatever splits it has.
+All problems of a folder are reported at once. An evaluator uses every image as a test image, whatever splits there are.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from promptfed.shared.data.image_files import FileImages, read_image
+from promptfed.shared.data.image_files import read_image
 from promptfed.shared.data.options import Options, kept_names, with_classes
 from promptfed.shared.data.partition import train_test, whole_groups
-from promptfed.shared.data.source import DataError, Domain, Source, Split, in_words
+from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, in_words
 from promptfed.shared.files import open_file
 
 TEMPLATE = "a photo of a {}."
@@ -43,7 +42,7 @@ class _Listing:
 
     items: list[_Item]
     where: Path
-    domain: Domain | None
+    domain: ImageDomain | None
     empty: tuple[Path, ...] = ()  # class folders without an image
     by_folders: bool = False  # whether splits are folders
 
@@ -73,13 +72,13 @@ def _grouped(items: list[_Item], options: Options) -> list[_Item]:
         raise DataError(f"{options.uri}: group={given} is no regular expression ({error}).") from None
     if pattern.groups < 1:
         raise DataError(f"{options.uri}: group={given} captures nothing; put the part that names the group in (...).")
-    found = []
+    grouped = []
     for item in items:
         match = pattern.search(item.path.name)
         if match is None or not match.group(1):
             raise DataError(f"{item.path}: its name has no group ({given}).")
-        found.append(replace(item, group=match.group(1)))
-    return found
+        grouped.append(replace(item, group=match.group(1)))
+    return grouped
 
 
 def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
@@ -92,8 +91,8 @@ def _listing(root: Path, domain: str | None, options: Options) -> _Listing:
     items: list[_Item] = []
     empty: list[Path] = []
     for split in splits:
-        found, lacking = _class_items(root if split is None else root / split, split)
-        items += found
+        images, lacking = _class_items(root if split is None else root / split, split)
+        items += images
         empty += lacking
     return _Listing(items, root, _domain(domain, root / WORDS_FILE), tuple(empty), splits != [None])
 
@@ -188,7 +187,7 @@ def _source(listing: _Listing, options: Options) -> Source:
     # Labels among all names, left out or not: the seeded split of a class is then the same in any company.
     labels = torch.tensor([names.index(item.label) for item in items])
     groups = [item.group for item in items if item.group is not None] or None
-    whole = Split(labels, FileImages([item.path for item in items]), groups)
+    whole = Split(labels, lambda row: read_image(items[row].path), groups)
     if options.names_only:
         train = test = torch.arange(len(items))
     elif options.is_whole_test:
@@ -206,7 +205,7 @@ def _source(listing: _Listing, options: Options) -> Source:
 
 
 def _check_apart(whole: Split, train: torch.Tensor, test: torch.Tensor, options: Options) -> None:
-    """One group's images are all trained on, or all tested on: each part has a budget of its own."""
+    """Raise DataError where a group has images in both parts: each part has its own privacy budget."""
     if whole.groups is None or options.names_only or options.is_whole_test:
         return
     both = sorted({whole.groups[row] for row in train.tolist()} & {whole.groups[row] for row in test.tolist()})
@@ -242,10 +241,10 @@ def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[s
         counts = Counter(item.label for item in items)
         single = sorted(label for label, count in counts.items() if count < 2)
         if single:
-            what = (
+            classes = (
                 f"class {single[0]} has one image" if len(single) == 1 else f"classes {_listed(single)} have one image"
             )
-            problems.append(f"{listing.where}: the {what}; two are needed to split.")
+            problems.append(f"{listing.where}: the {classes}; two are needed to split.")
     elif listing.by_folders:  # a table may have classes that are only trained on
         problems += _lacking(listing, items)
     if problems:
@@ -256,8 +255,8 @@ def _problems(listing: _Listing, items: list[_Item], options: Options) -> list[s
 def _emptiness(folders: Collection[Path]) -> list[str]:
     if not folders:
         return []
-    what = f"class folder {next(iter(folders))} is" if len(folders) == 1 else f"class folders {_listed(folders)} are"
-    return [f"the {what} empty; add images or remove {'it' if len(folders) == 1 else 'them'}."]
+    classes = f"class folder {next(iter(folders))} is" if len(folders) == 1 else f"class folders {_listed(folders)} are"
+    return [f"the {classes} empty; add images or remove {'it' if len(folders) == 1 else 'them'}."]
 
 
 def _lacking(listing: _Listing, items: list[_Item]) -> list[str]:
@@ -265,8 +264,8 @@ def _lacking(listing: _Listing, items: list[_Item]) -> list[str]:
     problems = []
     for split in sorted(set(absent.values())):
         labels = [label for label, missing in absent.items() if missing == split]
-        what = f"class {labels[0]}" if len(labels) == 1 else f"classes {_listed(labels)}"
-        problems.append(f"{listing.where / split} has no folder for the {what}.")
+        classes = f"class {labels[0]}" if len(labels) == 1 else f"classes {_listed(labels)}"
+        problems.append(f"{listing.where / split} has no folder for the {classes}.")
     return problems
 
 
@@ -276,7 +275,7 @@ def _listed(things: Collection[object]) -> str:
 
 
 def _unreadable(items: list[_Item]) -> list[str]:
-    """Read all: whoever mends a folder wants to know of every file that is none."""
+    """A sentence for each of the first files that are no images; all files are read."""
     wrong = []
     for item in items:
         try:
@@ -286,7 +285,7 @@ def _unreadable(items: list[_Item]) -> list[str]:
     return wrong[:_TOLD] + ([f"And {len(wrong) - _TOLD} more."] if len(wrong) > _TOLD else [])
 
 
-def _domain(name: str | None, words_file: Path) -> Domain | None:
+def _domain(name: str | None, words_file: Path) -> ImageDomain | None:
     """The domain of the folder ``name``, described by the file's words where there is one, else by its name.
 
     A domain is declared by letters, digits, dots, underscores and hyphens: the folder "Real World" is "Real-World".
@@ -295,7 +294,7 @@ def _domain(name: str | None, words_file: Path) -> Domain | None:
     if words_file.exists() and not words_file.is_dir():
         try:
             with open_file(words_file) as file:
-                return Domain(declared, in_words(file.read().decode("utf-8-sig")))
+                return ImageDomain(declared, in_words(file.read().decode("utf-8-sig")))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{words_file} cannot be read as text ({error}).") from None
         except DataError as error:
@@ -304,7 +303,7 @@ def _domain(name: str | None, words_file: Path) -> Domain | None:
         return None
     words = name.replace("_", " ")
     article = "an" if words[:1].lower() in "aeiou" else "a"
-    return Domain(declared, f"{article} {words} of a {{}}")
+    return ImageDomain(declared, f"{article} {words} of a {{}}")
 
 
 def _existing(body: str, options: Options, folder: bool = True) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,6 @@ from promptfed.shared.data.source import DataError, Source, Split, refuse_specia
 TEMPLATE = "a photo of a {}."
 OWN_OPTIONS = ("config", "image", "label", "train", "test")
 TESTS = ("test", "validation")
-
-
-@dataclass(frozen=True)
-class HuggingFaceImages:
-    """The column ``column`` of a data set at ``rows``, decoded when asked for."""
-
-    dataset: Any
-    column: str
-    rows: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def image(self, index: int) -> Image.Image:
-        """One image, RGB. DataError names the row that cannot be read."""
-        row = int(self.rows[index])
-        try:
-            image: Image.Image = self.dataset[row][self.column].convert("RGB")
-            return image
-        except (OSError, SyntaxError, ValueError, AttributeError) as error:
-            raise DataError(f"row {row}: column {self.column} holds no image that can be read ({error}).") from error
-
-    def take(self, rows: torch.Tensor) -> HuggingFaceImages:
-        """The images at ``rows``."""
-        return HuggingFaceImages(self.dataset, self.column, self.rows[rows])
 
 
 def open_hugging_face(body: str, options: Options) -> Source:
@@ -90,7 +64,7 @@ def _columns(dataset: Any, options: Options) -> tuple[str, str]:
     kinds = {name: type(feature).__name__ for name, feature in dataset.features.items()}
     chosen = []
     for option, kind in (("image", "Image"), ("label", "ClassLabel")):
-        fitting = [name for name, found in kinds.items() if found == kind]
+        fitting = [name for name, own in kinds.items() if own == kind]
         named = options.text(option)
         if named is not None and named not in fitting:
             raise DataError(f"{options.uri}: {option}={named} is no column of {kind}; those are {fitting or 'none'}.")
@@ -104,4 +78,12 @@ def _split(dataset: Any, image: str, label: str, names: tuple[str, ...], options
     labels = torch.tensor(dataset[label][:], dtype=torch.long)
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= len(names)):
         raise DataError(f"{options.uri}: some images have no label; choose a labelled split with train= and test=.")
-    return Split(labels, HuggingFaceImages(dataset, image, torch.arange(len(labels))))
+
+    def read(row: int) -> Image.Image:
+        try:
+            decoded: Image.Image = dataset[row][image].convert("RGB")
+            return decoded
+        except (OSError, SyntaxError, ValueError, AttributeError) as error:
+            raise DataError(f"row {row}: column {image} holds no image that can be read ({error}).") from error
+
+    return Split(labels, read)

@@ -1,4 +1,4 @@
-"""Images on disk: which formats are read at all, what to do about the others, and how much memory a huge one takes."""
+"""Images on disk: the formats that are read, advice on converting others, and a bound on the memory of huge images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import warnings
 from pathlib import Path
 
-import torch
 from PIL import Image, UnidentifiedImageError
 
 from promptfed.shared.data.source import DataError
@@ -32,24 +31,6 @@ _CONVERSIONS = {
     "a camera's raw format": "develop it, as in: darktable-cli {0}{1} {0}.png",
 }
 _RAW = frozenset({".cr2", ".cr3", ".nef", ".arw", ".dng", ".orf", ".rw2", ".raf"})
-
-
-class FileImages:
-    """Images on disk, decoded when asked for."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def image(self, index: int) -> Image.Image:
-        """One image, RGB. DataError names a file that can no longer be read."""
-        return read_image(self._paths[index])
-
-    def take(self, rows: torch.Tensor) -> FileImages:
-        """The images at ``rows``."""
-        return FileImages([self._paths[i] for i in rows.tolist()])
 
 
 def read_image(path: Path) -> Image.Image:

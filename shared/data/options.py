@@ -33,19 +33,7 @@ COMMON_OPTIONS = (
 )
 CUTTING_OPTIONS = frozenset(COMMON_OPTIONS) - {"split_seed"}  # which say nothing about the whole data set
 _PARTITION_OPTIONS = ("alpha", "clients", "client", "classes_per_client", "partition_seed")
-_DIVISION = (
-    "only",
-    "min_per_class",
-    "classes",
-    "validation",
-    "test_on",
-    "split_seed",
-    "partition",
-    "alpha",
-    "clients",
-    "classes_per_client",
-    "partition_seed",
-)  # all but `client`
+_DIVISION = tuple(name for name in COMMON_OPTIONS if name != "client")  # all clients that agree in these share parts
 
 UNKNOWN = -1  # the label of an image whose class is not among the names
 
@@ -177,14 +165,9 @@ def kept_names(names: Sequence[str], counts: Mapping[str, int], options: Options
         raise DataError(f"{options.uri}: only= names the class {unknown[0]!r}, which is not one of its classes.")
     kept = [name for name in names if name in wanted and counts.get(name, 0) >= least]
     if not kept:
-        raise DataError(
-            f"{options.uri}: min_per_class={least} leaves no class; the largest has {_most(counts)} images."
-        )
+        largest = max(counts.values(), default=0)
+        raise DataError(f"{options.uri}: min_per_class={least} leaves no class; the largest has {largest} images.")
     return kept
-
-
-def _most(counts: Mapping[str, int]) -> int:
-    return max(counts.values(), default=0)
 
 
 def _only(source: Source, options: Options) -> Source:
@@ -211,8 +194,7 @@ def with_classes(source: Source, kept: list[int]) -> Source:
 
     def cut(split: Split) -> Split:
         selected = split.select(partition.rows_of_classes(split.labels, kept))
-        selected.labels = place[selected.labels]
-        return selected
+        return selected.labelled(place[selected.labels])
 
     names = tuple(source.class_names[k] for k in kept)
     return replace(source, class_names=names, train=cut(source.train), test=cut(source.test))
@@ -229,9 +211,8 @@ def _cut_classes(source: Source, options: Options) -> Source:
     kept = with_classes(source, list(base if part == "base" else novel))
     if among is None:
         return kept
-    for split in (kept.train, kept.test):
-        split.labels = torch.full_like(split.labels, UNKNOWN)
-    return replace(kept, class_names=tuple(source.class_names[k] for k in base))
+    train, test = (split.labelled(torch.full_like(split.labels, UNKNOWN)) for split in (kept.train, kept.test))
+    return replace(kept, class_names=tuple(source.class_names[k] for k in base), train=train, test=test)
 
 
 def _hold_out(source: Source, options: Options) -> Source:

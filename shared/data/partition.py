@@ -1,4 +1,4 @@
-"""How one data set is divided over clients: seeded, disjoint and complete, or refused with a reason."""
+"""Divides a data set over clients: seeded, disjoint and complete; DataError says why a division is impossible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many clients' sources from few data sets: each is opened once, its images drawn, decoded and hashed at most once."""
+"""The sources of many clients from few data sets: each data set is opened once, and its images are hashed once."""
 
 from __future__ import annotations
 
@@ -6,34 +6,9 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from PIL import Image
-
 from promptfed.shared.data.options import CUTTING_OPTIONS, Options, Parts, Role
 from promptfed.shared.data.registry import AT_OPENING, BY_ROLE, OF_FILES, check_filled, cut, open_whole, parse_uri
-from promptfed.shared.data.source import Source, Split, groups_at
-
-
-class SharedSplit(Split):
-    """Some rows of a split that others look at too: images, what is drawn or decoded of them, and digests are its."""
-
-    def __init__(self, whole: Split, rows: torch.Tensor, labels: torch.Tensor) -> None:
-        self.labels = labels
-        self._whole = whole
-        self._rows = rows
-        self.groups = groups_at(whole.groups, rows)
-
-    def image(self, index: int) -> Image.Image:
-        """One image, RGB."""
-        return self._whole.image(int(self._rows[index]))
-
-    def digest(self, index: int) -> str:
-        """As `Split.digest`; computed once for all who look at the image."""
-        return self._whole.digest(int(self._rows[index]))
-
-    def select(self, rows: torch.Tensor) -> SharedSplit:
-        """The images at ``rows`` (M,), in that order."""
-        return SharedSplit(self._whole, self._rows[rows], self.labels[rows])
+from promptfed.shared.data.source import Source
 
 
 @dataclass
@@ -74,10 +49,5 @@ class SharedSources:
         whole_test = scheme in BY_ROLE and options.is_whole_test
         key = scheme, body, tuple(sorted(own.items())), options.role if scheme in BY_ROLE else "", whole_test
         if key not in self._wholes:
-            source = open_whole(scheme, body, options)
-            self._wholes[key] = _Whole(replace(source, train=_shared(source.train), test=_shared(source.test)))
+            self._wholes[key] = _Whole(open_whole(scheme, body, options))
         return self._wholes[key]
-
-
-def _shared(split: Split) -> SharedSplit:
-    return SharedSplit(split, torch.arange(len(split)), split.labels)

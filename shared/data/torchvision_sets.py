@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,33 +38,6 @@ LEFT_OUT = {"Caltech101": ("Faces easy",)}
 LABELS = ("targets", "labels", "_labels", "y")  # where torchvision's classes keep labels, by index
 SAMPLES = ("samples", "_samples", "imgs")  # pairs of a path and a label
 NUMBERED = {"SVHN": 10, "GTSRB": 43}  # classes without names: numbers stand for them
-
-
-@dataclass(frozen=True)
-class TorchvisionImages:
-    """Images of a data set of torchvision at ``rows``, decoded when asked for."""
-
-    dataset: Any
-    rows: torch.Tensor
-    name: str
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def image(self, index: int) -> Image.Image:
-        """One image, RGB. DataError names the data set and the row that cannot be read."""
-        row = int(self.rows[index])
-        try:
-            image = self.dataset[row][0]
-            if not isinstance(image, Image.Image):
-                raise ValueError(f"it is {type(image).__name__}, no image")
-            return image.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"image {row} of torchvision's {self.name} cannot be read ({error}).") from error
-
-    def take(self, rows: torch.Tensor) -> TorchvisionImages:
-        """The images at ``rows``."""
-        return TorchvisionImages(self.dataset, self.rows[rows], self.name)
 
 
 def open_torchvision(body: str, options: Options) -> Source:
@@ -120,7 +92,16 @@ def _load(kind: Any, root: str, way: dict[str, Any], options: Options) -> Any:
 
 
 def _split(name: str, dataset: Any) -> Split:
-    return Split(_labels(name, dataset), TorchvisionImages(dataset, torch.arange(len(dataset)), name))
+    def read(row: int) -> Image.Image:
+        try:
+            image = dataset[row][0]
+            if not isinstance(image, Image.Image):
+                raise ValueError(f"it is {type(image).__name__}, no image")
+            return image.convert("RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(f"image {row} of torchvision's {name} cannot be read ({error}).") from error
+
+    return Split(_labels(name, dataset), read)
 
 
 def _labels(name: str, dataset: Any) -> torch.Tensor:

@@ -18,8 +18,7 @@ from promptfed.client_service.privacy.payloads import start_of
 from promptfed.client_service.privacy.peers import KEY
 from promptfed.client_service.settings import Settings
 from promptfed.shared.clip import Backbone, shape_of
-from promptfed.shared.data import Domain
-from promptfed.shared.messages import Task, receipt_body
+from promptfed.shared.messages import Domain, Task, receipt_body
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, NeedsBackbone, ServerContext
 from promptfed.shared.secagg.keys import new_identity, public_identity, sign

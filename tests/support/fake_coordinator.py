@@ -15,8 +15,8 @@ import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from promptfed.shared.data import Domain, Source, Split
-from promptfed.shared.data.source import ArrayImages
+from promptfed.shared.data import ImageDomain, Source, Split
+from promptfed.shared.data.source import reader_of
 from promptfed.shared.messages import PROBLEM_BASE, EnrolmentInfo, EnrolRequest, Task
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ServerContext
@@ -280,9 +280,9 @@ def made_up_source(seed: int = 0, count: int = 24, names: list[str] = NAMES) -> 
         noise = torch.randint(0, 120, (size, 16, 16, 3), generator=draws)
         tint = torch.eye(3, dtype=torch.int64)[labels % 3] * 120
         pixels = (noise + tint[:, None, None, :]).to(torch.uint8).numpy().astype(np.uint8)
-        return Split(labels, ArrayImages(pixels))
+        return Split(labels, reader_of(pixels))
 
-    return Source("made-up", tuple(names), Domain("noise", "noise of a {}"), "a {}.", split(count), split(count))
+    return Source("made-up", tuple(names), ImageDomain("noise", "noise of a {}"), "a {}.", split(count), split(count))
 
 
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:

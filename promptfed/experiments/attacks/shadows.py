@@ -28,7 +28,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import DataError, Source
-from promptfed.shared.data.sharing import SharedSources, SharedSplit
+from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods.core.interface.base import Classifier
 from promptfed.shared.seeds import derive_seed
 
@@ -186,14 +186,13 @@ def run_shadows(
     draws = np.random.default_rng(derive_seed(int(plan.spec.get("seed", 0)), "audit"))
     labels, wrong = mislabelled(source, plan.canaries, draws)
     coins = draws.integers(0, 2, (plan.seeds, count)).astype(bool)
-    everything = torch.arange(count)
-    whole = replace(source, train=SharedSplit(source.train, everything, labels))
+    whole = replace(source, train=source.train.labelled(labels))
     runs = []
     for number, present in enumerate(coins):
         progress(number)
         sources, uri = SharedSources(), f"shadow {number} of {site.name}"
         rows = torch.from_numpy(np.flatnonzero(present))
-        sources.add(uri, replace(source, uri=uri, train=SharedSplit(source.train, rows, labels[rows])))
+        sources.add(uri, replace(source, uri=uri, train=source.train.select(rows).labelled(labels[rows])))
         sites = [replace(other, data=uri) if other.name == site.name else other for other in plan.sites]
         spec = {**plan.spec, "seed": derive_seed(int(plan.spec.get("seed", 0)), "shadow", number) % (1 << 31)}
         result = simulate(spec, sites, backbone=backbone, features=cache, sources=sources)

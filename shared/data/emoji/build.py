@@ -1,17 +1,16 @@
-"""The whole set out of unpacked packages: drawn once, here, and never when it is trained on."""
+"""Builds the whole set from unpacked packages. Pictures are drawn here once, and only read in training."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
 
 from promptfed.shared.data.emoji import packages, store
 from promptfed.shared.data.emoji.render import SvgRenderer
-from promptfed.shared.data.emoji.splits import splits
-from promptfed.shared.data.emoji.styles import EMBEDDED, NAMES_PACKAGE, STYLES
+from promptfed.shared.data.emoji.styles import NAMES_PACKAGE, STYLES
 from promptfed.shared.data.emoji.things import read_things
 from promptfed.shared.data.source import DataError
 
@@ -60,19 +59,6 @@ def write(out: Path, drawn: store.Drawn, sources: list[dict[str, str]]) -> None:
     (out / "NOTICE.txt").write_text(notice, encoding="utf-8")
     if LICENCES.resolve() != (out / "licences").resolve():
         shutil.copytree(LICENCES, out / "licences", dirs_exist_ok=True)
-
-
-def embedded_part(drawn: store.Drawn, names: Iterable[str] = EMBEDDED) -> store.Drawn:
-    """What is shipped: the things that take part in tests and that all styles but the sparsest draw."""
-    names = tuple(names)
-    full = [drawn.styles[name] for name in names if name != "fxemoji"]
-    things = [(i, t) for i, t in enumerate(drawn.things) if t.testable and t.name not in splits().near_copies]
-    kept = [i for i, _ in things if all(i in style for style in full)]
-    styles = {
-        name: {new: drawn.styles[name][old] for new, old in enumerate(kept) if old in drawn.styles[name]}
-        for name in names
-    }
-    return store.Drawn(tuple(drawn.things[i] for i in kept), styles)
 
 
 def _line(name: str, source: dict[str, str]) -> str:

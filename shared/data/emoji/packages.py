@@ -87,11 +87,11 @@ def provenance(root: Path, package: str, licence: str) -> dict[str, str]:
 
 def shortcodes(root: Path) -> dict[str, list[str]]:
     """Short names of each code point, from the package of names."""
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for file in sorted((folder_of(root, NAMES_PACKAGE) / "en" / "shortcodes").glob("*.json")):
         for code, names in _json(file).items():
-            found.setdefault(code, []).extend([names] if isinstance(names, str) else names)
-    return found
+            names_of.setdefault(code, []).extend([names] if isinstance(names, str) else names)
+    return names_of
 
 
 def pictures(

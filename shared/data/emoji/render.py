@@ -1,4 +1,4 @@
-"""One SVG to pixels, in a process of its own: a few SVGs make the renderer abort, which must not end the build.
+"""Renders SVGs in a separate process: a few SVGs make the renderer abort, which must not end the build.
 
 ``python -m promptfed.shared.data.emoji.render`` reads a JSON string a line and answers each with a line: the PNG in
 base64, or ``!`` and why it could not be drawn.

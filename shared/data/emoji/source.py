@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
-from PIL import Image
 
 from promptfed.shared.data.emoji import store
 from promptfed.shared.data.emoji.splits import POOLS, PURPOSES, Splits, splits
 from promptfed.shared.data.emoji.styles import STYLES
 from promptfed.shared.data.options import Options
-from promptfed.shared.data.source import DataError, Domain, Source, Split
+from promptfed.shared.data.source import DataError, ImageDomain, Source, Split, image_digest
 
 FOLDER = Path(__file__).parent / "embedded"
 OWN_OPTIONS = ("folder", "level", "test", "purpose", "drawn_by")
@@ -25,42 +24,6 @@ _DEFAULT_STYLE = "flat"
 _LONGEST_NAME = 64  # of a domain that a client may declare, which has no + in it either
 
 Cell = tuple[str, int]  # a style and a thing's place: one picture
-
-
-@dataclass(frozen=True)
-class StoredImages:
-    """Pictures of a folder of drawn styles, decoded when asked for."""
-
-    drawn: store.Drawn
-    cells: tuple[Cell, ...]
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-    def image(self, index: int) -> Image.Image:
-        """One picture, RGB, 64 x 64."""
-        return self.drawn.image(*self.cells[index])
-
-    def take(self, rows: torch.Tensor) -> StoredImages:
-        """The pictures at ``rows``."""
-        return type(self)(self.drawn, tuple(self.cells[i] for i in rows.tolist()))
-
-
-class TestedImages(StoredImages):
-    """What stands where pictures to train on would, in a source that has none: looking at one is refused."""
-
-    __test__ = False  # no test of pytest's
-
-    def hashed(self, index: int) -> Image.Image:
-        """The picture, for a record of what a run was given."""
-        return super().image(index)
-
-    def image(self, index: int) -> Image.Image:
-        """Refused, since the very picture is a test's."""
-        raise DataError(
-            f"at level=names each designer drew a thing once, and {self.cells[index][0]} is what this source is "
-            "tested on; to train, name another designer to test on, as in emoji:flat?level=names&test=fxemoji."
-        )
 
 
 def open_emoji(body: str, options: Options) -> Source:
@@ -87,7 +50,7 @@ def open_emoji(body: str, options: Options) -> Source:
 
 def _styles(text: str, drawn: store.Drawn, options: Options) -> list[str]:
     """The styles that ``flat+noto`` names; a designer's name stands for all of the designer's styles here."""
-    found: list[str] = []
+    styles: list[str] = []
     for word in re.split("[+, ]", text):  # a query's + is a space by then
         meant = [n for n in drawn.styles if word in (n, STYLES[n].family)] if word not in drawn.styles else [word]
         if not meant:
@@ -95,8 +58,8 @@ def _styles(text: str, drawn: store.Drawn, options: Options) -> list[str]:
             if word in STYLES or word in {style.family for style in STYLES.values()}:
                 more = f"; it is in the whole set: promptfed data emoji --out DIR, then {_with_folder(options)}"
             raise DataError(f"{options.uri}: unknown style {word}; emoji has {', '.join(drawn.styles)}{more}.")
-        found += [name for name in meant if name not in found]
-    return found
+        styles += [name for name in meant if name not in styles]
+    return styles
 
 
 def _with_folder(options: Options) -> str:
@@ -122,7 +85,7 @@ def _kinds(drawn: store.Drawn, styles: list[str], purpose: str, options: Options
 
     def split(cells: list[Cell]) -> Split:
         labels = torch.tensor([label[drawn.things[place].kind] for _, place in cells], dtype=torch.long)
-        return Split(labels, StoredImages(drawn, tuple(cells)))
+        return Split(labels, lambda row: drawn.image(*cells[row]))
 
     return Source(options.uri, names, domain_of(styles), TEMPLATE, split(train), split(test))
 
@@ -158,17 +121,36 @@ def _names(drawn: store.Drawn, styles: list[str], purpose: str, options: Options
         )
     places.sort(key=lambda place: drawn.things[place].name)
 
-    def split(of: list[str], kind: type[StoredImages]) -> Split:
-        labels = torch.arange(len(places)).repeat(len(of))
-        return Split(labels, kind(drawn, tuple((style, place) for style in of for place in places)))
+    def cells(of: list[str]) -> list[Cell]:
+        return [(style, place) for style in of for place in places]
 
+    def labels(of: list[str]) -> torch.Tensor:
+        return torch.arange(len(places)).repeat(len(of))
+
+    shown, held_out = cells(styles), cells(tested)
+    test = Split(labels(tested), lambda row: drawn.image(*held_out[row]))
+    if given is None:
+        train = Split(
+            labels(styles),
+            lambda row: _refuse(shown[row]),
+            digest=lambda row: image_digest(drawn.image(*shown[row])),  # for a record of what a run was given
+        )
+    else:
+        train = Split(labels(styles), lambda row: drawn.image(*shown[row]))
     names = tuple(drawn.things[place].name for place in places)
-    train = split(styles, TestedImages if given is None else StoredImages)
-    return Source(options.uri, names, domain_of(styles), TEMPLATE, train, split(tested, StoredImages))
+    return Source(options.uri, names, domain_of(styles), TEMPLATE, train, test)
 
 
-def domain_of(styles: list[str]) -> Domain:
+def _refuse(cell: Cell) -> NoReturn:
+    """Refuse to show a picture to train on that is a test's."""
+    raise DataError(
+        f"at level=names each designer drew a thing once, and {cell[0]} is what this source is tested on; to train, "
+        "name another designer to test on, as in emoji:flat?level=names&test=fxemoji."
+    )
+
+
+def domain_of(styles: list[str]) -> ImageDomain:
     """One style's description, or that of a mixture."""
     if len(styles) == 1:
-        return Domain(styles[0], STYLES[styles[0]].wording)
-    return Domain("-".join(styles)[:_LONGEST_NAME], "an icon of a {}")
+        return ImageDomain(styles[0], STYLES[styles[0]].wording)
+    return ImageDomain("-".join(styles)[:_LONGEST_NAME], "an icon of a {}")

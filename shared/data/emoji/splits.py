@@ -1,4 +1,4 @@
-"""Which pictures may be tested on: by thing and by designer, so that none was read in pre-training.
+"""Which pictures tests may use, by thing and by designer: none of them was used in pre-training ("read").
 
 ``splits.json`` lists the things that take part in tests and those of validation, by the pool of designers whose
 drawings of them were kept from the backbone that has read emoji; `make_splits` is how the lists were drawn. No thing
@@ -60,8 +60,8 @@ class Splits:
         """Whether the thing's picture in this style may be tested on for this purpose."""
         if not thing.testable or thing.name in self.near_copies or self.family_was_read(thing.name, style):
             return False
-        found = self.purpose_of(thing.name)
-        return found == purpose or (purpose == "test" and found is None)
+        own = self.purpose_of(thing.name)
+        return own == purpose or (purpose == "test" and own is None)
 
 
 def make_splits(things: Iterable[Thing]) -> dict[str, dict[str, list[str]]]:
@@ -86,14 +86,3 @@ def splits() -> Splits:
     told = json.loads(FILE.read_text(encoding="utf-8"))
     names = {p: {pool: frozenset(told[p][pool]["names"]) for pool in POOLS} for p in PURPOSES}
     return Splits(names, frozenset(told["near_copies"]["names"]))
-
-
-def write_splits(things: Iterable[Thing], near_copies: Iterable[str]) -> None:
-    """Write ``splits.json`` anew; the names of near copies come from `benchmarks.backbones.emoji.readlist`."""
-    alike = sorted(near_copies)
-    told: dict[str, object] = {"near_copies": {"sha256": list_digest(alike), "names": alike}}
-    told |= {
-        purpose: {pool: {"sha256": list_digest(names), "names": names} for pool, names in by_pool.items()}
-        for purpose, by_pool in make_splits(things).items()
-    }
-    FILE.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -97,12 +97,12 @@ def _style(file: Path, told: dict[str, Any]) -> dict[int, bytes]:
 
 def _pictures(content: bytes) -> list[bytes]:
     """A WebP file says its own length, in the four bytes behind ``RIFF``."""
-    found, start = [], 0
+    files, start = [], 0
     while start < len(content):
         end = start + 8 + struct.unpack_from("<I", content, start + 4)[0]
-        found.append(content[start:end])
+        files.append(content[start:end])
         start = end
-    return found
+    return files
 
 
 def _runs(places: list[int]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.settings import Settings
 from promptfed.client_service.worker import Worker
 from promptfed.shared.clip import Backbone
-from promptfed.shared.data import Domain, Source
+from promptfed.shared.data import ImageDomain
 from promptfed.shared.tensors import decode
 from tests.client_service.conftest import MakeCoordinator, MakeWorker
 from tests.support.fake_coordinator import TOKEN, FakeCoordinator, made_up_source, problem
@@ -238,8 +239,7 @@ def test_a_class_name_that_does_not_fit_behind_the_context(
 
 
 def test_a_domain_that_cannot_be_declared(make_coordinator: MakeCoordinator, make_worker: MakeWorker) -> None:
-    plain = made_up_source()
-    source = Source(plain.uri, plain.class_names, Domain("two words", "a {}"), plain.template, plain.train, plain.test)
+    source = replace(made_up_source(), domain=ImageDomain("two words", "a {}"))
     coordinator = make_coordinator()
     error = ends(make_worker(coordinator, source=source))
     assert error.exit is Exit.BAD_INPUT

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from promptfed.client_service.training.data import domain_of
-from promptfed.shared.data import DataError, open_source
-from promptfed.shared.data.image_files import LARGE, read_image
+from promptfed.shared.data import DataError, image_files, open_source
+from promptfed.shared.data.image_files import LARGE, SHRUNK, read_image
 from promptfed.shared.data.registry import class_names_of
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.data.union import union_uri
@@ -196,15 +196,20 @@ def test_what_is_refused_says_how_to_convert_it(tmp_path: Path, name: str, conte
 @pytest.mark.parametrize(
     ("mode", "suffix"), [("RGB", "jpg"), ("RGB", "png"), ("L", "png"), ("RGBA", "png"), ("P", "gif")]
 )
-def test_a_huge_image_is_read_smaller_and_looks_the_same(tmp_path: Path, mode: str, suffix: str) -> None:
-    across = np.linspace(0, 255, 8000, dtype=np.uint8)
-    image = Image.fromarray(np.broadcast_to(across, (4100, 8000))).convert("RGB").convert(mode)
-    assert image.width * image.height > LARGE
+def test_a_huge_image_is_read_smaller_and_looks_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, suffix: str
+) -> None:
+    """Bounds are a sixteenth of the real ones: an image of that size would take 300 MB here."""
+    monkeypatch.setattr(image_files, "LARGE", LARGE // 16)
+    monkeypatch.setattr(image_files, "SHRUNK", SHRUNK // 16)
+    across = np.linspace(0, 255, 2000, dtype=np.uint8)
+    image = Image.fromarray(np.broadcast_to(across, (1025, 2000))).convert("RGB").convert(mode)
+    assert image.width * image.height > LARGE // 16
     image.save(tmp_path / f"huge.{suffix}")
     small = read_image(tmp_path / f"huge.{suffix}")
     assert small.mode == "RGB"
-    assert small.width * small.height < LARGE / 3
-    assert abs(small.width / small.height - 8000 / 4100) < 0.01
+    assert small.width * small.height < LARGE / 16 / 3
+    assert abs(small.width / small.height - 2000 / 1025) < 0.01
     there = np.asarray(small.resize((8, 4)).convert("L")).astype(int)
     assert np.abs(there - np.asarray(image.convert("RGB").resize((8, 4)).convert("L")).astype(int)).max() <= 6
 

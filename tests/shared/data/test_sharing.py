@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from promptfed.shared.data import DataError, Source, open_source
+from promptfed.shared.data import source as data_source
 from promptfed.shared.data.registry import SCHEMES
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.data.source import Split
+from promptfed.shared.data.source import image_digest
 
 SMALL = "symbols:painting?topic=faces&per_class=5&test_per_class=5"
 
@@ -83,9 +84,10 @@ def test_an_image_is_decoded_and_hashed_once_for_all(tmp_path: Path, monkeypatch
             Image.new("RGB", (4, 4), (k, len(name), 0)).save(tmp_path / name / f"{k}.png")
     shared = SharedSources()
     clients = [shared.open(f"folder:{tmp_path}?partition=iid&clients=2&client={k}") for k in (0, 1, 0, 1)]
-    hashed: list[int] = []
-    image = Split.image
-    monkeypatch.setattr(Split, "image", lambda self, k: (hashed.append(k), image(self, k))[1])
+    hashed: list[bytes] = []
+    monkeypatch.setattr(
+        data_source, "image_digest", lambda image: (hashed.append(image.tobytes()), image_digest(image))[1]
+    )
     all_digests = [[client.train.digest(k) for k in range(len(client.train))] for client in clients]
     assert len(hashed) == len(set(hashed)) == 16
     assert all_digests[0] == all_digests[2]

@@ -18,7 +18,7 @@ from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, shape_of
 from promptfed.shared.data import Source
 from promptfed.shared.data.sharing import SharedSources
-from promptfed.shared.data.source import ArrayImages, Split
+from promptfed.shared.data.source import Split, reader_of
 from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core.interface.base import ServerContext
 from promptfed.shared.methods.core.training import batches
@@ -44,16 +44,19 @@ SPEC: dict[str, Any] = {
 }
 
 
-class CountedImages(ArrayImages):
+class CountedImages:
     """Counts how often each image is decoded."""
 
     def __init__(self, pixels: np.ndarray):
-        super().__init__(pixels)
+        self._read, self._count = reader_of(pixels), len(pixels)
         self.decoded: Counter[int] = Counter()
 
-    def image(self, index: int) -> Image.Image:
-        self.decoded[index] += 1
-        return super().image(index)
+    def __len__(self) -> int:
+        return self._count
+
+    def __call__(self, row: int) -> Image.Image:
+        self.decoded[row] += 1
+        return self._read(row)
 
 
 def source_of(client: str, made: list[CountedImages] | None = None) -> Source:
