@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from promptfed.runtime.gpus import choose_gpus, gpus_of_engine, gpus_of_torch
 from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
-from promptfed.runtime.run_file import Run, check_trainers, read_run
+from promptfed.runtime.run_file import RunFile, check_trainers, read_run
 from promptfed.runtime.services import LocalFederation, Services, Site
 from promptfed.sdk import operations
 from promptfed.sdk.errors import CommandError, Exit
@@ -152,7 +152,7 @@ def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
     }
 
 
-def _prepared(run: Run, allow_backbone: bool) -> tuple[FederationSpec, bytes | None, tuple[str, ...]]:
+def _prepared(run: RunFile, allow_backbone: bool) -> tuple[FederationSpec, bytes | None, tuple[str, ...]]:
     """The spec as it will run, the initial state where a backbone must make it, and what clients are to permit."""
     from promptfed.sdk.backbone import resolve, with_backbone
 

@@ -1,4 +1,4 @@
-"""Which GPUs a launch has to deal out."""
+"""The GPUs that a launch assigns to its clients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Local processes that belong to one command: started, watched, restarted at most three times, and taken away.
+"""Local processes of one command: it starts and watches them, restarts each at most three times, and stops them all.
 
-What is watched here are services: a code of 2 to 127 is one with which they end by themselves and say why, so that
-starting again would change nothing; 1 (something broke) and death by a signal are worth another try.
+An exit code of 2 to 127 means that a service ended on purpose and said why: it is not restarted. After 1 (an error) or
+death by a signal it is.
 """
 
 from __future__ import annotations
@@ -161,14 +161,14 @@ def interrupts_wait() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    changed = [each for each, handler in found.items() if callable(handler)]
-    for each in changed:
-        signal.signal(each, lambda signum, _: came.append(signum))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    changed = [number for number, handler in handlers.items() if callable(handler)]
+    for number in changed:
+        signal.signal(number, lambda signum, _: came.append(signum))
     try:
         yield
     finally:
-        for each in changed:
-            signal.signal(each, found[each])
+        for number in changed:
+            signal.signal(number, handlers[number])
         if came:
             signal.raise_signal(came[0])

@@ -49,14 +49,14 @@ class ClientEntry(BaseModel):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFile:
     """What a run file holds: a spec as it is written, and the clients in the file's order."""
 
     spec: Mapping[str, Any]
     sites: tuple[Site, ...]
 
 
-def read_run(path: Path, clients: int | None = None) -> Run:
+def read_run(path: Path, clients: int | None = None) -> RunFile:
     """The run in ``path``; ``clients`` is how many trainers there are to be instead of the file's number.
 
     Raises:
@@ -69,7 +69,7 @@ def read_run(path: Path, clients: int | None = None) -> Run:
         raise CommandError(text, Exit.BAD_INPUT)
     entries = _entries(raw.pop("clients"), path)
     spec = {"name": path.stem, **raw}
-    return Run(spec, _sites(entries, clients, path))
+    return RunFile(spec, _sites(entries, clients, path))
 
 
 def _entries(raw: Any, path: Path) -> list[ClientEntry]:

@@ -182,8 +182,18 @@ class Backbone:
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """`mlp_width`, `positions`, `heads_v` and `heads_t` of a `BackboneShape`, None where towers are not such."""
-        return _sizes(self)
+        """`mlp_width`, `positions`, `heads_v` and `heads_t` of a `BackboneShape`, None where a tower has none."""
+        sizes: dict[str, int | None] = dict.fromkeys(("mlp_width", "positions", "heads_v", "heads_t"))
+        try:
+            tower = self.vision_tower()
+        except BackboneError:
+            return sizes
+        shape = tower.blocks_shape
+        sizes |= {"mlp_width": shape.mlp_width, "heads_v": shape.heads}
+        sizes["positions"] = len(tower.weights["positional_embedding"])
+        with suppress(BackboneError):
+            sizes["heads_t"] = self.text_tower().blocks_shape.heads
+        return sizes
 
     # Texts
 
@@ -366,20 +376,6 @@ def finish(features: Tensor, normalize: bool) -> Tensor:
     """Features `(..., d)` in at least float32, with `normalize` on the sphere."""
     features = _wide(features)
     return F.normalize(features, dim=-1) if normalize else features
-
-
-def _sizes(backbone: Backbone) -> dict[str, int | None]:
-    sizes: dict[str, int | None] = dict.fromkeys(("mlp_width", "positions", "heads_v", "heads_t"))
-    try:
-        tower = backbone.vision_tower()
-    except BackboneError:
-        return sizes
-    shape = tower.blocks_shape
-    sizes |= {"mlp_width": shape.mlp_width, "heads_v": shape.heads}
-    sizes["positions"] = len(tower.weights["positional_embedding"])
-    with suppress(BackboneError):
-        sizes["heads_t"] = backbone.text_tower().blocks_shape.heads
-    return sizes
 
 
 def shape_of(backbone: Backbone) -> BackboneShape:

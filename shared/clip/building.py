@@ -1,4 +1,4 @@
-"""What building a model of open_clip and one of timm have in common."""
+"""Steps shared by building a model of open_clip and one of timm."""
 
 import threading
 from collections.abc import Iterator
@@ -22,9 +22,25 @@ def seeded() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def load_errors(model: str, pretrained: str | None, precision: str) -> Iterator[None]:
+    """Turn any error of the block, which builds a model, into a BackboneError with the model's name."""
+    try:
+        yield
+    except BackboneError:
+        raise
+    except Exception as error:
+        name = model if pretrained is None else f"{model} ({pretrained})"
+        hint = "" if precision == "fp32" else f" (in {precision}; try precision fp32)"
+        raise BackboneError(f"The backbone {name} cannot be loaded{hint}: {one_line(error)}") from error
+
+
 @torch.no_grad()
 def check_runs(backbone: Backbone) -> None:
-    """open_clip converts some towers only in part to half precision; better said now than in the middle of a round."""
+    """Raise BackboneError where a model does not run in its precision.
+
+    open_clip converts some towers only partly to half precision, which would otherwise fail in the middle of a round.
+    """
     try:
         backbone.encode_images(torch.zeros(1, 3, *backbone.image_size))
         if backbone.has_text:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from promptfed.shared.clip import emoji, tiny
 from promptfed.shared.clip.backbone import Backbone
-from promptfed.shared.clip.building import check_runs, seeded
+from promptfed.shared.clip.building import check_runs, load_errors, seeded
 from promptfed.shared.clip.errors import BackboneError, near, one_line
 from promptfed.shared.clip.timm.timm_loading import load_timm
 from promptfed.shared.clip.weights.hub import expect_at_hand, known_as
@@ -20,6 +20,7 @@ from promptfed.shared.clip.weights.local_weights import load_into, weights_in
 from promptfed.shared.clip.weights.permissions import expect_permitted, expect_permitted_checkpoint
 
 PRECISIONS = ("fp32", "fp16", "bf16")
+EMBEDDED = {tiny.MODEL: tiny, emoji.MODEL: emoji}
 PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "size", "mode", "fill_color")  # which a tag decides on
 
 
@@ -60,10 +61,10 @@ def load_backbone(
     else:
         model, weights, options = _weights_of(model, pretrained, random, allow_unregistered)
     config = _config(model)
-    with _telling(model, pretrained, precision):
+    with load_errors(model, pretrained, precision):
         built = _create(open_clip, model, weights, random, precision, device, options)
-        if model == emoji.MODEL and not random:
-            built.load_state_dict(emoji_weights())
+        if model in EMBEDDED and not random:
+            built.load_state_dict(embedded_weights(model))
         if weights_file is not None:
             load_into(built, weights_in(weights_file), model)
     if options.get("force_quick_gelu"):
@@ -76,31 +77,16 @@ def load_backbone(
 
 
 def _check_file(weights_file: Path | None, model: str) -> None:
-    if weights_file is not None and (":" in model or model in (tiny.MODEL, emoji.MODEL)):
+    if weights_file is not None and (":" in model or model in EMBEDDED):
         raise BackboneError(f"A file of weights is for models of open_clip, not for {model!r}: leave it out.")
-
-
-@contextmanager
-def _telling(model: str, pretrained: str | None, precision: str) -> Iterator[None]:
-    """A block that builds and fills a model; whatever goes wrong in it is a BackboneError with the model's name."""
-    try:
-        yield
-    except BackboneError:
-        raise
-    except Exception as error:
-        name = model if pretrained is None else f"{model} ({pretrained})"
-        hint = "" if precision == "fp32" else f" (in {precision}; try precision fp32)"
-        raise BackboneError(f"The backbone {name} cannot be loaded{hint}: {one_line(error)}") from error
 
 
 def _weights_of(
     model: str, pretrained: str | None, random: bool, allow_unregistered: bool
 ) -> tuple[str, str | None, dict[str, Any]]:
     """The name that open_clip knows the model by, its weights where open_clip reads them, and options to build it."""
-    if model == tiny.MODEL:
-        return model, _tiny_weights(pretrained, random), {}
-    if model == emoji.MODEL:
-        _check_emoji_weights(pretrained, random)
+    if model in EMBEDDED:
+        _check_embedded(model, pretrained, random)
         return model, None, {}
     model = model if ":" in model else model.replace("/", "-")
     return model, *_resolve(model, pretrained, random, allow_unregistered)
@@ -125,31 +111,25 @@ def _check_device(device: str) -> None:
         raise BackboneError(f"The device {device!r} cannot be used: {one_line(error)}") from error
 
 
-def _tiny_weights(pretrained: str | None, random: bool) -> str | None:
-    tiny.register()
-    if random:
-        return None
-    if pretrained != tiny.PRETRAINED:
-        raise BackboneError(f"Unknown weights {pretrained!r} of {tiny.MODEL}: use {tiny.PRETRAINED!r}.")
-    return str(tiny.weights_path())
-
-
-def _check_emoji_weights(pretrained: str | None, random: bool) -> None:
-    emoji.register()
+def _check_embedded(model: str, pretrained: str | None, random: bool) -> None:
+    embedded = EMBEDDED[model]
+    embedded.register()
     if random:
         return
-    if pretrained != emoji.PRETRAINED:
-        raise BackboneError(f"Unknown weights {pretrained!r} of {emoji.MODEL}: use {emoji.PRETRAINED!r}.")
-    if not emoji.weights_path().is_file():
+    if pretrained != embedded.PRETRAINED:
+        raise BackboneError(f"Unknown weights {pretrained!r} of {model}: use {embedded.PRETRAINED!r}.")
+    if not embedded.weights_path().is_file():
         raise BackboneError(
-            f"{emoji.MODEL} has no weights in this version of promptfed: use {tiny.MODEL}, or pre-train it with "
+            f"{model} has no weights in this version of promptfed: use {tiny.MODEL}, or pre-train it with "
             "python -m benchmarks.backbones.emoji.pretrain."
         )
 
 
-def emoji_weights() -> dict[str, torch.Tensor]:
-    """All weights of promptfed-emoji: those of its file, and those that are promptfed-tiny's."""
-    own = load_file(emoji.weights_path())
+def embedded_weights(model: str) -> dict[str, torch.Tensor]:
+    """All weights of an embedded model: those of its file, and those of promptfed-emoji that are promptfed-tiny's."""
+    own = load_file(EMBEDDED[model].weights_path())
+    if model == tiny.MODEL:
+        return own
     with safe_open(tiny.weights_path(), framework="pt") as kept:
         return own | {name: kept.get_tensor(name) for name in emoji.FROM_TINY}
 
@@ -166,7 +146,7 @@ def _resolve(
             raise BackboneError(f"The backbone {model!r} brings its own weights: leave `pretrained` out.")
         return None, {"require_pretrained": True}
     if model not in list_models():
-        hint = near(model, [*list_models(), tiny.MODEL, emoji.MODEL])
+        hint = near(model, [*list_models(), *EMBEDDED])
         raise BackboneError(f"open_clip has no model {model!r}{hint}.")
     if random:
         return None, {}

@@ -166,7 +166,7 @@ def held_out_sites(sites: Sequence[Site], share: float) -> list[Site]:
 
 
 def tune(
-    run: run_file.Run,
+    run: run_file.RunFile,
     grid: Grid,
     *,
     pool: int = 1,

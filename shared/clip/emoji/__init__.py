@@ -1,7 +1,7 @@
-"""``promptfed-emoji``: the tiny backbone, read on with emoji of several designers. Importing this imports no open_clip.
+"""``promptfed-emoji``: the tiny backbone, trained further on emoji of several designers.
 
-Its weights are those of `promptfed.shared.clip.tiny` where they did not change: the table of tokens is not stored
-twice.
+Importing this does not import open_clip. Weights that did not change, such as the token table, are read from
+`promptfed.shared.clip.tiny`.
 """
 
 from __future__ import annotations

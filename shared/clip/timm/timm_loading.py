@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from promptfed.shared.clip.building import check_runs, seeded
-from promptfed.shared.clip.errors import BackboneError, near, one_line
+from promptfed.shared.clip.building import check_runs, load_errors, seeded
+from promptfed.shared.clip.errors import BackboneError, near
 from promptfed.shared.clip.timm.timm_vit import VisualBackbone
 from promptfed.shared.clip.weights.permissions import expect_permitted, expect_permitted_checkpoint
 
@@ -30,18 +30,13 @@ def load_timm(
     expect_permitted(model, allow_unregistered)
     random = pretrained in (None, "random")
     tag, checkpoint = _weights(name, None if random else pretrained, allow_unregistered)
-    try:
+    with load_errors(model, pretrained, precision):
         with seeded():
             built = timm.create_model(f"{name}.{tag}" if tag else name, pretrained=tag is not None, num_classes=0)
         _expect_plain(name, built)
         if checkpoint is not None:
             built.load_state_dict(_read(checkpoint))
         built = built.to(device=device, dtype=_dtype(precision))
-    except BackboneError:
-        raise
-    except Exception as error:
-        shown = model if pretrained is None else f"{model} ({pretrained})"
-        raise BackboneError(f"The backbone {shown} cannot be loaded: {one_line(error)}") from error
     backbone = VisualBackbone(
         built,
         model_name=model,

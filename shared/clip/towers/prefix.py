@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip.towers.blocks import KEYS_VALUES, QUERIES, add_branches, project
-from promptfed.shared.clip.towers.prefix_attention import Bucket, Layout, PrefixAttention
+from promptfed.shared.clip.towers.prefix_attention import ClassBucket, Layout, PrefixAttention
 from promptfed.shared.clip.towers.text import TextTower, restore_order
 from promptfed.shared.clip.towers.tokens import ClassPrompts
 
@@ -29,7 +29,7 @@ class _Constants:
     """What depends on neither context nor deep prompts, for one set of class names."""
 
     key: tuple[torch.dtype, torch.device]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[ClassBucket, ...]
     order: list[int]
     rows: Tensor  # (T, d) embedded own tokens with positions
     qkv: Tensor  # (T, 3d) their queries, keys and values in the first block
@@ -80,13 +80,13 @@ class PrefixEncoder:
     def _make_constants(self, key: tuple[torch.dtype, torch.device], prompts: ClassPrompts) -> _Constants:
         tower, block = self._tower, self._tower.blocks[0]
         first_own = prompts.start + prompts.context_length
-        buckets: list[Bucket] = []
+        buckets: list[ClassBucket] = []
         order: list[int] = []
         rows: list[Tensor] = []
         total = 0
         for end, members in prompts.buckets:
             size = end + 1 - first_own
-            buckets.append(Bucket(total, len(members), size, len(order)))
+            buckets.append(ClassBucket(total, len(members), size, len(order)))
             order.extend(members)
             total += len(members) * size
             own = tower.embed(prompts.ids[list(members), first_own : end + 1]) + tower.position(first_own, end + 1)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ClassBucket:
     """`count` classes with `size` own tokens each, from own row `first` and class `rank` on."""
 
     first: int
@@ -36,7 +36,7 @@ class Layout:
 
     heads: int
     m: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[ClassBucket, ...]
     context: bool
     ends: bool
 
@@ -44,7 +44,7 @@ class Layout:
     def widest(self) -> int:
         return max(bucket.size for bucket in self.buckets)
 
-    def parts(self) -> Iterator[tuple[Bucket, slice, slice]]:
+    def parts(self) -> Iterator[tuple[ClassBucket, slice, slice]]:
         """Per bucket: its rows among the asking rows and among all rows."""
         skip = self.m if self.context else 0
         for bucket in self.buckets:
@@ -125,7 +125,7 @@ def _merge(rows: Tensor) -> Tensor:
     return rows.transpose(1, 2).flatten(2)
 
 
-def _split(rows: Tensor, bucket: Bucket) -> Tensor:
+def _split(rows: Tensor, bucket: ClassBucket) -> Tensor:
     """`(N, H, count * k, x)` -> `(N, H, count, k, x)`: all own rows of each class, or only its end row."""
     return torch.unflatten(rows, 2, (bucket.count, -1))
 

@@ -1,4 +1,4 @@
-"""What lies on the Hugging Face hub: models by the names that they have there, and whether weights are at hand here."""
+"""Models by their names on the Hugging Face hub, and whether their weights are on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weights of a file of one's own: open_clip's, or those of a CLIP model of the transformers library.
+"""Weights from a local file: of open_clip, or of a CLIP model of the transformers library.
 
-Where one gets the weights makes no difference to a federation: it knows a backbone by its fingerprint.
+A federation identifies a backbone by its fingerprint, wherever the weights come from.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def weights_in(path: Path) -> Path:
     """
     path = path.expanduser()
     if path.is_dir():
-        found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
-        if found is None:
+        file = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
+        if file is None:
             raise BackboneError(f"The folder {path} holds no weights: give a file, or a folder with {IN_FOLDERS[1]}.")
-        return found
+        return file
     if not path.is_file():
         raise BackboneError(f"There is no file {path} of weights.")
     if not str(path).endswith(CHECKPOINT_SUFFIXES):
@@ -112,7 +112,7 @@ def converted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         BackboneError: there is a tensor that a CLIP model has not.
     """
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     split: dict[tuple[str, str], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         block = _BLOCK.fullmatch(name)
@@ -124,12 +124,12 @@ def converted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 split.setdefault((place, kind), {})[inner.removeprefix("self_attn.")] = tensor
                 continue
             if inner in _IN_BLOCKS:
-                found[f"{place}.{_IN_BLOCKS[inner]}.{kind}"] = tensor
+                renamed[f"{place}.{_IN_BLOCKS[inner]}.{kind}"] = tensor
                 continue
-        found[_place(name)] = tensor.T.contiguous() if name in _TRANSPOSED else tensor
+        renamed[_place(name)] = tensor.T.contiguous() if name in _TRANSPOSED else tensor
     for (place, kind), parts in split.items():
-        found[f"{place}.attn.in_proj_{kind}"] = torch.cat([parts[part] for part in _PARTS])
-    return found
+        renamed[f"{place}.attn.in_proj_{kind}"] = torch.cat([parts[part] for part in _PARTS])
+    return renamed
 
 
 def _place(name: str) -> str:

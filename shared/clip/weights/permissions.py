@@ -1,4 +1,4 @@
-"""What a coordinator can only name, and the data owner must permit."""
+"""Backbones that a coordinator may name, but that the data owner must permit."""
 
 import os
 

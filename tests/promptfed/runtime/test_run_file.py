@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from promptfed.runtime.run_file import Run, read_run
+from promptfed.runtime.run_file import RunFile, read_run
 from promptfed.runtime.services import Site, client_options
 from promptfed.sdk.errors import CommandError
 
 HEAD = "name: run\nmethod: {name: promptfl}\nrounds: 2\n"
 
 
-def run(tmp_path: Path, text: str, clients: int | None = None) -> Run:
+def run(tmp_path: Path, text: str, clients: int | None = None) -> RunFile:
     path = tmp_path / "spec.yaml"
     path.write_text(HEAD + text)
     return read_run(path, clients)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from promptfed.shared.clip import BackboneError
-from promptfed.shared.clip.towers.prefix_attention import Bucket, Layout, PrefixAttention
+from promptfed.shared.clip.towers.prefix_attention import ClassBucket, Layout, PrefixAttention
 from tests.shared.clip.conftest import CLASS_NAMES, PLAIN_ONLY_MODELS, PREFIX_MODELS, SHORT_MODELS, noise
 from tests.support.equality import assert_gradients, assert_values
 
@@ -270,7 +270,7 @@ def test_long_and_empty_texts(small: Any) -> None:
 @pytest.mark.parametrize("context_asks", [True, False])
 @pytest.mark.parametrize("ends", [True, False])
 def test_the_written_out_gradient_of_attention(context_asks: Any, ends: Any) -> None:
-    buckets = (Bucket(0, 2, 1, 0), Bucket(2, 1, 3, 2))  # two classes of one token, one of three
+    buckets = (ClassBucket(0, 2, 1, 0), ClassBucket(2, 1, 3, 2))  # two classes of one token, one of three
     layout = Layout(heads=2, m=2, buckets=buckets, context=context_asks, ends=ends)
     asking = 2 * context_asks + (3 if ends else 5)
     query = noise(2, asking, 4, dtype=torch.float64).requires_grad_()
