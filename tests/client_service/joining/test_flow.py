@@ -112,8 +112,8 @@ def test_consent_is_to_one_name(
 ) -> None:
     checkpoint = tmp_path / "weights.pt"
     checkpoint.write_bytes(b"no checkpoint")
-    coordinator = make_coordinator(model="ViT-B-32", pretrained=str(checkpoint))
-    for allowed in ([], ["ViT-B-32"], ["hf-hub:someone/model"]):
+    coordinator = make_coordinator(model="ViT-S-32-alt", pretrained=str(checkpoint))
+    for allowed in ([], ["ViT-S-32-alt"], ["hf-hub:someone/model"]):
         own = settings.model_copy(update={"allow_backbone": allowed})
         assert "must permit it" in str(ends(make_worker(coordinator, backbone=None, settings=own)))
     own = settings.model_copy(update={"allow_backbone": [str(checkpoint)]})
