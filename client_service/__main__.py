@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from typing import Literal
 
-from pydantic import ValidationError
-from pydantic_settings import CliSettingsSource
-
 from promptfed.client_service.exits import ClientError, Exit
 from promptfed.client_service.log_messages import EventJsonLines, EventTextLines
-from promptfed.client_service.settings import Settings, one_line
+from promptfed.client_service.settings import Settings, make_settings
+from promptfed.shared.service.command_line import given_settings
 from promptfed.shared.service.leaving import leave
 from promptfed.shared.service.log_lines import log_to_stderr
 
@@ -60,25 +57,13 @@ def check(settings: Settings) -> int:
     return Exit.OK if examination.healthy else Exit.BAD_INPUT
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """What the settings find out for themselves is not required, though the model has no default for it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        return text.removesuffix(" (required)") if "default:" in text else text
-
-
-def main(arguments: list[str] | None = None, program: str = "client_service") -> int:
-    """The command line, which calls itself ``program``: every setting is an option."""
-    given = sys.argv[1:] if arguments is None else arguments
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code of a client with the settings that the command line gives."""
     try:
-        line: CliSettingsSource[argparse.ArgumentParser] = CliSettingsSource(
-            Settings, cli_prog_name=program, cli_parse_args=given, cli_implicit_flags=True, formatter_class=Help
-        )
-        settings = Settings(_cli_settings_source=line)  # type: ignore[call-arg]
-    except ValidationError as error:
-        print(one_line(error), file=sys.stderr)
-        return Exit.USAGE
+        settings = make_settings(**given_settings(Settings, "client_service", arguments))
+    except ClientError as error:
+        print(error, file=sys.stderr)
+        return error.exit
     return start(settings)
 
 

@@ -2,62 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from promptfed.coordinator.settings import Settings
+from promptfed.shared.service.command_line import given_settings
 from promptfed.shared.service.leaving import leave
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options, one a setting. One that is not given leaves the variable, or the default."""
-    options = argparse.ArgumentParser(
-        prog="coordinator", description=__doc__, argument_default=argparse.SUPPRESS, allow_abbrev=False
-    )
-    for name, field in Settings.model_fields.items():
-        how: dict[str, Any] = {"type": _type_of(name, field), "choices": field.examples}
-        if field.annotation is bool:
-            how = {"action": "store_true"}
-        options.add_argument("--" + name.replace("_", "-"), help=_help_of(field), **how)
-    return options
+def start(given: dict[str, Any]) -> int:
+    """Run a coordinator with the ``given`` settings over those of the environment; torch is imported here, not before.
 
-
-def _type_of(name: str, field: FieldInfo) -> Callable[[str], Any]:
-    if name == "enrolment_token_mode":
-        return lambda text: int(text, 8)
-    kinds = [kind for kind in (Path, float, int) if kind in (field.annotation, *get_args(field.annotation))]
-    return kinds[0] if kinds else str
-
-
-def _help_of(field: FieldInfo) -> str:
-    text = field.description or ""
-    if not field.default or "default" in text:
-        return text
-    default = f"default: {field.default:g}" if isinstance(field.default, float) else f"default: {field.default}"
-    return f"{text} ({default})" if text else default
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0; 2 where it cannot start; 3 where the database did not answer in time.
-
-    With ``--verify`` 1 where something is damaged.
+    The exit code: 0; 2 if it cannot start; 3 if the database did not answer in time. With ``verify`` 1 if something
+    stored is damaged.
     """
-    options = vars(parser().parse_args(arguments))
-    if "database_url" in options or "database_url_file" in options:
+    if "database_url" in given or "database_url_file" in given:
         # One of them given here is the answer, whichever the environment has.
-        options = {"database_url": None, "database_url_file": None} | options
+        given = {"database_url": None, "database_url_file": None} | given
     try:
-        settings = Settings(**options)
+        settings = Settings(**given)
     except ValidationError as error:
         for item in error.errors(include_url=False, include_context=False, include_input=False):
-            place = "".join(f"--{str(part).replace('_', '-')}: " for part in item["loc"])
-            print(f"coordinator: {place}{item['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+            option = "".join(f"--{str(part).replace('_', '-')}: " for part in item["loc"])
+            print(f"coordinator: {option}{item['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         return 2
     if settings.verify:
         from promptfed.coordinator.operations.verification import verify
@@ -66,6 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     from promptfed.coordinator.server import serve
 
     return serve(settings)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code, as of `start`."""
+    return start(given_settings(Settings, "coordinator", arguments))
 
 
 if __name__ == "__main__":

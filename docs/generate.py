@@ -273,7 +273,7 @@ def settings() -> str:
 def _settings(model: type[BaseSettings]) -> str:
     rows = []
     for name, field in model.model_fields.items():
-        said = field.description or ", ".join(str(example) for example in field.examples or ())
+        said = field.description or ""
         default = field.get_default(call_default_factory=True)
         if field.is_required():
             shown = "" if "default: " in said else "required"

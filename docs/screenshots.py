@@ -19,9 +19,9 @@ import httpx
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from promptfed.cli.demo import demo_sites, demo_spec
-from promptfed.cli.launch import conduct
-from promptfed.cli.vocabulary import supply_words
+from promptfed.cli.commands.demo import demo_sites, demo_spec
+from promptfed.cli.commands.launch import conduct
+from promptfed.cli.commands.words import supply_words
 from promptfed.runtime.processes import Processes
 from promptfed.runtime.services import LocalFederation
 from promptfed.sdk import operations

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
-from promptfed.cli import bench_results
-from promptfed.cli.bench_engine import OPTIONS, runner_for
+from promptfed.cli.bench_options import BenchOptions
 from promptfed.cli.bench_output import remarks_on, run_shown, show_table
+from promptfed.cli.common import refuse
 from promptfed.experiments.bench.bench_folder import results_csv
 from promptfed.experiments.bench.document import BenchmarkRecord, chosen_panels, document, kept_panels, record
 from promptfed.experiments.bench.entries import RawSpec, parse_entries
@@ -30,6 +29,7 @@ from promptfed.experiments.bench.tables import (
     rooms_table,
     rows_of,
 )
+from promptfed.experiments.cluster.cells import RayRunner, connected_later
 from promptfed.experiments.figures.bench_metrics import (
     Matrix,
     Measures,
@@ -46,68 +46,79 @@ from promptfed.experiments.protocols.derived import CEILINGS, KNOWN
 from promptfed.experiments.protocols.setting import Setting
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import read_spec, write_file
-from promptfed.sdk.output import console, print_json
+from promptfed.sdk.output import console, print_json, say
+from promptfed.sdk.text import whole_numbers
 
 EVALUATIONS = 10  # of a federation beside the first: a curve, for a tenth of what evaluating each round may cost
 
-# Options of the command that each kind of run looks at, beside those that all do.
-_ALL = frozenset({"protocol", "out", "seeds", "pool", "device", "allow_backbone", "backbone_file", "as_json"}) | OPTIONS
+# Options that each kind of run uses, by their parameters, besides those that all use.
+_RAY = frozenset({"address", "gpus_per_cell"})
+_ALL = _RAY | {"protocol", "out", "seeds", "pool", "device", "engine", "allow_backbone", "backbone_file", "as_json"}
 _EMBEDDED = _ALL | {"reduced", "panels"}
 _PRESET = _ALL | {"root", "spec", "rounds"}
 
 
-def run_command(options: Mapping[str, Any], given: Set[str]) -> None:
-    """Carry out `promptfed bench`: its ``options`` by parameter, of which those in ``given`` were written.
+def run_bench(
+    protocol: str,
+    results: Sequence[str],
+    options: BenchOptions,
+    allow_backbone: bool,
+    written: Set[str],
+    as_json: bool,
+) -> None:
+    """Run a bench; ``written`` are the parameters that the command line gives.
 
     Raises:
         CommandError: what is wrong with options, data or results.
     """
-    protocol, results, as_json = options["protocol"], options["results"] or [], options["as_json"]
-    device, allowed = options["device"], options["allow_backbone"]
-    if protocol in bench_results.COMMANDS:
-        cell, tolerance = options["cell"], options["tolerance"]
-        bench_results.run(protocol, results, cell, tolerance, device, allowed, given, as_json)
-        return
-    out = bench_results.folder_for(protocol, results, options["out"], given)
+    extra = [*results, *(f"--{name}" for name in sorted({"cell", "tolerance"} & written))]
+    if extra:
+        raise CommandError(f"bench {protocol} takes no {extra[0]}: leave it out", Exit.BAD_INPUT)
+    if options.out is None:
+        raise CommandError(f"bench {protocol} needs a folder for its results: give --out", Exit.BAD_INPUT)
     setting = setting_of(options)
-    refuse_unused(protocol, setting, given)
-    with runner_for(options, out, given) as runner:
-        _run(options, setting, runner, given)
+    refuse_unused(protocol, setting, written)
+    common = (options.out, options.pool, options.device, allow_backbone)
+    if options.engine is None:
+        refuse(written & _RAY, "for --engine ray; add it, or leave them out")
+        _run(protocol, options, setting, Runner(*common), written, as_json)
+        return
+    with connected_later(options.address) as cluster:
+        runner = RayRunner(*common, cluster=cluster, gpus_per_cell=options.gpus_per_cell)
+        _run(protocol, options, setting, runner, written, as_json)
 
 
-def _run(options: Mapping[str, Any], setting: Setting, runner: Runner, given: Set[str]) -> None:
-    protocol, as_json = options["protocol"], options["as_json"]
-    seeds, spec, rounds = options["seeds"], options["spec"], options["rounds"]
+def _run(
+    protocol: str, options: BenchOptions, setting: Setting, runner: Runner, written: Set[str], as_json: bool
+) -> None:
+    seeds, spec, rounds = options.seeds or "0,1,2", options.spec, options.rounds
     if protocol == "embedded":
-        run_embedded(runner, options["reduced"], seeds, options["panels"], as_json)
+        run_embedded(runner, options.reduced, options.seeds, options.panels, as_json)
         return
     if protocol.startswith("paper:"):
-        run_preset(protocol, options["root"], seeds or "0,1,2", runner, spec, rounds, as_json)
+        run_preset(protocol, options.root, seeds, runner, spec, rounds, as_json)
         return
-    bench = make_bench(
-        protocol, options["methods"], setting, seeds or "0,1,2", spec, rounds, options["m"], options["steps"]
-    )
-    grid = grid_of(options["sweep"], options["sweep_seeds"], bench, given)
-    if grid is None:
-        run_bench(bench, runner, as_json)
-    else:
-        run_swept(replace(bench, setting=replace(setting, validation=None)), grid, runner, as_json)
+    bench = make_bench(protocol, options.methods, setting, seeds, spec, rounds, options.m, options.steps)
+    grid = grid_of(options.sweep, options.sweep_seeds, bench, written)
+    if grid is not None:
+        bench = run_sweep(replace(bench, setting=replace(setting, validation=None)), grid, runner, as_json)
+    run_and_show(bench, runner, as_json)
 
 
-def setting_of(options: Mapping[str, Any]) -> Setting:
-    """What the options of the command line say of a protocol's setting.
+def setting_of(options: BenchOptions) -> Setting:
+    """The setting of a protocol that the options describe.
 
     Raises:
         CommandError: ``--curve`` is no list of numbers.
     """
     lists = {
-        "data": tuple(options["data"] or ()),
-        "domains": _names(options["domains"]),
-        "targets": _names(options["targets"]),
-        "curve": whole_numbers(options["curve"], "--curve"),
-        "domain_words": _words(options["domain_words"] or ()),
+        "data": tuple(options.data or ()),
+        "domains": _names(options.domains),
+        "targets": _names(options.targets),
+        "curve": whole_numbers(options.curve, "--curve"),
+        "domain_words": _words(options.domain_words or ()),
     }
-    return Setting(**{field.name: options[field.name] for field in fields(Setting)} | lists)
+    return Setting(**{field.name: getattr(options, field.name) for field in fields(Setting)} | lists)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -117,34 +128,30 @@ def _names(text: str) -> tuple[str, ...]:
 def _words(given: Sequence[str]) -> dict[str, str]:
     words = {}
     for text in given:
-        name, equals, said = text.partition("=")
-        if not equals or not said.strip() or name in words:
+        name, equals, description = text.partition("=")
+        if not equals or not description.strip() or name in words:
             raise CommandError(f"--domain-words {text!r}: write NAME=WORDS, once for each name", Exit.BAD_INPUT)
-        words[name] = said
+        words[name] = description
     return words
 
 
-def refuse_unused(protocol: str, setting: Setting, given: Set[str]) -> None:
-    """Refuse options of the command line (``given``, by the names of their parameters) that would change nothing.
+def refuse_unused(protocol: str, setting: Setting, written: Set[str]) -> None:
+    """Refuse options of the command line that would change nothing.
 
     Raises:
         CommandError: there are such options.
     """
     if protocol == "embedded":
-        unused, why = given - _EMBEDDED, "its panels set the rest"
+        unused, reason = written - _EMBEDDED, "its panels set the rest"
     elif protocol.startswith("paper:"):
-        unused, why = given - _PRESET, "the preset sets the rest"
+        unused, reason = written - _PRESET, "the preset sets the rest"
     elif protocol in KNOWN:
         idle = {field.name for field in fields(Setting)} - {"data"} - KNOWN[protocol].used(setting)
-        unused, why = (
-            given & (idle | {"reduced", "root", "panels"}),
-            "it looks at none with this data and these options",
-        )
+        unused = written & (idle | {"reduced", "root", "panels"})
+        reason = "it looks at none with this data and these options"
     else:
         return  # `make_bench` says so
-    if unused:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
-        raise CommandError(f"bench {protocol} takes no {options}: {why}; leave it out", Exit.BAD_INPUT)
+    refuse(unused, f"{reason}; leave it out", f"bench {protocol} takes no ")
 
 
 def make_bench(
@@ -195,22 +202,7 @@ def _check(protocol: str, setting: Setting) -> None:
         raise CommandError("--curve: the numbers of shots must be at least 1", Exit.BAD_INPUT)
 
 
-def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Different whole numbers from 0, separated by commas.
-
-    Raises:
-        CommandError: the text of ``option`` is something else.
-    """
-    try:
-        numbers = tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise CommandError(f"{option} {text!r}: write whole numbers separated by commas", Exit.BAD_INPUT) from None
-    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
-        raise CommandError(f"{option} {text!r}: the numbers must be different and not below 0", Exit.BAD_INPUT)
-    return numbers
-
-
-class Results(BaseModel):
+class BenchResults(BaseModel):
     """``results.json``: a bench, its table, and the runs that this was made of."""
 
     protocol: str
@@ -239,12 +231,12 @@ class Finished:
     """A bench that was run, and whose files are written."""
 
     bench: Bench
-    results: Results
+    results: BenchResults
     written: tuple[str, ...]
 
 
-def run_bench(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow] = ()) -> None:
-    """Run it and show the table, or one JSON object.
+def run_and_show(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[TableRow] = ()) -> None:
+    """Run a bench and show the table, or one JSON object.
 
     Raises:
         CommandError: as `finish`.
@@ -256,14 +248,14 @@ def run_bench(bench: Bench, runner: Runner, as_json: bool, paper: Sequence[Table
         _show(finished, runner.out)
 
 
-def grid_of(rates: str, seeds: str, bench: Bench, given: Set[str]) -> Grid | None:
+def grid_of(rates: str, seeds: str, bench: Bench, written: Set[str]) -> Grid | None:
     """The grid of ``--sweep``, None without one.
 
     Raises:
         CommandError: it cannot be read, or ``--sweep-seeds`` are the test's own.
     """
     if not rates:
-        if "sweep_seeds" in given:
+        if "sweep_seeds" in written:
             raise CommandError("--sweep-seeds is for --sweep: leave it out", Exit.BAD_INPUT)
         return None
     numbers = whole_numbers(seeds, "--sweep-seeds")
@@ -274,19 +266,19 @@ def grid_of(rates: str, seeds: str, bench: Bench, given: Set[str]) -> Grid | Non
     return Grid(rates_of(rates), numbers, SHARE if share is None else share)
 
 
-def run_swept(bench: Bench, grid: Grid, runner: Runner, as_json: bool) -> None:
-    """Choose every entry's rate on held-out images, write ``sweep.json`` and ``sweep.md``, then run the bench with it.
+def run_sweep(bench: Bench, grid: Grid, runner: Runner, as_json: bool) -> Bench:
+    """The bench with every entry's rate, chosen on held-out images; writes ``sweep.json`` and ``sweep.md``.
 
     Raises:
-        CommandError: as `finish` and `promptfed.experiments.bench.sweep.choosing`.
+        CommandError: as `finish` and `promptfed.experiments.bench.sweep.sweep`.
     """
     chosen, rows = sweep(bench, grid, lambda trial: run_shown(trial, replace(runner, out=runner.out / "sweep")))
     lines = sweep_table(rows)
     write_json(runner.out / "sweep.json", SweepRecord(seeds=list(grid.seeds), validation=grid.share, rows=rows))
     write_file(runner.out / "sweep.md", ("\n".join(lines) + "\n").encode())
     if not as_json:
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-    run_bench(chosen, runner, as_json)
+        say("\n".join(lines))
+    return chosen
 
 
 def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Finished:
@@ -299,7 +291,7 @@ def finish(bench: Bench, runner: Runner, paper: Sequence[TableRow] = ()) -> Fini
     """
     runs = run_shown(bench, runner)
     rows = interleaved(rows_of(bench, runs), paper)
-    results = Results(
+    results = BenchResults(
         protocol=bench.protocol.name,
         setting=bench.setting,
         methods=[entry.label for entry in bench.entries],
@@ -338,18 +330,18 @@ def run_embedded(runner: Runner, reduced: bool, seeds: str | None, panels: str, 
     presets = embedded_presets()
     chosen = chosen_panels(presets, panels)
     numbers = whole_numbers(seeds, "--seeds") if seeds else REDUCED_SEEDS if reduced else SEEDS
-    found = kept_panels(runner.out / "benchmark.json") if panels else {}
+    finished_panels = kept_panels(runner.out / "benchmark.json") if panels else {}
     benchmark = BenchmarkRecord(panels={}, provenance=provenance())
     for name in chosen:
         own, preset = replace(runner, out=runner.out / name), presets[name]
         bench = preset.bench(numbers, reduced=reduced)
         finished = finish(bench, own)
         if not as_json:
-            console.print(preset.title, highlight=False, markup=False)
+            say(preset.title)
             _show(finished, own.out)
         made = finished.results
-        found[name] = record(preset, bench, made.table, made.runs, made.rooms)
-        benchmark.panels = {each: found[each] for each in presets if each in found}
+        finished_panels[name] = record(preset, bench, made.table, made.runs, made.rooms)
+        benchmark.panels = {each: finished_panels[each] for each in presets if each in finished_panels}
         write_json(runner.out / "benchmark.json", benchmark)
         write_file(runner.out / "benchmark.md", document(benchmark, presets).encode())
     if as_json:
@@ -360,8 +352,8 @@ def _show(finished: Finished, out: Path) -> None:
     header, lines = cells(finished.bench.columns, finished.results.table)
     show_table(header, lines, console.width)
     for remark in remarks_on(finished.results.runs):
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"Wrote {', '.join(finished.written)} in {out}.", highlight=False, soft_wrap=True)
+        say(remark)
+    say(f"Wrote {', '.join(finished.written)} in {out}.")
 
 
 def run_preset(
@@ -377,10 +369,10 @@ def run_preset(
     for panel in preset.panels():
         own = replace(runner, out=runner.out / panel) if len(preset.panels()) > 1 else runner
         if not as_json:
-            console.print(preset.title + (f": {panel}" if own is not runner else ""), highlight=False, markup=False)
+            say(preset.title + (f": {panel}" if own is not runner else ""))
         bench = preset.bench(numbers, panel=panel, root=root, changes=changes)
         try:
-            run_bench(bench, own, as_json, preset.figures(panel))
+            run_and_show(bench, own, as_json, preset.figures(panel))
         except CommandError as error:
             if (
                 Path(root).is_dir()
@@ -390,7 +382,7 @@ def run_preset(
                 raise
             raise CommandError(f"{error} ({preset.wanted(root)})", error.exit) from None
     if preset.notes and not as_json:
-        console.print(preset.notes, highlight=False, markup=False)
+        say(preset.notes)
 
 
 def _base(spec: Path | None, rounds: int | None) -> RawSpec:

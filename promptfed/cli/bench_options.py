@@ -1,56 +1,86 @@
-"""What `promptfed bench` takes beside what other commands take too."""
+"""The options of `promptfed bench`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-Results = Annotated[
-    list[str] | None, typer.Argument(help="compare: two of FOLDER[#ROW]; verify: one FOLDER", show_default=False)
-]
-Out = Annotated[Path | None, typer.Option(help="folder for results; finished federations in it are not run again")]
-Root = Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")]
-Seeds = Annotated[str | None, typer.Option(help="by commas; default: 0,1,2")]
-Reduced = Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")]
-Panels = Annotated[str, typer.Option(help="embedded: only the panels of these numbers, as 1,7")]
-Domains = Annotated[str, typer.Option(help="by commas, for data with {domain}")]
-Targets = Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")]
-ClassNames = Annotated[
-    Literal["same", "union", "intersection"],
-    typer.Option(help="where domains have other classes: tell all apart everywhere, or leave out what some lack"),
-]
-DomainWords = Annotated[
-    list[str] | None, typer.Option(help="NAME=WORDS: what a domain's images look like, repeatable", show_default=False)
-]
-Clients = Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")]
-ClassesPerClient = Annotated[int | None, typer.Option(min=1, help="instead of --clients, base-to-novel")]
-Alpha = Annotated[float, typer.Option(help="of the Dirichlet distribution")]
-Shots = Annotated[int | None, typer.Option(min=1, help="training images of each class and client")]
-Curve = Annotated[str, typer.Option(help="numbers of shots for few-shot, by commas")]
-TargetImages = Annotated[
-    Literal["test", "all"], typer.Option(help="leave-one-domain-out: test the target on its test split or on all")
-]
-TestImages = Annotated[
-    Literal["redrawn", "same"], typer.Option(help="test images that a source draws: others for each seed, or not")
-]
-OutOfClient = Annotated[
-    bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
-]
-SwapPrompts = Annotated[
-    bool, typer.Option("--swap-prompts", help="personalisation: others' prompts under each client's own head too")
-]
-UnseenClasses = Annotated[
-    bool, typer.Option("--unseen-classes", help="base-to-novel: novel images among base names too, for AUROC and FPR95")
-]
-Rounds = Annotated[int | None, typer.Option(min=1, help="default: the method's")]
-Steps = Annotated[int | None, typer.Option(min=1, help="optimizer steps of a client in all, instead of --rounds")]
-Sweep = Annotated[
-    str, typer.Option(help="rates by commas: each method's is chosen on --validation images, then tested")
-]
-SweepSeeds = Annotated[str, typer.Option(help="seeds of the sweep, by commas")]
-M = Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")]
-Spec = Annotated[Path | None, typer.Option(help="YAML laid under every method's spec: backbone, training, ...")]
-Cell = Annotated[str, typer.Option(help="verify: ROW[,SEED[,TRIAL]] of the run; default: the one that took least time")]
-Tolerance = Annotated[float, typer.Option(min=0, help="verify: points that accuracies may be apart")]
+from promptfed.cli.common import Device, Engine, Pool, RayAddress
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `promptfed bench` runs and how; `Setting` has the fields that describe the protocol's setting."""
+
+    out: Annotated[
+        Path | None, typer.Option(help="folder for results; finished federations in it are not run again")
+    ] = None
+    methods: Annotated[
+        str, typer.Option(help="entries by commas, each NAME[:KEY=VALUE]..., as plan:residual=false")
+    ] = ""
+    data: Annotated[
+        list[str] | None, typer.Option(help="data URI, repeatable; {domain} stands for each of --domains")
+    ] = None
+    root: Annotated[str, typer.Option(help="folder of the data sets, for paper:TABLE")] = "data"
+    seeds: Annotated[str | None, typer.Option(help="seeds by commas; default: 0,1,2")] = None
+    reduced: Annotated[bool, typer.Option("--reduced", help="embedded: seed 0 and fewer targets")] = False
+    panels: Annotated[str, typer.Option(help="embedded: only the panels of these numbers, as 1,7")] = ""
+    domains: Annotated[str, typer.Option(help="names by commas, for data with {domain}")] = ""
+    targets: Annotated[str, typer.Option(help="leave-one-domain-out: only these as targets")] = ""
+    class_names: Annotated[
+        Literal["same", "union", "intersection"],
+        typer.Option(help="where domains have other classes: tell all apart everywhere, or leave out what some lack"),
+    ] = "same"
+    domain_words: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=WORDS: what a domain's images look like, repeatable", show_default=False),
+    ] = None
+    clients: Annotated[int, typer.Option(min=1, help="clients that each data set is divided over")] = 10
+    classes_per_client: Annotated[int | None, typer.Option(min=1, help="instead of --clients, base-to-novel")] = None
+    partition: Annotated[str, typer.Option(help="pathological, dirichlet or iid, for personalisation")] = "pathological"
+    alpha: Annotated[float, typer.Option(help="of the Dirichlet distribution")] = 0.1
+    shots: Annotated[int | None, typer.Option(min=1, help="training images of each class and client")] = None
+    curve: Annotated[str, typer.Option(help="numbers of shots for few-shot, by commas")] = "1,2,4,8,16"
+    validation: Annotated[
+        float | None, typer.Option(help="test on this share of the training images, to choose hyperparameters")
+    ] = None
+    target_images: Annotated[
+        Literal["test", "all"], typer.Option(help="leave-one-domain-out: test the target on its test split or on all")
+    ] = "test"
+    test_images: Annotated[
+        Literal["redrawn", "same"], typer.Option(help="draw test images anew for each seed, or use the same")
+    ] = "redrawn"
+    out_of_client: Annotated[
+        bool, typer.Option("--out-of-client", help="personalisation: each client's classifier on the others' tests too")
+    ] = False
+    unseen_classes: Annotated[
+        bool,
+        typer.Option("--unseen-classes", help="base-to-novel: novel images among base names too, for AUROC and FPR95"),
+    ] = False
+    swap_prompts: Annotated[
+        bool, typer.Option("--swap-prompts", help="personalisation: others' prompts under each client's own head too")
+    ] = False
+    rounds: Annotated[int | None, typer.Option(min=1, help="default: the method's")] = None
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="optimizer steps of a client in all, instead of --rounds")
+    ] = None
+    sweep: Annotated[
+        str, typer.Option(help="rates by commas: each method's is chosen on --validation images, then tested")
+    ] = ""
+    sweep_seeds: Annotated[str, typer.Option(help="seeds of the sweep, by commas")] = "10"
+    m: Annotated[int | None, typer.Option(min=1, help="prompt tokens, for every method that has them")] = None
+    spec: Annotated[Path | None, typer.Option(help="YAML laid under every method's spec: backbone, training, ...")] = (
+        None
+    )
+    pool: Pool = 1
+    device: Device = "cpu"
+    engine: Engine = None
+    address: RayAddress = None
+    gpus_per_cell: Annotated[float, typer.Option(min=0, help="--engine ray: of each federation that runs")] = 0
+    cell: Annotated[
+        str, typer.Option(help="verify: ROW[,SEED[,TRIAL]] of the run; default: the one that took least time")
+    ] = ""
+    tolerance: Annotated[float, typer.Option(min=0, help="verify: points by which accuracies may differ")] = 0.0

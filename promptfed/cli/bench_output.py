@@ -1,4 +1,4 @@
-"""What `promptfed bench` shows: how far it is, and its table, as wide as the terminal is."""
+"""The progress of `promptfed bench`, and its table, fitted to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from promptfed.experiments.bench.bench_folder import claim, left, resumed
 from promptfed.experiments.bench.results import BenchRun
 from promptfed.experiments.bench.runner import Bench, Job, Runner
-from promptfed.sdk.output import console, messages, table
+from promptfed.sdk.output import console, messages, note, say, table
 from promptfed.sdk.pace import duration
 from promptfed.sdk.remarks import near_chance
 
@@ -36,8 +36,8 @@ def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
     claim(runner.out, bench)
     resuming = resumed(jobs, runner)
     if resuming is not None:
-        messages.print(resuming, highlight=False, markup=False, soft_wrap=True)
-    pace = _Pace(jobs, runner)
+        note(resuming)
+    time_left = _TimeLeft(jobs, runner)
     with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
         bar = progress.add_task("", total=None)
 
@@ -45,19 +45,19 @@ def run_shown(bench: Bench, runner: Runner) -> list[BenchRun]:
             progress.update(bar, completed=done, total=total, description=escape(job.title))
             if not messages.is_terminal:
                 text = f"{done + 1} of {total}: {job.title}"
-                messages.print(text + pace.said(done), highlight=False, markup=False, soft_wrap=True)
+                note(text + time_left.remark(done))
 
         return runner.run_all(jobs, show)
 
 
-class _Pace:
-    """How long the rest takes, looked at again only now and then: each look reads all that is done."""
+class _TimeLeft:
+    """The time that the rest takes, computed only now and then, since it reads all finished runs."""
 
     def __init__(self, jobs: Sequence[Job], runner: Runner) -> None:
         self._jobs, self._runner, self._next = jobs, runner, 0.0
 
-    def said(self, done: int) -> str:
-        """Behind a line of progress: how long it and all that follow will take."""
+    def remark(self, done: int) -> str:
+        """The end of a line of progress: how long this federation and the following ones will take."""
         if done == 0 or time.monotonic() < self._next:
             return ""
         began = time.monotonic()
@@ -67,23 +67,28 @@ class _Pace:
 
 
 def show_table(header: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> None:
-    """The table, in several one below the other where it is wider than ``width``, with what its aliases stand for."""
+    """The table, in several one below the other where it is wider than ``width``, and a legend of its aliases."""
     parts, legend = fitted(header, lines, width)
     for columns, rows in parts:
         console.print(table(None, columns, rows))
     for line in legend:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
 
 
 def remarks_on(runs: Sequence[BenchRun]) -> list[str]:
-    """About a template that is near chance on the clients' own test images, of the runs over each number of classes."""
-    found: dict[tuple[int, str], list[float]] = {}
+    """Remarks if zero-shot is near chance on the clients' own test images, for each number of classes and backbone."""
+    zero_shot: dict[tuple[int, str], list[float]] = {}
     for run in runs:
         names, backbone = run.spec.get("class_names"), run.spec.get("backbone")
         if isinstance(names, list) and isinstance(backbone, dict):
-            told = found.setdefault((len(names), str(backbone.get("model"))), [])
-            told += [row.zero_shot for row in run.last() if row.split == "test" and row.zero_shot is not None]
-    return [said for (count, model), told in found.items() if told for said in near_chance(fmean(told), count, model)]
+            known = [row.zero_shot for row in run.last() if row.split == "test" and row.zero_shot is not None]
+            zero_shot.setdefault((len(names), str(backbone.get("model"))), []).extend(known)
+    return [
+        remark
+        for (count, model), values in zero_shot.items()
+        if values
+        for remark in near_chance(fmean(values), count, model)
+    ]
 
 
 Part = tuple[list[str], list[list[str]]]

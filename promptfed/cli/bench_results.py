@@ -1,78 +1,46 @@
-"""`promptfed bench compare` and `promptfed bench verify`: what is done with a bench's results afterwards."""
+"""`promptfed bench compare` and `promptfed bench verify`: finished benches compared and computed again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from pathlib import Path
 
+from promptfed.cli.bench_options import BenchOptions
+from promptfed.cli.common import refuse
 from promptfed.experiments.bench.results import BenchRun, row_label
 from promptfed.experiments.bench.verification import chosen, read_runs, verify
 from promptfed.experiments.figures.comparison import Comparison, answers_of, compare
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.output import console, print_json
+from promptfed.sdk.output import print_json, say
 
-COMPARE, VERIFY = "compare", "verify"
-COMMANDS = (COMPARE, VERIFY)
 ROW = "#"  # between a folder and a row of its table
-_OPTIONS = {
-    COMPARE: {"protocol", "results", "as_json"},
-    VERIFY: {"protocol", "results", "cell", "tolerance", "device", "allow_backbone", "as_json"},
-}
+_COMPARE = {"protocol", "results", "as_json"}
+_VERIFY = _COMPARE | {"cell", "tolerance", "device", "allow_backbone"}
 
 
-def folder_for(protocol: str, results: Sequence[str], out: Path | None, given: Set[str]) -> Path:
-    """The folder of a bench that is run.
+def compare_results(results: Sequence[str], written: Set[str], as_json: bool) -> None:
+    """Compare two rows, or all rows that two finished benches have in common.
 
     Raises:
-        CommandError: none is given, or something that only `compare` and `verify` look at.
+        CommandError: the results or the options are wrong.
     """
-    extra = [*results, *(f"--{name}" for name in sorted({"cell", "tolerance"} & given))]
-    if extra:
-        raise CommandError(f"bench {protocol} takes no {extra[0]}: leave it out", Exit.BAD_INPUT)
-    if out is None:
-        raise CommandError(f"bench {protocol} needs a folder for its results: give --out", Exit.BAD_INPUT)
-    return out
-
-
-def run(
-    command: str,
-    results: Sequence[str],
-    cell: str,
-    tolerance: float,
-    device: str,
-    allow_backbone: bool,
-    given: Set[str],
-    as_json: bool,
-) -> None:
-    """Carry out ``compare`` or ``verify``; ``given`` are the options of the command line by their parameters.
-
-    Raises:
-        CommandError: what is wrong with the results or the options; FAILED where a run did not come out as kept.
-    """
-    unused = sorted(given - _OPTIONS[command])
-    if unused:
-        raise CommandError(f"bench {command} takes no --{unused[0].replace('_', '-')}: leave it out", Exit.BAD_INPUT)
-    if command == COMPARE:
-        _compare(results, as_json)
-    else:
-        _verify(results, cell, tolerance / 100, device, allow_backbone, as_json)
-
-
-def _compare(results: Sequence[str], as_json: bool) -> None:
+    refuse(written - _COMPARE, "leave it out", "bench compare takes no ")
     if len(results) != 2:
         raise CommandError(
             "bench compare takes two of FOLDER[#ROW], as results/a#plan results/a#promptfl", Exit.BAD_INPUT
         )
     (first, row_a), (second, row_b) = (_named(text) for text in results)
     runs_a, runs_b = read_runs(first), read_runs(second)
-    found: list[Comparison] = []
-    for a, b in _pairs(runs_a, row_a, runs_b, row_b):
-        found += compare(answers_of(runs_a, a), answers_of(runs_b, b))
+    comparisons = [
+        comparison
+        for a, b in _pairs(runs_a, row_a, runs_b, row_b)
+        for comparison in compare(answers_of(runs_a, a), answers_of(runs_b, b))
+    ]
     if as_json:
-        print_json([one.model_dump() for one in found])
+        print_json([comparison.model_dump() for comparison in comparisons])
         return
-    for one in found:
-        console.print(_line(one), highlight=False, markup=False, soft_wrap=True)
+    for comparison in comparisons:
+        say(_line(comparison))
 
 
 def _named(text: str) -> tuple[Path, str]:
@@ -85,7 +53,8 @@ def _pairs(runs_a: Sequence[BenchRun], row_a: str, runs_b: Sequence[BenchRun], r
     if row_a or row_b:
         return [(row_a or row_b, row_b or row_a)]
     rows = [
-        dict.fromkeys(row_label(run, one.split) for run in runs for one in run.outcomes) for runs in (runs_a, runs_b)
+        dict.fromkeys(row_label(run, answers.split) for run in runs for answers in run.outcomes)
+        for runs in (runs_a, runs_b)
     ]
     common = [(row, row) for row in rows[0] if row in rows[1]]
     if not common:
@@ -93,42 +62,43 @@ def _pairs(runs_a: Sequence[BenchRun], row_a: str, runs_b: Sequence[BenchRun], r
     return common
 
 
-def _line(one: Comparison) -> str:
-    exact = "" if one.p_mcnemar is None else f"McNemar p = {one.p_mcnemar:.2g} ({one.only_a} : {one.only_b}), "
+def _line(row: Comparison) -> str:
+    exact = "" if row.p_mcnemar is None else f"McNemar p = {row.p_mcnemar:.2g} ({row.only_a} : {row.only_b}), "
     return (
-        f"{one.a} - {one.b}, {one.test_set}, {one.pictures} pictures: "
-        f"{100 * one.accuracy_a:.1f} - {100 * one.accuracy_b:.1f} = {100 * one.difference:+.1f} points "
-        f"[95 %: {100 * one.low:+.1f}, {100 * one.high:+.1f}], {exact}bootstrap p = {one.p_bootstrap:.2g}"
+        f"{row.a} - {row.b}, {row.test_set}, {row.pictures} pictures: "
+        f"{100 * row.accuracy_a:.1f} - {100 * row.accuracy_b:.1f} = {100 * row.difference:+.1f} points "
+        f"[95 %: {100 * row.low:+.1f}, {100 * row.high:+.1f}], {exact}bootstrap p = {row.p_bootstrap:.2g}"
     )
 
 
-def _verify(
-    results: Sequence[str], cell: str, tolerance: float, device: str, allow_backbone: bool, as_json: bool
+def verify_result(
+    results: Sequence[str], options: BenchOptions, allow_backbone: bool, written: Set[str], as_json: bool
 ) -> None:
+    """Compute one run of a finished bench again.
+
+    Raises:
+        CommandError: the results or the options are wrong; FAILED if the run gives another result.
+    """
+    refuse(written - _VERIFY, "leave it out", "bench verify takes no ")
     if len(results) != 1:
         raise CommandError("bench verify takes one folder of results, as results/plan", Exit.BAD_INPUT)
-    run = chosen(read_runs(Path(results[0])), *_cell(cell))
-    verdict = verify(run, device, allow_backbone)
-    held = verdict.holds(tolerance)
+    run = chosen(read_runs(Path(results[0])), *_cell(options.cell))
+    verdict = verify(run, options.device, allow_backbone)
+    tolerance = options.tolerance / 100
     if as_json:
-        print_json(verdict.model_dump() | {"holds": held})
+        print_json(verdict.model_dump() | {"holds": verdict.holds(tolerance)})
     where = f"{verdict.label}, seed {verdict.seed}, {verdict.trial}"
-    wrong = [
-        text
-        for good, text in (
-            (verdict.same_backbone, "another backbone"),
-            (verdict.same_data, "other data"),
-            (verdict.apart <= tolerance, f"accuracies up to {100 * verdict.apart:.1f} points apart"),
-        )
-        if not good
-    ]
+    checks = {
+        "another backbone": verdict.same_backbone,
+        "other data": verdict.same_data,
+        f"accuracies up to {100 * verdict.apart:.1f} points apart": verdict.apart <= tolerance,
+    }
+    wrong = [difference for difference, passed in checks.items() if not passed]
     if wrong:
         raise CommandError(f"{where} did not come out as kept: {', '.join(wrong)}", Exit.FAILED)
     bits = "the same state, bit for bit" if verdict.same_state else "another state (other machine, torch or threads)"
     if not as_json:
-        console.print(
-            f"{where}: came out as kept: the same data and accuracies, {bits}.", highlight=False, soft_wrap=True
-        )
+        say(f"{where}: came out as kept: the same data and accuracies, {bits}.")
 
 
 def _cell(text: str) -> tuple[str | None, int | None, str | None]:

@@ -1,46 +1,119 @@
-"""Options that several commands of an operator's take."""
+"""Options that several commands take, and the question before something that cannot be undone."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
 
-from promptfed.sdk.client import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE
+from promptfed.cli.app import Made
+from promptfed.sdk.client import DEFAULT_URL, TOKEN_VARIABLE, URL_VARIABLE, Coordinator, open_coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import messages
 from promptfed.shared.plain_text import plain
 
+KEY_VARIABLE = "PROMPTFED_SIGNING_KEY"
+
+Federation = Annotated[str, typer.Argument(help="its name or id")]
+Client = Annotated[str, typer.Argument(help="its name or id")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON value last, for programs")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask for confirmation")]
+Round = Annotated[str, typer.Option(help="a round's number, or latest")]
+RunFilePath = Annotated[Path, typer.Argument(help="run file: a federation's spec and its clients, in YAML")]
+Trainers = Annotated[int | None, typer.Option(min=1, help="trainers; default: as many as the run file has")]
+Pool = Annotated[int, typer.Option(min=1, help="clients that compute at once")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N")]
+Engine = Annotated[Literal["ray"] | None, typer.Option(help="ray: on a Ray cluster (promptfed[ray])")]
+RayAddress = Annotated[
+    str | None, typer.Option(help="--engine ray: auto or HOST:PORT of a cluster; default: start Ray here")
+]
 Url = Annotated[
     str | None, typer.Option("--coordinator", help=f"its URL; default: ${URL_VARIABLE}, else {DEFAULT_URL}")
 ]
 TokenFile = Annotated[Path | None, typer.Option(help=f"file with the operator token; default: ${TOKEN_VARIABLE}")]
-
-
-def _remember_backbone(path: Path | None) -> Path | None:
-    """What the command starts finds the file in the environment: its clients, and whatever loads a backbone."""
-    if path is not None:
-        for variable in ("PROMPTFED_BACKBONE_FILE", "PROMPTFED_CLIENT_BACKBONE_FILE"):
-            os.environ[variable] = str(path.expanduser().absolute())
-    return path
-
-
-BackboneFile = Annotated[
-    Path | None,
+Key = Annotated[
+    str | None,
     typer.Option(
-        callback=_remember_backbone,
-        help="file of the backbone's weights, or a folder with one, that is read in the place of a download",
+        envvar=KEY_VARIABLE, help="the coordinator's public key: refuse an export that is not as it has signed it"
     ),
 ]
-AllowBackbone = Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")]
-Federation = Annotated[str, typer.Argument(help="its name or id")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
-Client = Annotated[str, typer.Argument(help="its name or id")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="do not ask whether it is meant")]
+BackboneFile = Annotated[
+    Path | None,
+    typer.Option(help="file of the backbone's weights, or a folder with one, that is read instead of a download"),
+]
+
+
+@dataclass(frozen=True)
+class Access:
+    """The coordinator that a command may ask, and the operator that it asks as."""
+
+    coordinator: Url = None
+    token_file: TokenFile = None
+
+    def open(self) -> Coordinator:
+        """The coordinator. Raises CommandError without an operator token."""
+        return open_coordinator(self.coordinator, self.token_file)
+
+
+def _opened(coordinator: Url = None, token_file: TokenFile = None) -> Coordinator:
+    return Access(coordinator, token_file).open()
+
+
+def use_backbone_file(backbone_file: Path | None) -> None:
+    """Name the file in the environment: clients that the command starts read it there, as do backbones opened here."""
+    if backbone_file is not None:
+        for variable in ("PROMPTFED_BACKBONE_FILE", "PROMPTFED_CLIENT_BACKBONE_FILE"):
+            os.environ[variable] = str(backbone_file.expanduser().absolute())
+
+
+def _backbone_allowed(
+    allow_backbone: Annotated[bool, typer.Option(help="permit a backbone outside open_clip's registry")] = False,
+    backbone_file: BackboneFile = None,
+) -> bool:
+    use_backbone_file(backbone_file)
+    return allow_backbone
+
+
+def _class_names(
+    classes: Annotated[
+        str | None, typer.Option(help="class names by commas, to choose among; default: those that the spec names")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="data URI whose class names are taken instead")] = None,
+) -> tuple[str, ...] | None:
+    if classes is None and data is None:
+        return None
+    from promptfed.export.adapted_model import given_class_names
+
+    return given_class_names(classes, data)
+
+
+def _written(context: typer.Context) -> Set[str]:
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+AskedLater = Annotated[Access, Made(Access)]  # for commands that may need no coordinator
+Api = Annotated[Coordinator, Made(_opened)]
+AllowBackbone = Annotated[bool, Made(_backbone_allowed)]
+ClassNames = Annotated[tuple[str, ...] | None, Made(_class_names)]
+Written = Annotated[Set[str], Made(_written)]  # names of the parameters that the command line gives
+
+
+def refuse(unused: Set[str], reason: str, prefix: str = "") -> None:
+    """Refuse options, given by the names of their parameters, that would change nothing.
+
+    Raises:
+        CommandError: there are any.
+    """
+    if unused:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
+        raise CommandError(f"{prefix}{options}: {reason}", Exit.BAD_INPUT)
 
 
 def at_terminal() -> bool:
@@ -48,18 +121,19 @@ def at_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def confirm(what: str, yes: bool) -> None:
-    """Ask at the terminal whether ``what``, which cannot be undone, is meant; ``yes`` answers beforehand.
+def confirm(consequence: str, yes: bool) -> None:
+    """Ask at the terminal whether to go on with something that cannot be undone; ``yes`` answers beforehand.
 
     Raises:
-        CommandError: nobody is there to be asked.
+        CommandError: there is no terminal to ask at.
         typer.Exit: the answer is no, with exit code 13.
     """
     if yes:
         return
     if not at_terminal():
-        raise CommandError(f"{what} Nobody is at a terminal to be asked: give --yes if it is meant", Exit.BAD_INPUT)
-    messages.print(f"{escape(plain(what))} Go on? [y/N] ", end="", highlight=False, soft_wrap=True, markup=True)
+        text = f"{consequence} Nobody is at a terminal to be asked: give --yes if it is meant"
+        raise CommandError(text, Exit.BAD_INPUT)
+    messages.print(f"{escape(plain(consequence))} Go on? [y/N] ", end="", highlight=False, soft_wrap=True, markup=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         messages.print("Nothing was done.", highlight=False)
         raise typer.Exit(Exit.DECLINED)

@@ -47,7 +47,7 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         self._api.close()
 
     def create(
@@ -69,7 +69,7 @@ class Connection:
         return Federation(self._api, created.json["id"], allow_backbone)
 
     def federation(self, name: str) -> Federation:
-        """The federation of that name or id. Raises CommandError where there is none."""
+        """The federation of that name or id. Raises CommandError if there is none."""
         return Federation(self._api, self._api.send(operations.get_federation(name)).json["id"])
 
     def federations(self) -> list[Federation]:
@@ -99,24 +99,24 @@ class Federation:
         return str(self.status()["state"])
 
     def clients(self) -> list[dict[str, Any]]:
-        """Who has enrolled."""
+        """The enrolled clients."""
         pages = self._api.run(operations.list_clients(self.id))
         return [client for page in pages for client in page.json["clients"]]
 
     def enrolment_token(self, uses: int = 1) -> str:
-        """A fresh token for those who are to join."""
+        """A fresh token with which ``uses`` clients can enrol."""
         return self._api.send(operations.mint_token(self.id, uses)).view.token
 
     def start(self) -> Self:
-        """Start the rounds; confirms the backbone that the first client enrolled with."""
+        """Start the rounds, and confirm the backbone that the first client enrolled with."""
         return self._steer("start")
 
     def pause(self) -> Self:
-        """Ask nobody until it is resumed."""
+        """Pause: no client is asked until `resume`."""
         return self._steer("pause")
 
     def resume(self) -> Self:
-        """Go on after a pause."""
+        """Resume after a pause."""
         return self._steer("resume")
 
     def cancel(self) -> Self:
@@ -124,7 +124,7 @@ class Federation:
         return self._steer("cancel")
 
     def wait(self, seconds: float | None = None, *, progress: bool | None = None) -> Result:
-        """Its result, once it has finished.
+        """Wait until it has finished; its result.
 
         Raises:
             CommandError: it ended otherwise, or ``seconds`` have passed.
@@ -150,6 +150,6 @@ class Federation:
         taken = self._api.run(operations.take(self.id, round))
         return Result(taken, allow_backbone=self._allow, coordinator=self._api)
 
-    def _steer(self, verb: str) -> Self:
+    def _steer(self, verb: operations.Verb) -> Self:
         self._api.send(operations.steer(self.id, verb))
         return self

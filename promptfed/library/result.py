@@ -1,4 +1,4 @@
-"""The result of a federation, wherever it ran: to look at, classify with and take away."""
+"""The result of a federation, from a coordinator or a simulation: to inspect, classify with and export."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Prediction:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Prediction:
-        """From what a predictor answers."""
+        """From the answer of a predictor."""
         rows, domains = answer["classes"], answer["domains"]
         template = {row["name"]: row["zero_shot"] for row in rows}
         return cls(
@@ -73,12 +73,12 @@ class Result:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The spec as it ran, nothing left open."""
+        """The resolved spec."""
         return self.taken.spec
 
     @property
     def round(self) -> int:
-        """The round after which this is."""
+        """The round after which this is the result."""
         return self.taken.round
 
     @property
@@ -97,7 +97,7 @@ class Result:
         return self.taken.reports
 
     def accuracies(self, round: int | None = None) -> list[Accuracy]:
-        """What clients measured after ``round``, or in the last evaluation, by client and test set (fractions)."""
+        """Clients' accuracies (fractions) after ``round``, or in the last evaluation, by client and test set."""
         return self.taken.final() if round is None else self.taken.accuracies(round)
 
     def mean(self, role: Role = "trainer", column: Column = "adapted") -> float | None:
@@ -111,7 +111,7 @@ class Result:
         return _mean(_own(self.accuracies(), role), column)
 
     def curve(self, role: Role = "trainer") -> dict[int, float]:
-        """The mean of ``role`` after each evaluated round. Raises CommandError where there is no such role."""
+        """The mean of ``role`` after each evaluated round. Raises CommandError if there is no such role."""
         _check(role, get_args(Role))
         by_round: dict[int, list[Accuracy]] = {}
         for accuracy in _own(self.taken.accuracies(), role):
@@ -119,7 +119,7 @@ class Result:
         return {round: fmean(row.accuracy for row in rows) for round, rows in by_round.items()}
 
     def remarks(self) -> list[str]:
-        """What catches the eye, in a sentence each, with what to try: zero-shot near chance, nothing that moved."""
+        """What looks wrong, in one sentence each, and what to try: zero-shot near chance, nothing learned."""
         return remarks(self.taken)
 
     def metrics(self, split: str = "test") -> dict[str, dict[str, float]]:
@@ -131,16 +131,16 @@ class Result:
         Raises:
             CommandError: there are no answers on that test set.
         """
-        told = [one for one in self.taken.outcomes if one.split == split]
-        if not told:
-            known = sorted({one.split for one in self.taken.outcomes})
+        outcomes = [outcome for outcome in self.taken.outcomes if outcome.split == split]
+        if not outcomes:
+            known = sorted({outcome.split for outcome in self.taken.outcomes})
             why = (
                 f"there are {', '.join(known)}"
                 if known
                 else "only a federation in this process (promptfed.run) has any"
             )
             raise CommandError(f"there are no answers on {split!r}: {why}", Exit.BAD_INPUT)
-        rows = {one.client: figures([one]) for one in told}
+        rows = {outcome.client: figures([outcome]) for outcome in outcomes}
         return {client: {name: row[name] for name in METRICS} for client, row in rows.items()}
 
     def predict(self, image: Image | Path | str | bytes, class_names: Sequence[str] | None = None) -> Prediction:
@@ -159,7 +159,7 @@ class Result:
             raise CommandError(str(error), Exit.BAD_INPUT) from None
 
     def class_weights(self, class_names: Sequence[str] | None = None) -> Tensors | None:
-        """What plain open_clip code classifies with: ``class_weights (C, d_e)`` and ``zero_shot_weights``.
+        """Weights for plain open_clip code: ``class_weights (C, d_e)`` and ``zero_shot_weights``.
 
         FaST-PT's hard mixture has ``class_weights (k, C, d_e)``, ``domain_weight`` and ``domain_bias``. None where the
         method needs promptfed's own towers, or texts that depend on the image.
@@ -209,7 +209,7 @@ class Result:
         return "\n".join([self._title(), *lines])
 
     def _repr_html_(self) -> str:
-        """As a notebook shows it; names of clients are text."""
+        """HTML for notebooks; names of clients are escaped."""
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(accuracy)) + "</tr>"
             for accuracy in self.accuracies()

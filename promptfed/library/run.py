@@ -44,42 +44,40 @@ def run(
     """Run a federation to its end in this process: the same coordinator and the same clients as over a network.
 
     Args:
-        method: a name, or a name with hyperparameters, as in ``{"name": "fedpgp", "b": 4}``; or a subclass of
-            `promptfed.shared.methods.core.interface.base.Method`
-            of your own, or one of its objects with its hyperparameters,
-            which this process knows by its name from then on.
-        data: what each client trains on, by its name or in order: data URIs such as ``"symbols:neon"`` or
+        method: a name; a name with hyperparameters, as in ``{"name": "fedpgp", "b": 4}``; or your own
+            subclass of `promptfed.shared.methods.core.interface.base.Method`, or an object of it, which this process
+            knows by its name from then on.
+        data: training data of each client, by its name or in order: data URIs such as ``"symbols:neon"`` or
             ``"folder:/data/pets"``, or `promptfed.shared.data.Source` objects.
-        unseen: what clients that only evaluate hold, such as a domain that nobody trains on.
+        unseen: data of clients that only evaluate, such as a domain that nobody trains on.
         tests: further test sets of every training client, by name.
-        domains: what a client's images look like, in words, by the client's name: ``{"neon": "a neon sign of a {}"}``.
-        backbone: the frozen model, where it is loaded already (`load_backbone`); default: the spec's.
-        backbone_file: a file of the backbone's weights, or a folder with one, in the place of a download.
-        folder: a new folder that keeps what coordinator and clients keep; default: a temporary one.
+        domains: words for a client's images, by the client's name, as in ``{"neon": "a neon sign of a {}"}``.
+        backbone: the loaded frozen model (`load_backbone`); default: the spec's, loaded here.
+        backbone_file: a file of the backbone's weights, or a folder with one, instead of a download.
+        folder: a new folder for the state of coordinator and clients; default: a temporary one.
         pool: clients that compute at once.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         allow_backbone: permit a backbone outside open_clip's registry.
-        progress: whether to show how far it is; default: where stderr is a terminal.
+        progress: whether to show progress; default: if stderr is a terminal.
         **spec: further keys of the federation's spec: ``rounds``, ``class_names``, ``training``, ``seed``, ...
 
     Raises:
-        CommandError: one line: a spec, data or backbone that cannot be used, or a federation that did not finish.
+        CommandError: the spec, data or backbone cannot be used, or the federation did not finish.
     """
-    sources, kept = SharedSources(), Path(folder) if folder is not None else None
-    named = _named(method)
+    sources, named = SharedSources(), _named(method)
     sites = _described(_all_sites(sources, data, unseen, tests or {}), domains or {})
     resolved = resolve({"name": str(named.get("name", "run")).replace("_", "-")} | spec | {"method": named})
     file = Path(backbone_file) if backbone_file is not None else None
     model = backbone or open_backbone(resolved.backbone, allow_backbone=allow_backbone, device=device, file=file)
     quiet = not (sys.stderr.isatty() if progress is None else progress)
     with Watcher(resolved.rounds, quiet=quiet) as watcher:
-        show = watcher.show
-        result = simulate(resolved, sites, folder=kept, pool=pool, backbone=model, sources=sources, progress=show)
+        options: dict[str, Any] = {"pool": pool, "backbone": model, "sources": sources, "progress": watcher.show}
+        result = simulate(resolved, sites, folder=Path(folder) if folder is not None else None, **options)
     return Result(result, model, allow_backbone)
 
 
 def _named(method: Methodlike) -> RawSpec:
-    """The method as a spec names it; one of the caller's own becomes known."""
+    """The method as a spec names it; a class or object of the caller's is registered."""
     if isinstance(method, str):
         return {"name": method}
     if isinstance(method, dict):

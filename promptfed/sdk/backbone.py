@@ -1,6 +1,6 @@
-"""What the command does for the coordinator, which has no backbone: the fingerprint, and a context made of words.
+"""Work on a spec that needs the backbone, which a coordinator does not have: fingerprint, and a context made of words.
 
-Here a spec comes in at the door (`resolve`); behind it there is only `FederationSpec`.
+A spec is resolved here once (`resolve`); what follows takes a `FederationSpec`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from promptfed.shared.tensors import encode
 
 
 def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
-    """A spec as somebody wrote it, with nothing left open. One that is resolved stays as it is.
+    """The resolved form of a spec as somebody wrote it: every default is filled in. A resolved spec stays as it is.
 
     Raises:
         CommandError: with a dotted path for every offence.
@@ -36,7 +36,7 @@ def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
 
 
 def with_backbone(spec: FederationSpec, allow_backbone: bool) -> tuple[FederationSpec, bytes | None]:
-    """The spec with the backbone's fingerprint and shape, and the initial state where only a backbone can make it.
+    """The spec with the backbone's fingerprint and shape, and the initial state if only a backbone can make it.
 
     Raises:
         CommandError: the backbone cannot be loaded, or is another one; or the method cannot run with it.
@@ -45,13 +45,13 @@ def with_backbone(spec: FederationSpec, allow_backbone: bool) -> tuple[Federatio
 
 
 BACKBONE_FILE = "PROMPTFED_BACKBONE_FILE"
-"""Names the file of weights that commands read in the place of a download, for who gives no other."""
+"""Variable with the file of weights that commands read instead of a download, unless another is given."""
 
 
 def open_backbone(
     spec: BackboneSpec, *, allow_backbone: bool, device: str = "cpu", file: Path | None = None
 ) -> Backbone:
-    """The backbone that a spec names, with the weights in ``file`` or in $PROMPTFED_BACKBONE_FILE where there is one.
+    """The backbone that a spec names, with the weights in ``file``, else in $PROMPTFED_BACKBONE_FILE if it is set.
 
     Raises:
         CommandError: it cannot be loaded.
@@ -70,7 +70,7 @@ def open_backbone(
 
 
 def described(spec: FederationSpec, backbone: Backbone) -> tuple[FederationSpec, bytes | None]:
-    """As `with_backbone`, where the backbone is at hand."""
+    """As `with_backbone`, with a loaded backbone."""
     try:
         fingerprint = check_fingerprint(backbone, spec.backbone.fingerprint)
         shape, method = shape_of(backbone), method_for(spec)

@@ -47,7 +47,7 @@ class Request(Generic[View]):
 
 @dataclass(frozen=True)
 class Answer(Generic[View]):
-    """A successful answer. Reports can have megabytes, so it is read only where ``json`` or ``view`` is asked for."""
+    """A successful answer. Its body, which can have megabytes, is parsed when ``json`` or ``view`` is first read."""
 
     model: type[View]
     url: str
@@ -56,7 +56,7 @@ class Answer(Generic[View]):
 
     @cached_property
     def json(self) -> Any:
-        """What the coordinator said, with keys that this promptfed does not know. CommandError if it is no JSON."""
+        """The answer with all its keys, also unknown ones. Raises CommandError if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -64,12 +64,12 @@ class Answer(Generic[View]):
 
     @cached_property
     def view(self) -> View:
-        """The same as a model, without unknown keys. CommandError if it is something else."""
+        """The answer as a model, without unknown keys. Raises CommandError if it does not fit."""
         return parse(self.model, self.json)
 
 
 def parse(model: type[View], raw: object) -> View:
-    """What a coordinator said, as ``model``; keys of a later version are passed over.
+    """An answer of a coordinator as ``model``; keys of a later version are ignored.
 
     Raises:
         CommandError: something is missing, or has a value that this promptfed does not know.
@@ -89,8 +89,8 @@ Operation = Generator[Request[Any], Answer[Any], T]
 class Coordinator:
     """Calls one coordinator with an operator token.
 
-    Where the coordinator is our own process, ``meanwhile`` (which starts it again) is called while it is away, and what
-    can be asked again without harm is asked again for a minute.
+    For a coordinator that this process has started, ``meanwhile`` restarts it: it is called while the coordinator does
+    not answer, and requests that can safely be repeated are repeated for a minute.
 
     Raises:
         CommandError: the token would go to another machine unencrypted, or the authority's file cannot be used.
@@ -109,16 +109,16 @@ class Coordinator:
         self.close()
 
     def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         self._http.close()
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be asked any more."""
+        """Whether `close` was called."""
         return self._http.is_closed
 
     def run(self, operation: Operation[T]) -> T:
-        """What ``operation`` returns. Raises CommandError as `send` does."""
+        """The result of ``operation``. Raises CommandError as `send` does."""
         try:
             request = next(operation)
             while True:
@@ -153,7 +153,7 @@ class Coordinator:
             time.sleep(RETRY_SECONDS)
 
     def _followed(self, request: Request[Any]) -> httpx.Response:
-        """The answer of whichever coordinator carries out the federation that the request is about."""
+        """The answer of the coordinator that runs the request's federation; redirects to it are followed."""
         response = self._http.request(request.verb, request.path, **request.options)
         for _ in range(MOST_MOVES):
             asked, location = str(response.request.url), response.headers.get("location", "")
@@ -166,7 +166,7 @@ class Coordinator:
 
 
 class AsyncCoordinator:
-    """Calls one coordinator over ``http``, which others may use too, with an operator token."""
+    """Calls one coordinator with an operator token, over an ``http`` client that may be shared."""
 
     def __init__(self, http: httpx.AsyncClient, token: str):
         self._http, self._authorization = http, _authorization(token)
@@ -182,7 +182,7 @@ class AsyncCoordinator:
             return result
 
     async def send(self, request: Request[View]) -> Answer[View]:
-        """The answer to one request. Raises CommandError where the coordinator refused, with its reason."""
+        """The answer to one request. Raises CommandError with the reason if the coordinator refused."""
         headers = self._authorization | request.options.get("headers", {})
         options = {**request.options, "headers": headers}
         return _answer(request, await self._http.request(request.verb, request.path, **options))
@@ -202,11 +202,11 @@ def _answer(request: Request[View], response: httpx.Response) -> Answer[View]:
 
 def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str, Exit]:
     detail = problem.get("detail") or problem.get("title") or response.reason_phrase
-    found = [item for item in problem.get("errors", []) if "path" in item]
-    places = "; ".join(f"{item['path']}: {item['detail']}" for item in found)
+    errors = [item for item in problem.get("errors", []) if "path" in item]
+    places = "; ".join(f"{item['path']}: {item['detail']}" for item in errors)
     text = f"{detail}{f' ({places})' if places and places not in str(detail) else ''}"
-    if len(found) > 1 and places == detail:
-        text = offences(found)
+    if len(errors) > 1 and places == detail:
+        text = offences(errors)
     if not problem:
         return f"{response.url} answers {response.status_code} {text}: is that a coordinator's address?", Exit.FAILED
     if response.status_code in (401, 403):
@@ -215,7 +215,7 @@ def _refusal(response: httpx.Response, problem: Mapping[str, Any]) -> tuple[str,
 
 
 def _authorities(url: str) -> ssl.SSLContext | bool:
-    """Whose certificates are believed; nobody's are needed where nothing leaves this machine."""
+    """The trusted certificate authorities."""
     parts = urlsplit(url)
     if parts.scheme == "http" and not is_loopback(parts.hostname or "") and not os.environ.get(PLAIN_VARIABLE):
         text = f"{url} would carry the operator token unencrypted: use https://, or promptfed --allow-plain-http"
@@ -230,7 +230,7 @@ def _authorities(url: str) -> ssl.SSLContext | bool:
 
 
 def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:
-    """The coordinator of the options, or of the environment.
+    """The coordinator that the options or the environment name.
 
     Raises:
         CommandError: no operator token, or a file that cannot be read.

@@ -1,4 +1,4 @@
-"""What ends a command, and the exit codes."""
+"""The error that ends a command, and the exit codes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["CommandError", "Exit", "offences"]
 
 
 class CommandError(Exception):
-    """Ends the command: ``text`` goes to stderr, in one line where it tells one thing, ``exit`` is the exit code.
+    """Ends the command with exit code ``exit``; ``text`` goes to stderr, in one line unless it lists several errors.
 
-    ``kind``: of a coordinator's refusal, as its problem's type ends, such as ``wrong-role``.
+    ``kind``: the kind of a coordinator's refusal, such as ``wrong-role``.
     """
 
     def __init__(self, text: str, exit: Exit, kind: str = ""):
@@ -21,6 +21,6 @@ class CommandError(Exception):
 
 
 def offences(errors: Sequence[Mapping[str, str]]) -> str:
-    """What is wrong with a spec, ``{"path": ..., "detail": ...}`` each: in one line, or several under each other."""
+    """The errors of a spec, ``{"path": ..., "detail": ...}`` each: one line, or a line each under a heading."""
     told = [f"{error['path']}: {error['detail']}" for error in errors]
     return told[0] if len(told) == 1 else "\n  ".join([f"{len(told)} things are wrong:", *told])

@@ -1,4 +1,4 @@
-"""Files that the operator names: what goes wrong with one is a CommandError of one line."""
+"""Files that the operator names: an error with one is a CommandError of one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from promptfed.sdk.errors import CommandError, Exit
 
 
 def read_spec(path: Path) -> dict[str, Any]:
-    """A spec from a YAML or JSON file, as it is written there.
+    """The unresolved spec in a YAML or JSON file.
 
     Raises:
         CommandError: the file cannot be read, is no YAML, or holds no mapping.
@@ -41,7 +41,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def write_file(path: Path, body: bytes) -> None:
-    """Write bytes."""
+    """Write bytes. Raises CommandError if the file cannot be written."""
     try:
         path.write_bytes(body)
     except OSError as error:
@@ -50,7 +50,7 @@ def write_file(path: Path, body: bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
-    """``path``, which must be new or empty, or a temporary folder; ``option`` is where it was given.
+    """``path``, which must be new or empty, or a temporary folder; ``option`` is the option that named it.
 
     Raises:
         CommandError: it cannot be used.

@@ -1,4 +1,4 @@
-"""Following a federation over the API until nothing more will happen by itself."""
+"""Following a federation over the API until it has ended or waits for an operator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, federation: FederationSummary) -> Snapshot:
-        """What of a federation is shown while it runs."""
+        """The parts of a federation that are shown while it runs."""
         return cls(
             state=federation.state,
             reason=federation.reason,
@@ -41,7 +41,7 @@ class Snapshot:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, or stands still until an operator does something."""
+        """Whether it has ended or waits for an operator."""
         waits = self.reason is not None and not self.reason.startswith("damaged: ")  # What is damaged may be mended.
         return self.state in ENDED or (self.state == "paused" and waits)
 
@@ -56,7 +56,7 @@ class Snapshot:
 def follow(
     api: Coordinator, federation: str, between: Callable[[], object] = lambda: None, poll: float = POLL_SECONDS
 ) -> Iterator[Snapshot]:
-    """Snapshots at every change until nothing more will happen by itself; ``between`` runs between two looks."""
+    """Snapshots at every change until `Snapshot.over`; ``between`` runs between two requests."""
     last = None
     while True:
         snapshot = Snapshot.of(api.send(get_summary(federation)).view)

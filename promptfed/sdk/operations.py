@@ -1,11 +1,11 @@
-"""The operator's side of the API: each request with the model of its answer, and what takes several requests.
+"""The operator's side of the API: each request with the model of its answer, and operations of several requests.
 
-Nothing here sends anything: `Coordinator.send` and `Coordinator.run` do, or `AsyncCoordinator`'s.
+`Coordinator` and `AsyncCoordinator` send requests (`send`) and carry out operations (`run`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
@@ -33,16 +33,17 @@ Page = TypeVar(
 )
 
 ReplayQuestion = Mapping[str, object]  # aggregation and without, as the coordinator takes them
-Spec = FederationSpec | Mapping[str, Any]  # resolved, or as somebody wrote it
+Spec = FederationSpec | Mapping[str, Any]  # resolved or not
 FEDERATIONS = "/v1/federations"
 Accept = Literal["application/json", "application/octet-stream"]
-ROUNDS_AT_ONCE = 20  # with a thousand clients the report of each has megabytes
+Verb = Literal["start", "pause", "resume", "cancel"]
+ROUNDS_AT_ONCE = 20  # a report has megabytes with a thousand clients
 READY = Request("GET", "/readyz", schemas.Health)
 REPLAY_SECONDS = 600.0  # that one round may take
 
 
 def dry_run(spec: Spec) -> Request[schemas.DryRun]:
-    """The spec as it would be read back; nothing is created."""
+    """Check a spec without creating a federation; the answer is the resolved spec."""
     return Request("POST", FEDERATIONS, schemas.DryRun, {"json": _sent(spec), "params": {"dry_run": "true"}})
 
 
@@ -60,17 +61,17 @@ def get_federation(federation: str) -> Request[schemas.FederationView]:
 
 
 def get_summary(federation: str) -> Request[FederationSummary]:
-    """The same, of which only what is shown of it while it runs is read."""
+    """One federation, of which only the fields that watchers show are read."""
     return Request("GET", f"{FEDERATIONS}/{federation}", FederationSummary)
 
 
 def list_federations() -> Operation[list[Answer[FederationList]]]:
     """All federations, oldest first."""
-    return _pages(lambda after: Request("GET", FEDERATIONS, FederationList, _query(after=after)))
+    return _pages(FEDERATIONS, FederationList)
 
 
-def steer(federation: str, verb: str) -> Request[FederationSummary]:
-    """``start``, ``pause``, ``resume`` or ``cancel`` a federation."""
+def steer(federation: str, verb: Verb) -> Request[FederationSummary]:
+    """Start, pause, resume or cancel a federation."""
     return Request("POST", f"{FEDERATIONS}/{federation}/{verb}", FederationSummary)
 
 
@@ -80,19 +81,18 @@ def delete_federation(federation: str) -> Request[schemas.Nothing]:
 
 
 def mint_token(federation: str, uses: int = 1, **asked: object) -> Request[access_schemas.MintedToken]:
-    """A fresh enrolment token for so many clients; ``asked`` are more fields of `TokenRequest`, None: the default."""
+    """A fresh enrolment token for so many clients; ``asked`` are more fields of `TokenRequest` (None: the default)."""
     body = {"uses": uses, **{key: value for key, value in asked.items() if value is not None}}
     return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", access_schemas.MintedToken, {"json": body})
 
 
 def list_tokens(federation: str) -> Operation[list[Answer[access_schemas.TokenPage]]]:
     """Enrolment tokens, without their texts."""
-    path = f"{FEDERATIONS}/{federation}/enrolment-tokens"
-    return _pages(lambda after: Request("GET", path, access_schemas.TokenPage, _query(after=after)))
+    return _pages(f"{FEDERATIONS}/{federation}/enrolment-tokens", access_schemas.TokenPage)
 
 
 def revoke_token(federation: str, token: str) -> Request[schemas.Nothing]:
-    """Take an enrolment token back, by its name or id."""
+    """Revoke an enrolment token by its name or id."""
     return Request("DELETE", f"{FEDERATIONS}/{federation}/enrolment-tokens/{token}", schemas.Nothing)
 
 
@@ -104,24 +104,22 @@ def mint_operator(name: str, role: str, hours: float | None = None) -> Request[a
 
 def list_operators() -> Operation[list[Answer[access_schemas.OperatorPage]]]:
     """Operators' tokens, without their texts."""
-    return _pages(lambda after: Request("GET", "/v1/operators", access_schemas.OperatorPage, _query(after=after)))
+    return _pages("/v1/operators", access_schemas.OperatorPage)
 
 
 def revoke_operator(operator: str) -> Request[schemas.Nothing]:
-    """Take back an operator's token by its id, or all by the operator's name."""
+    """Revoke an operator's token by its id, or all tokens by the operator's name."""
     return Request("DELETE", f"/v1/operators/{operator}", schemas.Nothing)
 
 
 def audit_log() -> Operation[list[Answer[access_schemas.AuditPage]]]:
-    """What was done, in order."""
-    path, page = "/v1/audit-log", access_schemas.AuditPage
-    return _pages(lambda after: Request("GET", path, page, _query(after=after, limit=1000)))
+    """The audit log, oldest entry first."""
+    return _pages("/v1/audit-log", access_schemas.AuditPage, limit=1000)
 
 
 def list_clients(federation: str) -> Operation[list[Answer[schemas.ClientPage]]]:
-    """Who has enrolled, in order of name."""
-    path = f"{FEDERATIONS}/{federation}/clients"
-    return _pages(lambda after: Request("GET", path, schemas.ClientPage, _query(after=after)))
+    """The enrolled clients, by name."""
+    return _pages(f"{FEDERATIONS}/{federation}/clients", schemas.ClientPage)
 
 
 def withdraw_client(federation: str, client: str, discard: bool = False) -> Request[schemas.Nothing]:
@@ -131,7 +129,7 @@ def withdraw_client(federation: str, client: str, discard: bool = False) -> Requ
 
 
 def reset_client(federation: str, client: str) -> Request[schemas.ClientView]:
-    """Free a client's name for a new secret."""
+    """Let a client enrol again under its name, with a new secret."""
     return Request("POST", f"{FEDERATIONS}/{federation}/clients/{client}/reset", schemas.ClientView)
 
 
@@ -146,12 +144,12 @@ def get_metrics(federation: str, format: Literal["json", "csv"] = "json") -> Req
 
 
 def get_insights(federation: str, round: int | str = "latest") -> Request[InsightsView]:
-    """What the tensors tell after a round: drift, agreement, words, planes."""
+    """What the tensors show after a round: drift, agreement, words, planes."""
     return Request("GET", f"{FEDERATIONS}/{federation}/insights", InsightsView, _query(round=round))
 
 
 def get_privacy(federation: str) -> Request[PrivacyView]:
-    """What differential privacy and secure sums have come to, client by client."""
+    """The cost of differential privacy and the state of secure sums, client by client."""
     return Request("GET", f"{FEDERATIONS}/{federation}/privacy", PrivacyView)
 
 
@@ -161,18 +159,15 @@ def get_signing_key() -> Request[access_schemas.SigningKey]:
 
 
 def rounds_after(federation: str, last: int) -> Operation[list[RoundSummary]]:
-    """Of the rounds behind ``last`` that are over, what watchers show; ``last`` -1 begins with round 0."""
+    """Summaries of the finished rounds after round ``last`` (-1: from round 0)."""
     after = str(last) if last >= 0 else None
-    pages = yield from _pages(lambda at: _round_summaries(federation, at or after))
+    path = f"{FEDERATIONS}/{federation}/rounds"
+    pages = yield from _pages(path, RoundList, after, ROUNDS_AT_ONCE)
     return [report for page in pages for report in page.view.rounds if report.ended_at is not None]
 
 
-def _round_summaries(federation: str, after: str | None) -> Request[RoundList]:
-    return Request("GET", f"{FEDERATIONS}/{federation}/rounds", RoundList, _query(after=after, limit=ROUNDS_AT_ONCE))
-
-
 def get_rounds(federation: str, after: str | None = None) -> Request[report_schemas.RoundPage]:
-    """Reports of the rounds behind ``after``, a page of them."""
+    """A page of reports of the rounds after ``after``."""
     return Request(
         "GET", f"{FEDERATIONS}/{federation}/rounds", report_schemas.RoundPage, _query(after=after, limit=ROUNDS_AT_ONCE)
     )
@@ -194,13 +189,13 @@ def get_prompts(
 def generate_prompts(
     federation: str, round: str, class_names: list[str], text_features: list[list[float]]
 ) -> Request[schemas.PromptsView]:
-    """Prompts for classes that no client need have, of whose bare names ``text_features (C, d_e)`` are given."""
+    """Prompts for any classes, from the features ``text_features (C, d_e)`` of their bare names."""
     options = _query(round=round) | {"json": {"class_names": class_names, "text_features": text_features}}
     return Request("POST", f"{FEDERATIONS}/{federation}/prompts/generate", schemas.PromptsView, options)
 
 
 def get_lexicon(federation: str) -> Request[LexiconView]:
-    """What the coordinator knows of the backbone's words, and which class names it asks for."""
+    """The coordinator's lexicon of the backbone's words, and the class names that it needs features of."""
     return Request("GET", f"{FEDERATIONS}/{federation}/lexicon", LexiconView)
 
 
@@ -218,7 +213,7 @@ def replay(
 
 
 def sign_card(federation: str, round: int, card: bytes) -> Request[access_schemas.CardSignature]:
-    """Have the coordinator sign ``card``, the bytes of an export's ``card.json``, if all in it is what it knows."""
+    """Have the coordinator sign ``card``, the bytes of an export's ``card.json``, once it agrees with the records."""
     options = {"content": card, "headers": {"Content-Type": "application/json"}, "timeout": REPLAY_SECONDS}
     path = f"{FEDERATIONS}/{federation}/rounds/{round}/card/signature"
     return Request("POST", path, access_schemas.CardSignature, options)
@@ -227,8 +222,8 @@ def sign_card(federation: str, round: int, card: bytes) -> Request[access_schema
 def accuracies(federation: str) -> Operation[FederationResult]:
     """A federation with its reports, without its state and clients."""
     answer = yield from _one(get_federation(federation))
-    reports = yield from _reports(federation)
-    return FederationResult(answer.json, reports)
+    pages = yield from _pages(f"{FEDERATIONS}/{federation}/rounds", report_schemas.RoundPage, None, ROUNDS_AT_ONCE)
+    return FederationResult(answer.json, [report for page in pages for report in page.json["rounds"]])
 
 
 def take(federation: str, round: int | None = None) -> Operation[FederationResult]:
@@ -237,8 +232,8 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     Raises:
         CommandError: the coordinator refuses, or what came over the network is not the state that it names.
     """
-    answer = yield from _one(get_federation(federation))
-    reports = yield from _reports(federation)
+    so_far = yield from accuracies(federation)
+    reports = so_far.reports
     if round is None:
         round = max((report["round"] for report in reports if report["state_hash"]), default=0)
     state = yield from _one(get_prompts(federation, round))
@@ -246,7 +241,7 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
     _check(state.body, state_hash)
     clients = yield from list_clients(federation)
     return FederationResult(
-        status=answer.json,
+        status=so_far.status,
         reports=[report for report in reports if report["round"] <= round],
         clients=clients_of(clients),
         round=round,
@@ -265,19 +260,15 @@ def _one(request: Request[View]) -> Operation[Answer[View]]:
     return answer
 
 
-def _pages(request: Callable[[str | None], Request[Page]]) -> Operation[list[Answer[Page]]]:
-    """All pages of a list, from that which ``request`` asks for without a place to go on from."""
+def _pages(
+    path: str, page: type[Page], after: str | None = None, limit: int | None = None
+) -> Operation[list[Answer[Page]]]:
+    """All pages of a list, from the place ``after`` on."""
     pages: list[Answer[Page]] = []
-    after: str | None = None
     while not pages or after is not None:
-        pages.append((yield from _one(request(after))))
+        pages.append((yield from _one(Request("GET", path, page, _query(after=after, limit=limit)))))
         after = pages[-1].json["next"]
     return pages
-
-
-def _reports(federation: str) -> Operation[list[Any]]:
-    pages = yield from _pages(lambda after: get_rounds(federation, after))
-    return [report for page in pages for report in page.json["rounds"]]
 
 
 def _query(**values: str | int | None) -> dict[str, Any]:
@@ -289,7 +280,7 @@ def _upload(path: str, model: type[View], content: bytes) -> Request[View]:
 
 
 def _sent(spec: Spec) -> Any:
-    """As a mapping: one that somebody wrote goes as it is, so that what it leaves open stays so for the coordinator."""
+    """The spec as a mapping; an unresolved spec is sent as it is, and the coordinator fills in the defaults."""
     return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, BaseModel) else spec
 
 

@@ -1,4 +1,4 @@
-"""How fast a federation goes: a line for each round that is over, and when the last one will be."""
+"""The pace of a federation: a line for each finished round, and the time that the rest takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LABELS = {"trainer": "accuracy", "evaluator": "unseen"}
 
 
 class Pace:
-    """The rounds that are over, and what is left of ``rounds``; ``clock`` gives seconds since some moment."""
+    """The finished ones of ``rounds`` rounds, and the time that is left; ``clock`` returns seconds."""
 
     def __init__(self, rounds: int, clock: Callable[[], float] = time.monotonic):
         self._rounds, self._clock = rounds, clock
@@ -23,7 +23,7 @@ class Pace:
         self.last = -1
 
     def add(self, report: RoundSummary) -> None:
-        """A round is over. Round 0 trains nothing: it tells nothing of the others."""
+        """Count a finished round. Round 0 trains nothing, so its time does not count."""
         self.last = report.round
         self._seen = self._clock()
         if report.round > 0 and report.seconds is not None:

@@ -1,4 +1,4 @@
-"""How a federation stands, shown to people: a bar over its rounds, and a table of accuracies."""
+"""Progress of a federation for people: a bar over its rounds, and a table of accuracies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from promptfed.shared.plain_text import plain
 
 
 class Watcher:
-    """Live progress on stderr: a bar over the rounds and one line of what happens now."""
+    """Live progress on stderr: a bar over the rounds, and one line about the current step."""
 
     def __init__(self, rounds: int | None = None, *, quiet: bool = False):
         columns = (
@@ -43,19 +43,19 @@ class Watcher:
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Show one line instead of the last one; where no terminal is watching, as a line of its own."""
+        """Replace the current line; without a terminal, print another line."""
         self._progress.update(self._task, description=escape(plain(text)))
         if self._plain and text != self._said:
             messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
         self._said = text
 
     def note(self, text: str) -> None:
-        """Show one line that stays."""
+        """Print a line that stays."""
         if not self._quiet:
             messages.print(escape(plain(text)), highlight=False, soft_wrap=True)
 
     def show(self, snapshot: Snapshot, remark: str = "") -> None:
-        """Show where the federation stands; ``remark`` is put behind it."""
+        """Show the state of the federation, followed by ``remark``."""
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
@@ -66,7 +66,7 @@ class Watcher:
 
 
 def result_table(accuracies: Sequence[Accuracy], title: str) -> Table:
-    """Zero-shot against federated, for each client and in the mean, for trainers and for unseen domains."""
+    """Zero-shot and federated accuracy of each client, and their means over trainers and over unseen domains."""
     rows = []
     for role, label in (("trainer", "clients"), ("evaluator", "unseen")):
         members = [row for row in accuracies if row.role == role and row.split == "test"]

@@ -1,4 +1,4 @@
-"""What catches the eye in a result, in a sentence each, with what to try: a table alone says neither."""
+"""Remarks on a result: what looks wrong, in one sentence each, and what to try."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ WORSE = 0.02  # of accuracy below the template's
 
 
 def remarks(result: FederationResult) -> list[str]:
-    """About the clients' own test images: zero-shot near chance, nothing learned, or worse than the template."""
+    """Remarks on the clients' own test images: zero-shot near chance, nothing learned, or worse than the template."""
     own = [row for row in result.final() if row.role == "trainer" and row.split == "test"]
     judged = [(row.accuracy, row.zero_shot) for row in own if row.zero_shot is not None]
     if not judged:
         return []
-    adapted, zero_shot = fmean(one for one, _ in judged), fmean(one for _, one in judged)
-    said = near_chance(zero_shot, _classes(result), result.federation.spec.backbone.model)
+    adapted, zero_shot = (fmean(column) for column in zip(*judged, strict=True))
+    chance = near_chance(zero_shot, _classes(result), result.federation.spec.backbone.model)
     losses = [report.phases[0].metrics["loss"] for report in result.round_reports if _has_loss(report.phases)]
     rate = result.federation.spec.training.learning_rate
-    return said + movement(adapted - zero_shot, losses, rate, result.round)
+    return chance + movement(adapted - zero_shot, losses, rate, result.round)
 
 
 def near_chance(zero_shot: float, classes: float | None, backbone: str) -> list[str]:
-    """About a template that is right hardly more often than guessing among ``classes`` would be."""
+    """A remark if the template is hardly more accurate than guessing among ``classes``."""
     if not classes or classes < 2:
         return []
     chance = 1 / classes
     if (zero_shot - chance) / (1 - chance) >= NEAR_CHANCE:
         return []
-    found = (
+    measured = (
         f"Zero-shot is right in {100 * zero_shot:.1f} %, guessing among {classes:.0f} classes in {100 * chance:.1f} %"
     )
     why = f"{backbone} hardly knows these pictures, or these names"
-    return [f"{found}: {why}. Try class names in plain English words, a template that fits, or another backbone."]
+    return [f"{measured}: {why}. Try class names in plain English words, a template that fits, or another backbone."]
 
 
 def movement(gain: float, losses: Sequence[float], rate: float, rounds: int) -> list[str]:
-    """About training that changed nothing, or for the worse. ``losses`` are the rounds', none where none is told."""
+    """A remark if training changed nothing, or made it worse; ``losses`` are the rounds' (empty: unknown)."""
     if not losses:
         return []
     learned = 1 - losses[-1] / losses[0] if losses[0] > 0 else 0.0
@@ -62,7 +62,7 @@ def _has_loss(phases: Sequence[object]) -> bool:
 
 
 def _classes(result: FederationResult) -> float | None:
-    """Among which a client tells apart, in the mean over the trainers."""
+    """The number of classes of a client, in the mean over the trainers."""
     spec = result.federation.spec
     if spec.class_names is not None and spec.method.get("label_space") != "client":
         return float(len(spec.class_names))

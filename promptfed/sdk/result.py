@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Accuracy:
     """One client's accuracy on one of its test sets after a round, with the template's beside it (fractions).
 
-    ``ece`` (15 bins) and ``macro_f1`` are None where the client's owner did not agree to tell them.
+    ``ece`` (15 bins) and ``macro_f1`` are None if the client's owner did not agree to send them.
     """
 
     round: int
@@ -65,7 +65,7 @@ class FederationResult:
 
     @cached_property
     def federation(self) -> FederationView:
-        """The status as a model. Raises CommandError where this promptfed does not understand it."""
+        """The status as a model. Raises CommandError if this promptfed does not understand it."""
         return parse(FederationView, self.status)
 
     @cached_property
@@ -82,15 +82,15 @@ class FederationResult:
 
     @cached_property
     def tally(self) -> Tally:
-        """What the reports add up to."""
+        """The totals of the reports."""
         return Tally(self.round_reports)
 
     def sums(self) -> SumsSummary | None:
-        """What the secure sums were; None where changes came in the clear."""
+        """The secure sums; None if updates were sent in the clear."""
         return self.tally.sums(self.federation)
 
     def privacy(self) -> PrivacySummary | None:
-        """What protected training has cost, as `Tally.privacy` counts it; None where nothing was protected."""
+        """The privacy cost of training, as `Tally.privacy` counts it; None if nothing was protected."""
         return self.tally.privacy(self.federation)
 
     @property
@@ -105,7 +105,7 @@ class FederationResult:
 
     @property
     def client_seconds(self) -> float:
-        """What all clients spent on tasks, in seconds, by their own clocks."""
+        """Seconds that all clients spent on tasks, by their own clocks."""
         updates = (update for report in self.round_reports for phase in report.phases for update in phase.updates)
         stages = (report.evaluation for report in self.round_reports if report.evaluation is not None)
         trained = sum(update.metrics.get("train_seconds", 0.0) for update in updates)
@@ -118,12 +118,12 @@ class FederationResult:
         return next((report["round"] for report in reversed(self.reports) if _measured(report)), None)
 
     def accuracies(self, round: int | None = None) -> list[Accuracy]:
-        """What clients measured after ``round``, or in all evaluated rounds; in order of round, client and split."""
+        """Clients' accuracies after ``round``, or after all evaluated rounds, by round, client and split."""
         reports = (report for report in self.reports if round in (None, report["round"]))
         return [accuracy for report in reports for accuracy in _accuracies(report)]
 
     def final(self) -> list[Accuracy]:
-        """What clients measured in the last evaluation."""
+        """Clients' accuracies in the last evaluation."""
         return [] if self.evaluated_round is None else self.accuracies(self.evaluated_round)
 
 

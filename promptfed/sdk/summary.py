@@ -1,7 +1,7 @@
-"""What lists, watchers and waits read of a federation, and no more.
+"""The fields of a federation that lists and watchers read.
 
-A coordinator of another version may know states, rules or optimizers that this promptfed does not: nobody who only
-waits for the end of a federation is to fail over them.
+A coordinator of another version may know states, rules or optimizers that this promptfed does not know. Commands that
+only follow a federation must not fail because of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BackboneSummary(BaseModel):
 
 
 class SpecSummary(BaseModel):
-    """What of a spec is shown beside a state."""
+    """The fields of a spec that are shown beside the state."""
 
     method: dict[str, object]
     rounds: int
@@ -35,7 +35,7 @@ class SpecSummary(BaseModel):
 
 
 class CentralPrivacySummary(BaseModel):
-    """What protecting whole clients has cost, and what is to be said about it."""
+    """The cost of protecting whole clients, with warnings."""
 
     epsilon: float
     epsilon_planned: float
@@ -72,14 +72,14 @@ class FederationList(BaseModel):
 
 
 class PhaseSummary(BaseModel):
-    """One phase of a round: what clients measured in it, averaged; with ``secure`` sums nothing of it is told."""
+    """One phase of a round: clients' metrics, averaged; masked with ``secure`` sums."""
 
     metrics: dict[str, float]
     secure: dict[str, object] | None = None
 
 
 class EvaluatedClient(BaseModel):
-    """Who has evaluated, and whether it keeps what it found."""
+    """A client that has evaluated; ``withheld``: it keeps its accuracies to itself."""
 
     role: str
     withheld: bool = False
@@ -111,11 +111,11 @@ class RoundSummary(BaseModel):
 
     @property
     def is_summed(self) -> bool:
-        """Whether of its changes only the sum is known."""
+        """Whether only the sum of its updates is known."""
         return any(phase.secure is not None for phase in self.phases)
 
     def withholds(self, role: str) -> bool:
-        """Whether the clients of a role have evaluated, and told nobody what they found."""
+        """Whether the clients of a role have evaluated and keep the accuracies to themselves."""
         clients = self.evaluation.clients.values() if self.evaluation is not None else ()
         own = [client.withheld for client in clients if client.role == role]
         return bool(own) and all(own)

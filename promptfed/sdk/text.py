@@ -1,4 +1,4 @@
-"""Numbers and names as people write them."""
+"""Numbers and names as text, and lists of them in options."""
 
 from __future__ import annotations
 
@@ -30,3 +30,18 @@ def class_names(text: str) -> list[str]:
         return check_class_names([name.strip() for name in text.split(",") if name.strip()])
     except ValueError as error:
         raise CommandError(f"--classes {error}", Exit.BAD_INPUT) from None
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Different whole numbers from 0, separated by commas.
+
+    Raises:
+        CommandError: the text of ``option`` is something else.
+    """
+    try:
+        numbers = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise CommandError(f"{option} {text!r}: write whole numbers separated by commas", Exit.BAD_INPUT) from None
+    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
+        raise CommandError(f"{option} {text!r}: the numbers must be different and not below 0", Exit.BAD_INPUT)
+    return numbers

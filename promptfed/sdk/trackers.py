@@ -1,17 +1,18 @@
-"""Experiment trackers behind one small seam: what a federation's reports say goes to TensorBoard or MLflow.
+"""Experiment trackers: the metrics of a federation's reports go to TensorBoard or MLflow.
 
-`Tracker` is the seam; each tracker is one class that imports its library where it is asked for (the extras
-``promptfed[tensorboard]`` and ``promptfed[mlflow]``). Numbers come from the coordinator's reports alone, so that a
-federation anywhere, running or finished, can be followed.
+Each tracker is one class that implements `Tracker` and imports its library when it is used (the extras
+``promptfed[tensorboard]`` and ``promptfed[mlflow]``). The numbers come from the coordinator's reports alone, so any
+federation can be followed, running or finished.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
@@ -28,21 +29,35 @@ EXPERIMENT = "promptfed"
 NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")  # in the name of a metric
 
 
-class Tracker(Protocol):
-    """Where metrics go: one run of the tracker for each federation, one step for each round."""
+class Tracker(ABC):
+    """Where metrics go: one run of the tracker for each federation, one step for each round.
 
-    def begin(self, name: str, id: str, settings: dict[str, str]) -> int:
-        """Open the run of a federation; the last round that it already holds, -1 for none."""
+    A tracker is closed at the end of its block; set ``state`` to the federation's before (None: it goes on).
+    """
 
-    def log(self, round: int, metrics: dict[str, float]) -> None:
-        """Write the numbers of one round."""
+    state: str | None = None
 
-    def close(self, state: str | None) -> None:
-        """End the run; ``state`` is the federation's, None where it goes on."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def begin(self, federation: FederationView) -> int:
+        """Open the run of ``federation``; the last round that it already holds, -1 for none."""
+
+    @abstractmethod
+    def log(self, report: RoundReport) -> None:
+        """Write one round's numbers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the run."""
 
 
-class TensorBoard:
-    """Event files in a folder of the federation's own under ``folder``."""
+class TensorBoard(Tracker):
+    """Event files in ``folder``, in a folder for each federation."""
 
     def __init__(self, folder: Path):
         try:
@@ -52,27 +67,27 @@ class TensorBoard:
         self._make, self._folder = SummaryWriter, folder
         self._writer: Any = None
 
-    def begin(self, name: str, id: str, settings: dict[str, str]) -> int:
-        """Open a file. A second run replaces the first: what stands from round 0 on is not shown any more."""
+    def begin(self, federation: FederationView) -> int:
+        """Open a file. TensorBoard shows it instead of an earlier one, from round 0 on."""
         try:
-            self._writer = self._make(str(self._folder / f"{name}-{id}"), purge_step=0)
+            self._writer = self._make(str(self._folder / f"{federation.name}-{federation.id}"), purge_step=0)
         except OSError as error:
             raise CommandError(f"cannot write into {self._folder}: {error.strerror}", Exit.BAD_INPUT) from None
-        rows = "\n".join(f"| {key} | {value} |" for key, value in settings.items())
+        rows = "\n".join(f"| {key} | {value} |" for key, value in settings_of(federation.spec).items())
         self._writer.add_text("settings", f"| key | value |\n| --- | --- |\n{rows}", 0)
         return -1
 
-    def log(self, round: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, round)
+    def log(self, report: RoundReport) -> None:
+        for name, value in metrics_of(report).items():
+            self._writer.add_scalar(name, value, report.round)
         self._writer.flush()
 
-    def close(self, state: str | None) -> None:
+    def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run in the experiment ``promptfed`` of the tracking server or database at ``uri``."""
 
     def __init__(self, uri: str):
@@ -86,29 +101,30 @@ class MLflow:
         with self._refusals(uri):
             self._client = MlflowClient(tracking_uri=uri)
 
-    def begin(self, name: str, id: str, settings: dict[str, str]) -> int:
+    def begin(self, federation: FederationView) -> int:
         """Open a run, or go on with one that was left off."""
-        with self._refusals(name):
+        with self._refusals(federation.name):
             known = self._client.get_experiment_by_name(EXPERIMENT)
             experiment = known.experiment_id if known is not None else self._client.create_experiment(EXPERIMENT)
-            runs = self._client.search_runs([experiment], f"tags.`{FEDERATION_TAG}` = '{id}'", max_results=1)
+            runs = self._client.search_runs([experiment], f"tags.`{FEDERATION_TAG}` = '{federation.id}'", max_results=1)
             if runs:
                 self._run = runs[0].info.run_id
                 return int(runs[0].data.tags.get(ROUND_TAG, -1))
-            self._run = self._client.create_run(experiment, run_name=name, tags={FEDERATION_TAG: id}).info.run_id
-            for key, value in settings.items():
+            tags = {FEDERATION_TAG: federation.id}
+            self._run = self._client.create_run(experiment, run_name=federation.name, tags=tags).info.run_id
+            for key, value in settings_of(federation.spec).items():
                 self._client.log_param(self._run, key, value[:500])
         return -1
 
-    def log(self, round: int, metrics: dict[str, float]) -> None:
-        with self._refusals(f"round {round}"):
-            for name, value in metrics.items():
-                self._client.log_metric(self._run, NOT_IN_MLFLOW.sub(":", name), value, step=round)
-            self._client.set_tag(self._run, ROUND_TAG, str(round))
+    def log(self, report: RoundReport) -> None:
+        with self._refusals(f"round {report.round}"):
+            for name, value in metrics_of(report).items():
+                self._client.log_metric(self._run, NOT_IN_MLFLOW.sub(":", name), value, step=report.round)
+            self._client.set_tag(self._run, ROUND_TAG, str(report.round))
 
-    def close(self, state: str | None) -> None:
-        if self._run and state is not None:
-            status = {"finished": "FINISHED", "cancelled": "KILLED"}.get(state, "FAILED")
+    def close(self) -> None:
+        if self._run and self.state is not None:
+            status = {"finished": "FINISHED", "cancelled": "KILLED"}.get(self.state, "FAILED")
             with self._refusals("the end"):
                 self._client.set_terminated(self._run, status)
 
@@ -121,28 +137,6 @@ class MLflow:
             raise CommandError(f"MLflow refuses {what}: {text}", Exit.FAILED) from None
 
 
-class OpenTracker:
-    """A tracker that is closed with its block; ``state`` is set by who knows how the federation stands."""
-
-    def __init__(self, tracker: Tracker):
-        self._tracker = tracker
-        self.state: str | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._tracker.close(self.state)
-
-    def begin(self, federation: FederationView) -> int:
-        """Open the run of ``federation``; the last round that it already holds, -1 for none."""
-        return self._tracker.begin(federation.name, federation.id, settings_of(federation.spec))
-
-    def log(self, report: RoundReport) -> None:
-        """Write one round's numbers."""
-        self._tracker.log(report.round, metrics_of(report))
-
-
 TRACKERS: dict[str, Callable[[str], Tracker]] = {
     "tensorboard": lambda place: TensorBoard(Path(place)),
     "mlflow": MLflow,
@@ -153,7 +147,7 @@ def _missing(extra: str) -> CommandError:
     return CommandError(f"{extra} is not installed: pip install 'promptfed[{extra}]'", Exit.BAD_INPUT)
 
 
-def open_tracker(where: str) -> OpenTracker:
+def open_tracker(where: str) -> Tracker:
     """The tracker of ``tensorboard:FOLDER`` or ``mlflow:URI``.
 
     Raises:
@@ -162,10 +156,10 @@ def open_tracker(where: str) -> OpenTracker:
     kind, _, place = where.partition(":")
     if kind not in TRACKERS or not place:
         raise CommandError(f"{where!r} is no tracker: write tensorboard:FOLDER or mlflow:URI", Exit.BAD_INPUT)
-    return OpenTracker(TRACKERS[kind](place))
+    return TRACKERS[kind](place)
 
 
-def record(tracker: OpenTracker, result: FederationResult) -> None:
+def record(tracker: Tracker, result: FederationResult) -> None:
     """Write all rounds of a result."""
     last = tracker.begin(result.federation)
     for report in result.round_reports:
@@ -175,10 +169,9 @@ def record(tracker: OpenTracker, result: FederationResult) -> None:
 
 
 def track(
-    api: Coordinator, federation: str, trackers: list[OpenTracker], progress: Callable[[Snapshot, int], None]
+    api: Coordinator, federation: str, trackers: list[Tracker], progress: Callable[[Snapshot, int], None]
 ) -> Snapshot:
-    """Follow a federation and write each round once it is over; ``progress`` receives every change, and the last round
-    written."""
+    """Follow a federation and write each finished round; ``progress`` receives changes and the last round written."""
     view = api.send(get_federation(federation)).view
     last = [tracker.begin(view) for tracker in trackers]
     for snapshot in follow(api, federation):
@@ -194,7 +187,7 @@ def track(
 
 
 def _over(api: Coordinator, federation: str, last: int, ended: bool) -> Iterator[RoundReport]:
-    """Reports of the rounds behind ``last`` that are over: all, where the federation has ``ended``."""
+    """Reports of the finished rounds after ``last``; all of them if the federation has ``ended``."""
     after = str(last) if last >= 0 else None
     while True:
         page = api.send(get_rounds(federation, after)).view

@@ -1,15 +1,17 @@
 """Data by URI: ``open_source("symbols:sketch?shots=16")``, ``open_source("folder:/data/pets")``.
 
-The names below are imported when first used, so that ``promptfed.shared.data.demo`` can be read without torch.
+Names that need torch are imported when first used, so that ``promptfed.shared.data.demo`` can be read without torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from promptfed.shared.data.errors import DataError
+
 if TYPE_CHECKING:
     from promptfed.shared.data.registry import SCHEMES, open_source
-    from promptfed.shared.data.source import DataError, ImageDomain, Source, Split
+    from promptfed.shared.data.source import ImageDomain, Source, Split
 
 __all__ = ["SCHEMES", "DataError", "ImageDomain", "Source", "Split", "open_source"]
 

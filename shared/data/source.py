@@ -13,13 +13,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from promptfed.shared.data.errors import DataError as DataError
 from promptfed.shared.files import special_files
 
 _NAMED = 3  # special files, before only their number is told
-
-
-class DataError(ValueError):
-    """A data URI or the data behind it cannot be used; the message is one sentence that says why."""
 
 
 @dataclass(frozen=True)

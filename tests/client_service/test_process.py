@@ -176,9 +176,9 @@ def test_a_wrong_command_line(arguments: list[str], words: str) -> None:
 
 def test_help_names_the_command_and_what_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--help"], "promptfed client")
+        main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert text.startswith("usage: promptfed client ")
+    assert text.startswith("usage: client_service ")
     assert text.count("(required)") == 3  # coordinator, federation, data; name and state folder are found out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from promptfed.coordinator.__main__ import main, parser
+from promptfed.coordinator.__main__ import main
 from promptfed.coordinator.settings import Settings
+from promptfed.shared.service.command_line import given_settings
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
@@ -30,19 +32,25 @@ def test_settings_come_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMPTFED_COORDINATOR_PORT", "1234")
     assert Settings().port == 1234
     assert Settings(port=5).port == 5
+    monkeypatch.setenv("PROMPTFED_COORDINATOR_ENROLMENT_TOKEN_MODE", "640")
+    assert Settings().enrolment_token_mode == 0o640
 
 
-def test_every_setting_is_an_option() -> None:
+def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--port", "7", "--upload-timeout-seconds", "1.5", "--allow-plain-http", "--enrolment-token-mode", "640"]
-    assert vars(parser().parse_args(given)) == {
+    settings = Settings(**given_settings(Settings, "coordinator", given))
+    changed = {name: getattr(settings, name) for name in settings.model_fields_set}
+    assert changed == {
         "port": 7,
         "upload_timeout_seconds": 1.5,
         "allow_plain_http": True,
         "enrolment_token_mode": 0o640,
     }
-    help_ = parser().format_help()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    help_ = capsys.readouterr().out
     for name in Settings.model_fields:
-        assert f"--{name.replace('_', '-')} " in help_
+        assert re.search(rf"--{name.replace('_', '-')}[ ,]", help_), name
 
 
 @pytest.mark.parametrize(
@@ -79,7 +87,7 @@ def test_a_token_that_could_not_be_written_is_said_at_the_start(
 
 def test_help_needs_no_torch_and_the_app_no_open_clip() -> None:
     script = (
-        "import sys; from promptfed.coordinator.__main__ import parser; parser(); assert 'torch' not in sys.modules;"
+        "import sys, promptfed.coordinator.__main__; assert 'torch' not in sys.modules;"
         "import promptfed.coordinator.app; assert 'torch' in sys.modules; assert 'open_clip' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from promptfed.cli.data import SHOWN, SOURCES
+from promptfed.cli.commands.data import SHOWN, SOURCES
 from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
 from promptfed.shared.data import SCHEMES, open_source

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from promptfed.cli.demo import demo_sites, demo_spec
+from promptfed.cli.commands.demo import demo_sites, demo_spec
 from promptfed.cli.main import app
 from promptfed.sdk.errors import Exit
 from promptfed.shared.data.demo import DEMOS

@@ -118,6 +118,17 @@ def test_what_the_environment_says_to_a_client_has_no_part_in_it(
 
 
 @pytest.mark.usefixtures("loaded")
+def test_a_policy_is_compared_with_the_federation(
+    coordinator: InThread, token: Path, pets: Path, tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("no such section: 1\n")
+    done = doctor(*joining(coordinator, token, pets, policy=policy), "--json")
+    assert done.exit_code == Exit.BAD_INPUT
+    assert verdicts(done)["policy"] == "fail"
+
+
+@pytest.mark.usefixtures("loaded")
 def test_each_trouble_is_a_line_and_the_rest_is_still_looked_at(coordinator: InThread, token: Path, pets: Path) -> None:
     (pets / "cat").rename(pets / "axolotl")
     done = doctor(*joining(coordinator, token, pets), "--json")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from promptfed.cli.launch import check_port
+from promptfed.cli.commands.launch import check_port
 from promptfed.cli.main import app
 from promptfed.runtime.gpus import choose_gpus, gpus_of_engine
 from promptfed.runtime.processes import ProcessFailed
@@ -187,7 +187,7 @@ def test_fewer_clients_than_the_spec_wants(spec: Path) -> None:
 @pytest.mark.parametrize("runtime", ["process", "docker"])
 def test_more_gpus_than_there_are(spec: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        f"promptfed.cli.launch.gpus_of_{'torch' if runtime == 'process' else 'engine'}", lambda: ["one"]
+        f"promptfed.cli.commands.launch.gpus_of_{'torch' if runtime == 'process' else 'engine'}", lambda: ["one"]
     )
     code, said = refusal(str(spec), "--runtime", runtime, "--gpus", "2")
     assert code == Exit.BAD_INPUT

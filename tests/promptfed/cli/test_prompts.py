@@ -106,5 +106,5 @@ def test_another_backbone_makes_no_features(coordinator: InThread) -> None:
 
 
 def test_its_help_imports_no_torch() -> None:
-    code = "import sys, promptfed.cli.prompts; sys.exit('torch' in sys.modules)"
+    code = "import sys, promptfed.cli.commands.prompts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

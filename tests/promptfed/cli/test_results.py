@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import promptfed
 from promptfed.cli.main import app
-from promptfed.cli.score import confusion, scores
+from promptfed.cli.scoring import confusion, scores
 from promptfed.export.hub import push, repository_of
 from promptfed.sdk.errors import Exit
 from tests.support import exports

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from promptfed.cli.commands.simulate import MOST_ROWS, _table, summaries
 from promptfed.cli.main import app
-from promptfed.cli.simulate import MOST_ROWS, _table, summaries
 from promptfed.sdk.errors import Exit
 from promptfed.sdk.result import Accuracy
 from promptfed.shared.tensors import state_hash

@@ -12,7 +12,7 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from promptfed.cli.audit import served
+from promptfed.cli.attacking import served
 from promptfed.cli.main import app
 from promptfed.experiments.attacks.membership import attack, clopper_pearson, epsilon_bound, interval
 from promptfed.experiments.attacks.shadows import Shadow, ShadowPlan, Shadows, logistic, mislabelled, run_shadows

@@ -15,7 +15,7 @@ from promptfed.cli.main import app
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.result import FederationResult
-from promptfed.sdk.trackers import TRACKERS, metrics_of, open_tracker, record, settings_of, track
+from promptfed.sdk.trackers import TRACKERS, Tracker, metrics_of, open_tracker, record, settings_of, track
 from promptfed.shared.api.api_schemas import BackboneView, ClientCounts, FederationView
 from promptfed.shared.api.report_schemas import RoundReport
 from promptfed.shared.spec.spec import FederationSpec
@@ -118,22 +118,22 @@ def test_a_reports_numbers_have_names_of_their_own() -> None:
     assert settings_of(SPEC)["training.batch_size"] == "32"
 
 
-class Remembering:
+class Remembering(Tracker):
     """A tracker that holds round 0 already."""
 
     def __init__(self) -> None:
         self.rounds: list[int] = []
         self.begun, self.closed = "", "never"
 
-    def begin(self, name: str, id: str, settings: dict[str, str]) -> int:
-        self.begun = f"{name} {settings['method.name']}"
+    def begin(self, federation: FederationView) -> int:
+        self.begun = f"{federation.name} {federation.spec.method['name']}"
         return 0
 
-    def log(self, round: int, metrics: dict[str, float]) -> None:
-        self.rounds.append(round)
+    def log(self, report: RoundReport) -> None:
+        self.rounds.append(report.round)
 
-    def close(self, state: str | None) -> None:
-        self.closed = str(state)
+    def close(self) -> None:
+        self.closed = str(self.state)
 
 
 def test_a_run_that_was_left_off_is_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from promptfed.cli.vocabulary import make_lexicon, supply_words, vocabulary, whole_words
+from promptfed.cli.commands.words import make_lexicon, supply_words, vocabulary, whole_words
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError
 from promptfed.shared.clip import Backbone, load_backbone, shape_of, tiny

@@ -1,4 +1,4 @@
-"""`promptfed score`: what an export is worth on labelled images, and which class is taken for which."""
+"""Figures for `promptfed score`: how well an export does on labelled images, and its confusion matrix."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 from torch import Tensor
 
-from promptfed.cli.predict import model_of_export
+from promptfed.cli.predicting import model_of_export
 from promptfed.client_service.training.data import TEST, ClientData
 from promptfed.client_service.training.evaluation import answers
 from promptfed.export.export import open_backbone_of
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder, write_file
-from promptfed.sdk.output import console, print_json, table
+from promptfed.sdk.output import console, print_json, say, table
 from promptfed.sdk.text import percent
 from promptfed.shared.clip import FeatureCache
-from promptfed.shared.data import DataError, open_source
+from promptfed.shared.data import open_source
 from promptfed.shared.metrics import BINS, calibration_error, class_accuracies, macro_f1
 from promptfed.shared.plain_text import csv_cell, plain
 
@@ -33,17 +33,14 @@ _NAMED = 40  # classes, beyond which a picture has no room for their names
 def run_score(export: Path, uri: str, out: Path, allow_backbone: bool, as_json: bool, key: str | None = None) -> None:
     """Score an export on all images of ``uri`` and write the figures and the confusion matrix into ``out``.
 
-    With a coordinator's public ``key`` the export must be as it has signed it.
+    With a coordinator's public ``key``, the export must have its signature.
 
     Raises:
-        CommandError: the export, the data or the backbone cannot be used, or the data have classes that the export does
-            not choose among.
+        CommandError, DataError: the export, the data or the backbone cannot be used, or the data have classes that the
+            export does not choose among.
     """
-    try:
-        source = open_source(uri, "evaluator")
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
-    model, names = model_of_export(export, None, None, source.class_names, key)
+    source = open_source(uri, "evaluator")
+    model, names = model_of_export(export, otherwise=source.class_names, key=key)
     unknown = [name for name in source.class_names if name not in names]
     if unknown:
         shown = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
@@ -64,9 +61,9 @@ def run_score(export: Path, uri: str, out: Path, allow_backbone: bool, as_json: 
     if as_json:
         print_json(figures.model_dump(exclude_none=True))
         return
-    rows = [[title, *(_cell(one, key) for one in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
+    rows = [[title, *(_cell(scored, key) for scored in (figures.zero_shot, figures))] for key, title in FIGURES.items()]
     console.print(table(f"{figures.images} images of {uri}", ["", "zero-shot", "adapted"], rows))
-    console.print(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.", highlight=False, soft_wrap=True)
+    say(f"Wrote {SCORE_FILE}, {CONFUSION_FILE} and {PICTURE} in {out}.")
 
 
 FIGURES = {
@@ -77,8 +74,8 @@ FIGURES = {
 }
 
 
-class Scores(BaseModel):
-    """Of one classifier on labelled images, fractions; the template's beside it where the backbone reads texts."""
+class ScoreFigures(BaseModel):
+    """Figures of one classifier on labelled images (fractions), with the template's if the backbone reads texts."""
 
     images: int
     accuracy: float
@@ -86,19 +83,19 @@ class Scores(BaseModel):
     macro_f1: float
     worst_class: str
     worst_class_accuracy: float
-    zero_shot: Scores | None = None
+    zero_shot: ScoreFigures | None = None
 
 
-def _cell(scores: Scores | None, name: str) -> str:
+def _cell(scores: ScoreFigures | None, name: str) -> str:
     return percent(getattr(scores, name)) if scores is not None else "-"
 
 
-def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, names: Sequence[str]) -> Scores:
+def scores(labels: Tensor, predicted: Tensor, confidence: Tensor, names: Sequence[str]) -> ScoreFigures:
     """Accuracy, expected calibration error, macro-F1 and the worst class of answers ``(N,)`` among ``names``."""
     right = (labels.cpu() == predicted).numpy()
     by_class = class_accuracies(labels.numpy(), predicted.numpy())
     worst = min(by_class, key=lambda label: (by_class[label], label))
-    return Scores(
+    return ScoreFigures(
         images=len(labels),
         accuracy=float(right.mean()),
         ece=calibration_error(confidence.numpy(), right),
@@ -127,7 +124,7 @@ def _csv(matrix: NDArray[np.int64], names: Sequence[str]) -> str:
 
 
 def _draw(matrix: NDArray[np.int64], names: Sequence[str]) -> Figure:
-    """Each row as shares of its class's images."""
+    """A picture of the confusion matrix, each row as shares of its class's images."""
     side = max(3.2, min(12.0, 0.22 * len(names) + 1.6))
     figure = Figure(figsize=(side, side))
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""Membership inference: what an export, stored updates, or shadows of a run tell of an owner's images."""
+"""Membership inference: what an export, stored updates or shadow runs reveal about an owner's images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from promptfed.cli.predict import model_of_export
+from promptfed.cli.predicting import model_of_export
 from promptfed.client_service.training.data import ClientData
 from promptfed.experiments.attacks.membership import Attack, LabelledLogits, logits_of, loss_attacks
 from promptfed.experiments.attacks.shadows import ShadowPlan, Shadows, run_shadows
@@ -17,35 +17,31 @@ from promptfed.export.export import open_backbone_of
 from promptfed.runtime.run_file import read_run
 from promptfed.sdk.backbone import open_backbone, resolve
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.output import messages
+from promptfed.sdk.output import note
 from promptfed.sdk.result import FederationResult
 from promptfed.shared.clip import Backbone, FeatureCache
-from promptfed.shared.data import DataError, Source, open_source
+from promptfed.shared.data import Source, open_source
 from promptfed.shared.methods.core.interface.base import Classifier
 
 
 def attack_export(
-    export: Path, uri: str, members: str, others: str, references: list[Path], allow_backbone: bool
+    export: Path, uri: str, parts: tuple[str, str], references: list[Path], allow_backbone: bool
 ) -> list[Attack]:
-    """The attacks on an export with the images of ``uri``, whose parts ``members`` were trained on.
+    """The attacks on an export with the images of ``uri``, of whose ``parts`` the first was trained on.
 
     ``loss``: minus the loss. ``lira``, with ``references`` that were not trained on these images: the likelihood ratio
     of the log odds.
 
     Raises:
-        CommandError: the export, the data or the backbone cannot be used, or the references are too few.
+        CommandError, DataError: the export, the data or the backbone cannot be used, or the references are too few.
     """
-    try:
-        source = open_source(uri, "trainer")
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    source = open_source(uri, "trainer")
     if 0 < len(references) < 4:
         raise CommandError(f"{len(references)} references are too few: give at least 4, or none", Exit.USAGE)
     with TemporaryDirectory(prefix="promptfed-audit-") as features:
         cache = FeatureCache(Path(features))
         own, *of_references = [
-            [_logits(path, source, part, cache, allow_backbone) for part in (members, others)]
-            for path in (export, *references)
+            [_logits(path, source, part, cache, allow_backbone) for part in parts] for path in (export, *references)
         ]
         return loss_attacks(own, of_references)
 
@@ -60,16 +56,13 @@ def attack_updates(
     delta: float,
     allow_backbone: bool,
 ) -> list[Attack]:
-    """The attacks on a client's stored updates, of (members, others) of ``uri`` at most so many.
+    """The attacks on a client's stored updates with at most ``most`` images of each of two ``parts`` of ``uri``.
 
     Raises:
-        CommandError: the folder, the federation, the data or the backbone cannot be used.
+        CommandError, DataError: the folder, the federation, the data or the backbone cannot be used.
     """
     stored = read_stored(store, federation, client)
-    try:
-        source = open_source(uri, "trainer")
-    except DataError as error:
-        raise CommandError(str(error), Exit.BAD_INPUT) from None
+    source = open_source(uri, "trainer")
     backbone = open_backbone(stored.spec.backbone, allow_backbone=allow_backbone)
     torch.set_num_threads(stored.spec.training.threads)
     with TemporaryDirectory(prefix="promptfed-audit-") as features:
@@ -91,7 +84,7 @@ def attack_run(path: Path, client: str | None, seeds: int, canaries: int, allow_
 
     def tell(number: int) -> None:
         if not quiet:
-            messages.print(f"run {number + 1} of {seeds}", highlight=False)
+            note(f"run {number + 1} of {seeds}")
 
     with TemporaryDirectory(prefix="promptfed-audit-") as features:
         return run_shadows(plan, served, backbone, FeatureCache(Path(features)), tell)
@@ -100,14 +93,14 @@ def attack_run(path: Path, client: str | None, seeds: int, canaries: int, allow_
 def served(
     result: FederationResult, backbone: Backbone, names: tuple[str, ...]
 ) -> tuple[Classifier, Classifier | None]:
-    """What a result's global state classifies with by itself, and the template."""
+    """The classifier of a result's global state alone, and the template's."""
     model = AdaptedModel.of(result).serve(backbone, names)
     return model.classifier, model.template
 
 
 def _logits(export: Path, source: Source, part: str, cache: FeatureCache, allow_backbone: bool) -> LabelledLogits:
     """``(n, C)`` logits of a part's images under an export, and their labels ``(n,)``."""
-    model, names = model_of_export(export, None, None, source.class_names)
+    model, names = model_of_export(export, otherwise=source.class_names)
     backbone = open_backbone_of(model, allow_backbone)
     classifier = model.serve(backbone, names).classifier
     split = ClientData(source, backbone, cache).split(part, names)

@@ -1,28 +1,69 @@
-"""`promptfed federation replay`: rounds computed again at the coordinator, as they were or as they would have been."""
+"""`promptfed federation replay`: rounds computed again at the coordinator, with or without changes."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
+from promptfed.cli.commands.federation import group
+from promptfed.cli.common import Api, Federation, Json
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_file
-from promptfed.sdk.output import console, print_json, table
+from promptfed.sdk.output import console, print_json, say, table
 from promptfed.sdk.text import size
 from promptfed.shared.api.replay_schemas import ReplayedState, ReplayReport
 from promptfed.shared.messages import ENDED
 
 RULES = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "flame")
-SHOWN = 5
+MOST_SHOWN = 5
 
 
-def question(
+@group.add()
+def replay(
+    federation: Federation,
+    api: Api,
+    round: Annotated[int | None, typer.Option(min=0, help="this round alone; default: all that are over")] = None,
+    rule: Annotated[str | None, typer.Option(help=f"another aggregation rule: {', '.join(RULES)}")] = None,
+    tolerate: Annotated[float | None, typer.Option(help="of the rule: share of updates that may be bad")] = None,
+    clip_norm: Annotated[str | None, typer.Option(help="of the rule: longest update, a number or median")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="leave out this client's updates, repeatable")] = None,
+    out: Annotated[Path | None, typer.Option(help="with --round: write the resulting state here, safetensors")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute rounds again from their kept updates: unchanged, under another rule, or without a client.
+
+    Unchanged rounds must have the same hashes as before; the exit code is 1 if one differs.
+    """
+    if out is not None and round is None:
+        raise CommandError("--out takes the state of one round: give --round", Exit.BAD_INPUT)
+    changes = _changes(rule, tolerate, clip_norm, without or [])
+    rounds = [round] if round is not None else _over(api, federation)
+    answers = [api.send(operations.replay(federation, number, changes)) for number in rounds]
+    reports = [answer.view for answer in answers]
+    if as_json:
+        print_json({"rounds": [answer.json for answer in answers]})
+    elif changes:
+        _show_changed(reports)
+    else:
+        _show_states(reports)
+    if out is not None:
+        body = api.send(operations.replay(federation, rounds[0], changes, "application/octet-stream")).body
+        write_file(out, body)
+        if not as_json:
+            say(f"Wrote {out} ({size(len(body))}).")
+    if not changes:
+        _expect_same(reports)
+
+
+def _changes(
     rule: str | None, tolerate: float | None, clip_norm: str | None, without: list[str]
 ) -> operations.ReplayQuestion:
-    """What a replay asks to be otherwise; empty: nothing.
+    """What a replay changes, as the coordinator takes it; empty: nothing.
 
     Raises:
         CommandError: ``clip_norm`` is neither a number nor 'median'.
@@ -41,36 +82,6 @@ def _number(text: str) -> float:
         raise CommandError(f"--clip-norm takes a number or 'median', not {text!r}", Exit.BAD_INPUT) from None
 
 
-def replay(
-    api: Coordinator,
-    federation: str,
-    round: int | None,
-    asked: operations.ReplayQuestion,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Replay one round, or all that are over, and print what came of it.
-
-    Raises:
-        CommandError: the coordinator refuses, or a state that should be the same is not.
-    """
-    if out is not None and round is None:
-        raise CommandError("--out takes the state of one round: give --round", Exit.BAD_INPUT)
-    rounds = [round] if round is not None else _over(api, federation)
-    answers = [api.send(operations.replay(federation, number, asked)) for number in rounds]
-    if out is not None and round is not None:
-        body = api.send(operations.replay(federation, round, asked, "application/octet-stream")).body
-        write_file(out, body)
-    if as_json:
-        print_json({"rounds": [answer.json for answer in answers]})
-    else:
-        (_show_otherwise if asked else _show_states)([answer.view for answer in answers])
-        if out is not None:
-            console.print(f"Wrote {out} ({size(len(body))}).", highlight=False)
-    if not asked:
-        _expect_same([answer.view for answer in answers])
-
-
 def _over(api: Coordinator, federation: str) -> list[int]:
     view = api.send(operations.get_summary(federation)).view
     return list(range(view.round + (1 if view.state in ENDED else 0)))
@@ -79,7 +90,7 @@ def _over(api: Coordinator, federation: str) -> list[int]:
 def _show_states(reports: list[ReplayReport]) -> None:
     states = [state for report in reports for state in report.states]
     same = sum(state.same for state in states)
-    console.print(f"{len(reports)} rounds: {same} of {len(states)} states came to their hashes again.", highlight=False)
+    say(f"{len(reports)} rounds: {same} of {len(states)} states came to their hashes again.")
 
 
 def _expect_same(reports: list[ReplayReport]) -> None:
@@ -90,12 +101,12 @@ def _expect_same(reports: list[ReplayReport]) -> None:
         if not state.same
     ]
     if others:
-        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-        text = "; ".join(others[:SHOWN])
+        more = f" and {len(others) - MOST_SHOWN} more" if len(others) > MOST_SHOWN else ""
+        text = "; ".join(others[:MOST_SHOWN])
         raise CommandError(f"not the run that was recorded: {text}{more}", Exit.FAILED)
 
 
-def _show_otherwise(reports: list[ReplayReport]) -> None:
+def _show_changed(reports: list[ReplayReport]) -> None:
     rows = []
     for report in reports:
         for state in report.states:
@@ -109,7 +120,7 @@ def _show_otherwise(reports: list[ReplayReport]) -> None:
         for state in reports[0].states:
             console.print(_updates(state))
     for note in {report.note for report in reports if report.note}:
-        console.print(note[0].upper() + note[1:] + ".", highlight=False, soft_wrap=True)
+        say(note[0].upper() + note[1:] + ".")
 
 
 def _updates(state: ReplayedState) -> Table:

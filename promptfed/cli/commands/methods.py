@@ -1,21 +1,25 @@
-"""`promptfed methods`: what there is, and what each sends."""
+"""`promptfed methods`: the methods, and what each sends."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from promptfed.cli.app import app
+from promptfed.cli.common import Json
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.output import console, print_json, table
-from promptfed.shared.methods import METHODS, describe
 from promptfed.shared.spec.spec import SpecError
 
 
-def show_methods(name: str | None, as_json: bool) -> None:
-    """Print all methods, or all about one.
+@app.add(section="Try and simulate")
+def methods(
+    name: Annotated[str | None, typer.Argument(help="one method, in full")] = None, as_json: Json = False
+) -> None:
+    """List the methods, or describe one: the tensors of each phase, and hyperparameters with their defaults."""
+    from promptfed.shared.methods import METHODS, describe
 
-    Raises:
-        CommandError: there is no such method.
-    """
     if name is None:
         listed = [describe(known) for known in sorted(METHODS)]
         if as_json:
@@ -41,6 +45,8 @@ def show_methods(name: str | None, as_json: bool) -> None:
 
 
 def _summary(method: dict[str, Any]) -> str:
+    from promptfed.shared.methods import METHODS
+
     package = METHODS.package(method["name"])
     return f"{method['summary']} (from {package})" if package else str(method["summary"])
 

@@ -1,4 +1,4 @@
-"""`promptfed predict`: the classes of images under learned prompts, beside those of the template."""
+"""Predictions for `promptfed predict`: classes of images under learned prompts, beside those of the template."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from promptfed.client_service.serving.prediction import BadImage, Predictor, TooManyPixels
-from promptfed.export.adapted_model import AdaptedModel, class_names_of, given_class_names, predictor_of
+from promptfed.export.adapted_model import AdaptedModel, class_names_of, predictor_of
 from promptfed.export.export import open_backbone_of
 from promptfed.export.reading import read_export
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_file
 from promptfed.sdk.operations import take
-from promptfed.sdk.output import console, messages, print_json, table
+from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.text import percent
 from promptfed.shared.plain_text import csv_cell, plain
 
@@ -31,35 +31,34 @@ NO_NAMES = "nobody has named the classes: give them with --classes a,b or --data
 
 def model_of_export(
     folder: Path,
-    classes: str | None,
-    data: str | None,
+    class_names: tuple[str, ...] | None = None,
     otherwise: tuple[str, ...] | None = None,
     key: str | None = None,
 ) -> tuple[AdaptedModel, tuple[str, ...]]:
-    """What an export holds, and the class names to choose among: those given, its own, or ``otherwise``.
+    """The model of an export, and the classes to choose among: ``class_names``, else its own, else ``otherwise``.
 
-    With a coordinator's public ``key`` the export must be as it has signed it.
+    With a coordinator's public ``key``, the export must have its signature.
 
     Raises:
         CommandError: it is no export, the key has not signed it, or nobody names classes.
     """
     model, own = read_export(folder, key)
-    return model, _named(given_class_names(classes, data) or own or otherwise)
+    return model, _expect_names(class_names or own or otherwise)
 
 
 def model_of_federation(
-    api: Coordinator, federation: str, round: int | None, classes: str | None, data: str | None
+    api: Coordinator, federation: str, round: int | None, class_names: tuple[str, ...] | None
 ) -> tuple[AdaptedModel, tuple[str, ...]]:
-    """As `model_of_export`, of a federation at a coordinator.
+    """The same as `model_of_export` for a federation at a coordinator.
 
     Raises:
         CommandError: the coordinator refuses, or nobody names classes.
     """
     result = api.run(take(federation, round))
-    return AdaptedModel.of(result), _named(given_class_names(classes, data) or class_names_of(result))
+    return AdaptedModel.of(result), _expect_names(class_names or class_names_of(result))
 
 
-def _named(names: tuple[str, ...] | None) -> tuple[str, ...]:
+def _expect_names(names: tuple[str, ...] | None) -> tuple[str, ...]:
     if names is None:
         raise CommandError(NO_NAMES, Exit.BAD_INPUT)
     return names
@@ -70,7 +69,7 @@ def predict_folder(
 ) -> None:
     """Classify all images below ``folder``, a line of CSV for each, to ``out`` or to stdout.
 
-    What cannot be read is told and left out.
+    A file that cannot be read is named on stderr and left out.
 
     Raises:
         CommandError: there is no image, or a backbone, class name or file that cannot be used.
@@ -89,7 +88,7 @@ def predict_folder(
         try:
             answer = _predict(predictor, path, _read(path))
         except CommandError as error:
-            messages.print(str(error), highlight=False, markup=False, soft_wrap=True)
+            note(error)
             unread += 1
             continue
         writer.writerow([path.relative_to(folder), *_best(answer, "probability"), *_best(answer, "zero_shot")])
@@ -100,7 +99,7 @@ def predict_folder(
         return
     write_file(out, text.getvalue().encode())
     left_out = f"; {unread} could not be read" if unread else ""
-    console.print(f"Wrote {len(paths) - unread} answers to {out}{left_out}.", highlight=False, soft_wrap=True)
+    say(f"Wrote {len(paths) - unread} answers to {out}{left_out}.")
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
@@ -108,7 +107,7 @@ def _is_hidden(path: Path, folder: Path) -> bool:
 
 
 def _best(answer: Mapping[str, Any], column: str) -> list[str]:
-    """The likeliest class of a column and its probability; nothing where there is no such column."""
+    """The likeliest class of a column and its probability; empty if there is no such column."""
     rows = [row for row in answer["classes"] if row[column] is not None]
     if not rows:
         return ["", ""]
@@ -135,7 +134,7 @@ def predict(
         console.print(_table(path, answer, top))
         if answer["domains"]:
             domains = ", ".join(f"{domain['name']} {percent(domain['share'])}" for domain in answer["domains"])
-            console.print(plain(f"looks like the domains: {domains}"), highlight=False, markup=False, soft_wrap=True)
+            say(plain(f"looks like the domains: {domains}"))
 
 
 def _read(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""`promptfed launch`: the federation of a run file on this machine, in processes or in containers, up to its table."""
+"""`promptfed launch`: the federation of a run file on this machine, in processes or in containers."""
 
 from __future__ import annotations
 
@@ -7,79 +7,74 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import typer
+
+from promptfed.cli.app import app
+from promptfed.cli.common import AllowBackbone, Json, RunFilePath, Trainers
 from promptfed.runtime.gpus import choose_gpus, gpus_of_engine, gpus_of_torch
-from promptfed.runtime.processes import Processes, ProcessFailed, interrupt_on_sigterm
+from promptfed.runtime.processes import Processes, interrupt_on_sigterm
 from promptfed.runtime.run_file import RunFile, check_trainers, read_run
 from promptfed.runtime.services import LocalFederation, Services, Site
 from promptfed.sdk import operations
 from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import new_folder
 from promptfed.sdk.follow import follow
-from promptfed.sdk.output import console, print_json
+from promptfed.sdk.output import console, print_json, say
 from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.remarks import remarks
 from promptfed.sdk.result import Accuracy, FederationResult
 from promptfed.sdk.text import size
 from promptfed.shared.spec.spec import FederationSpec
 
-Runtime = Literal["process", "docker"]
 KEYS = ("method", "runtime", "rounds", "seconds", "state_hash", "zero_shot", "federated", "bytes_up", "bytes_down")
 LOGS = "look at the logs with --keep FOLDER"
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How a run file is launched; ``gpus`` is auto, none or a number, ``port`` 0 any free one."""
-
-    runtime: Runtime
-    gpus: str = "auto"
-    port: int = 0
-    keep: Path | None = None
-    allow_backbone: bool = False
-
-
-def run_launch(path: Path, clients: int | None, launch: Launch, as_json: bool) -> None:
-    """Run the federation that ``path`` describes and print its result; whatever happens, nothing of it is left running.
-
-    Raises:
-        CommandError: one line: a run file, backbone or data that cannot be used, more clients or GPUs asked for than
-            there are, a port in use, no Docker engine or image, a service that failed, a federation that did not
-            finish.
-    """
+@app.add(section="Try and simulate")
+def launch(
+    spec: RunFilePath,
+    allow_backbone: AllowBackbone,
+    runtime: Annotated[Literal["process", "docker"], typer.Option(help="processes, or containers")] = "process",
+    clients: Trainers = None,
+    gpus: Annotated[str, typer.Option(help="auto, none or a number: GPUs that clients get in turn")] = "auto",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="the coordinator's, on loopback; 0: any free one")] = 0,
+    keep: Annotated[Path | None, typer.Option(help="keep logs (and the processes' folders) here")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the federation of a run file on this machine, in processes or containers, and remove them at the end."""
     interrupt_on_sigterm()
     started = time.monotonic()
-    run = read_run(path, clients)
-    gpus = choose_gpus(launch.gpus, gpus_of_torch if launch.runtime == "process" else gpus_of_engine)
-    check_port(launch.port)
+    run = read_run(spec, clients)
+    chosen_gpus = choose_gpus(gpus, gpus_of_torch if runtime == "process" else gpus_of_engine)
+    check_port(port)
     engine = None
-    if launch.runtime == "docker" and os.environ.get("PROMPTFED_BACKBONE_FILE"):
+    if runtime == "docker" and os.environ.get("PROMPTFED_BACKBONE_FILE"):
         text = "containers do not see a file of weights here: build an image on top of promptfed's that holds it"
         raise CommandError(f"{text}, or run --runtime process", Exit.BAD_INPUT)
-    if launch.runtime == "docker":
+    if runtime == "docker":
         from promptfed.runtime.containers import open_engine
 
         engine = open_engine()
-    spec, initial_state, permitted = _prepared(run, launch.allow_backbone)
+    prepared, initial_state, permitted = _prepared(run, allow_backbone)
     with (
-        new_folder(launch.keep, "--keep") as folder,
-        Watcher(spec.rounds, quiet=as_json) as watcher,
-        _services(launch, engine, folder, watcher) as services,
+        new_folder(keep, "--keep") as folder,
+        Watcher(prepared.rounds, quiet=as_json) as watcher,
+        started_services(engine, port, folder, keep is not None, watcher) as services,
     ):
         services.permitted = permitted
-        result = conduct(services, spec, run.sites, watcher, initial_state, gpus)
+        result = conduct(services, prepared, run.sites, watcher, initial_state, chosen_gpus)
     seconds = time.monotonic() - started
     if as_json:
-        whole = summary(result, seconds) | {"runtime": launch.runtime, "state_hash": result.federation.state_hash}
+        whole = summary(result, seconds) | {"runtime": runtime, "state_hash": result.federation.state_hash}
         print_json({key: whole[key] for key in KEYS})
     else:
-        show(result, spec.method["name"], seconds)
+        show_result(result, seconds)
         for remark in remarks(result):
-            console.print(remark, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"State {result.federation.state_hash}", highlight=False, soft_wrap=True)
+            say(remark)
+        say(f"State {result.federation.state_hash}")
 
 
 def conduct(
@@ -114,10 +109,10 @@ def conduct(
 
 
 def check_port(port: int) -> None:
-    """Say that a port is in use before anything is started.
+    """Check, before anything is started, that a port is free.
 
     Raises:
-        CommandError: it is.
+        CommandError: it is in use.
     """
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -128,13 +123,13 @@ def check_port(port: int) -> None:
             raise CommandError(text, Exit.BAD_INPUT) from None
 
 
-def show(result: FederationResult, method: str, seconds: float) -> None:
-    """The result for people."""
+def show_result(result: FederationResult, seconds: float) -> None:
+    """Print the result for people."""
+    method = result.federation.spec.method["name"]
     rounds = _counted(result.evaluated_round or 0, "round")
     console.print(result_table(result.final(), f"Accuracy of {method} after {rounds}"))
     up, down = size(result.bytes_up), size(result.bytes_down)
-    text = f"{seconds:.0f} s in all; the clients sent {up} up and took {down} down, and not one image."
-    console.print(text, highlight=False, soft_wrap=True)
+    say(f"{seconds:.0f} s in all; the clients sent {up} up and took {down} down, and not one image.")
 
 
 def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
@@ -153,7 +148,7 @@ def summary(result: FederationResult, seconds: float) -> dict[str, Any]:
 
 
 def _prepared(run: RunFile, allow_backbone: bool) -> tuple[FederationSpec, bytes | None, tuple[str, ...]]:
-    """The spec as it will run, the initial state where a backbone must make it, and what clients are to permit."""
+    """The resolved spec, the initial state if a backbone must make it, and the backbones that clients must permit."""
     from promptfed.sdk.backbone import resolve, with_backbone
 
     # Rounds start once everybody is there, so that evaluators see the first evaluation too.
@@ -164,19 +159,21 @@ def _prepared(run: RunFile, allow_backbone: bool) -> tuple[FederationSpec, bytes
 
 
 @contextmanager
-def _services(launch: Launch, engine: Any, folder: Path, watcher: Watcher) -> Iterator[Services]:
-    watcher.say("starting the coordinator")
-    try:
-        if engine is None:
-            with Processes(folder) as processes, LocalFederation(processes, folder, launch.port) as local:
-                yield local
-        else:
-            from promptfed.runtime.containers import federation_in_containers
+def started_services(engine: Any, port: int, folder: Path, keep: bool, watcher: Watcher) -> Iterator[Services]:
+    """A running coordinator, in containers of ``engine`` or, if it is None, in a process.
 
-            with federation_in_containers(engine, launch.port, folder if launch.keep else None) as contained:
-                yield contained
-    except ProcessFailed as error:
-        raise CommandError(str(error), Exit.FAILED) from None
+    Raises:
+        ProcessFailed: a service ended for good.
+    """
+    watcher.say("starting the coordinator")
+    if engine is None:
+        with Processes(folder) as processes, LocalFederation(processes, folder, port) as local:
+            yield local
+    else:
+        from promptfed.runtime.containers import federation_in_containers
+
+        with federation_in_containers(engine, port, folder if keep else None) as contained:
+            yield contained
 
 
 def _revive(services: Services, watcher: Watcher) -> None:

@@ -1,7 +1,7 @@
-"""`promptfed federation words`: gives the coordinator what only a backbone knows, so that its page can name words.
+"""`promptfed federation words`: gives the coordinator, which has no backbone, the words that its page names.
 
 The words' embeddings and the class names' text features are constants of the frozen backbone: supplied once, they serve
-every round, earlier and later ones. No client has to send anything for it, and nothing of a client's is looked at.
+every round. No data of a client is involved.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from promptfed.cli.commands.federation import group
+from promptfed.cli.common import AllowBackbone, Api, Federation, Json
 from promptfed.sdk import operations
 from promptfed.sdk.client import Coordinator
 from promptfed.sdk.errors import CommandError, Exit
-from promptfed.sdk.output import console, print_json
+from promptfed.sdk.output import tell
 from promptfed.sdk.text import size
 
 if TYPE_CHECKING:
@@ -28,6 +30,12 @@ STARTS_OF_WORD = ("Ġ", "▁")  # and others what begins one
 INSIDE_WORD = "##"
 
 
+@group.add()
+def words(federation: Federation, api: Api, allow_backbone: AllowBackbone, as_json: Json = False) -> None:
+    """Give the coordinator the backbone's words, once: its page then names the words nearest to each prompt."""
+    supply_words(api, federation, allow_backbone, as_json)
+
+
 def supply_words(api: Coordinator, federation: str, allow_backbone: bool, as_json: bool) -> None:
     """Make the lexicon with the federation's backbone and PUT it.
 
@@ -39,12 +47,10 @@ def supply_words(api: Coordinator, federation: str, allow_backbone: bool, as_jso
     view = api.send(operations.get_federation(federation)).view
     names = api.send(operations.get_lexicon(federation)).view.class_names
     content = make_lexicon(backbone_of(view, allow_backbone), names)
-    words = api.send(operations.put_lexicon(federation, content)).view.words
-    if as_json:
-        print_json({"words": words, "class_names": len(names), "bytes": len(content)})
-        return
-    text = f"Gave {view.name} {words:,} words and features of {len(names)} class names ({size(len(content))})."
-    console.print(f"{text} Its page at {api.url}/ names words now.", highlight=False, soft_wrap=True)
+    count = api.send(operations.put_lexicon(federation, content)).view.words
+    text = f"Gave {view.name} {count:,} words and features of {len(names)} class names ({size(len(content))})."
+    facts = {"words": count, "class_names": len(names), "bytes": len(content)}
+    tell(as_json, facts, f"{text} Its page at {api.url}/ names words now.")
 
 
 def make_lexicon(backbone: Backbone, class_names: list[str]) -> bytes:
@@ -92,7 +98,7 @@ def vocabulary(backbone: Backbone) -> tuple[list[str], Tensor]:
 
 
 def whole_words(tokenizer: Any) -> Iterator[str]:
-    """What of a tokenizer's vocabulary is a word of Latin letters by itself."""
+    """The entries of a tokenizer's vocabulary that are whole words of Latin letters."""
     simple = getattr(tokenizer, "encoder", None)
     tokens = simple if simple is not None else tokenizer.tokenizer.get_vocab()
     marked = simple is not None or any(token.startswith(STARTS_OF_WORD) for token in tokens)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
-from promptfed.experiments.bench.provenance import provenance
-from promptfed.experiments.cluster.run import OnRay, simulate_on_ray
-from promptfed.experiments.simulation.simulation import simulate
+from promptfed.cli.app import Made, app
+from promptfed.cli.common import (
+    AllowBackbone,
+    Device,
+    Engine,
+    Json,
+    Pool,
+    RayAddress,
+    RunFilePath,
+    Trainers,
+    Written,
+    refuse,
+)
 from promptfed.runtime.processes import interrupt_on_sigterm
 from promptfed.runtime.run_file import read_run
 from promptfed.runtime.services import Site
-from promptfed.sdk.backbone import resolve
-from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.errors import Exit
 from promptfed.sdk.files import new_folder, write_file
-from promptfed.sdk.output import console, messages, print_json, table
+from promptfed.sdk.output import console, note, print_json, say, table
 from promptfed.sdk.progress import Watcher, result_table
 from promptfed.sdk.remarks import remarks
 from promptfed.sdk.result import Accuracy, FederationResult
@@ -36,7 +46,7 @@ RESULT_FILE, PROMPTS_FILE = "result.json", "prompts.safetensors"
 
 
 @dataclass(frozen=True)
-class Summary:
+class RoleSummary:
     """The clients of one role on one of their test sets: accuracies as fractions, ``sd`` and ``worst`` over clients."""
 
     role: str
@@ -49,76 +59,80 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """How a run file is simulated: ``pool`` clients compute at once, ``out`` keeps the results, ``track`` names
-    experiment trackers; ``ray`` says by which crews, None: in this process."""
+class Cluster:
+    """Whether clients compute on a Ray cluster, and how they are shared out over it."""
 
-    pool: int = 1
-    device: str = "cpu"
-    out: Path | None = None
-    allow_backbone: bool = False
-    track: tuple[str, ...] = ()
-    ray: OnRay | None = None
+    engine: Engine = None
+    crews: Annotated[int, typer.Option(min=1, help="--engine ray: processes that share the clients")] = 1
+    address: RayAddress = None
+    gpus_per_crew: Annotated[float, typer.Option(min=0, help="--engine ray: as 0.25, for four crews on one GPU")] = 0
+    storage: Annotated[
+        Path | None, typer.Option(help="--engine ray: folder that all nodes see; an interrupted run goes on from it")
+    ] = None
 
 
-def on_ray(given: Set[str], engine: str | None, options: OnRay) -> OnRay | None:
-    """What ``--engine ray`` and its options (``given``, by their parameters' names) say; None without it.
+@app.add(section="Try and simulate")
+def simulate(
+    spec: RunFilePath,
+    cluster: Annotated[Cluster, Made(Cluster)],
+    written: Written,
+    allow_backbone: AllowBackbone,
+    clients: Trainers = None,
+    pool: Pool = 1,
+    out: Annotated[Path | None, typer.Option(help="keep result.json and prompts.safetensors here")] = None,
+    track: Annotated[list[str] | None, typer.Option(help="tensorboard:FOLDER or mlflow:URI, repeatable")] = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Run the federation of a run file in this one process: the same services without sockets, for hundreds of clients.
 
-    Raises:
-        CommandError: options of an engine that is not asked for.
+    With --engine ray the clients are divided over processes of a cluster; the same spec and seed give the same state.
     """
-    if engine is None:
-        unused = sorted(given & {"crews", "address", "gpus_per_crew", "storage"})
-        if unused:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-            raise CommandError(f"{names}: for --engine ray; add it, or leave them out", Exit.BAD_INPUT)
-        return None
-    return options
-
-
-def run_simulate(path: Path, clients: int | None, how: Simulation, as_json: bool) -> None:
-    """Simulate the federation that ``path`` describes and print its result.
-
-    Raises:
-        CommandError: one line: a run file, backbone, data or folder that cannot be used, a client that failed, a
-            federation that did not finish.
-    """
+    if cluster.engine is None:
+        ray_only = {"crews", "address", "gpus_per_crew", "storage"}
+        refuse(written & ray_only, "for --engine ray; add it, or leave them out")
     interrupt_on_sigterm()
     started = time.monotonic()
-    run = read_run(path, clients)
-    spec = resolve(run.spec)
+    run = read_run(spec, clients)
+    from promptfed.sdk.backbone import resolve
+
+    resolved = resolve(run.spec)
+    options: dict[str, Any] = {"pool": pool, "device": device, "allow_backbone": allow_backbone}
     try:
         with (
             ExitStack() as open_trackers,
-            new_folder(how.out, "--out") as out,
-            Watcher(spec.rounds, quiet=as_json) as watcher,
+            new_folder(out, "--out") as folder,
+            Watcher(resolved.rounds, quiet=as_json) as watcher,
         ):
-            trackers = [open_trackers.enter_context(open_tracker(where)) for where in how.track]
+            trackers = [open_trackers.enter_context(open_tracker(where)) for where in track or ()]
             watcher.say(f"{len(run.sites)} clients: their images and features")
-            result = _result(spec, run.sites, how, watcher)
-            if how.out is not None:
-                _keep(result, out)
+            result = _result(resolved, run.sites, cluster, progress=watcher.show, **options)
+            if out is not None:
+                _keep(result, folder)
             for tracker in trackers:
                 record(tracker, result)
     except KeyboardInterrupt:
         # The interpreter would wait for the thread that computes. Nothing of it is kept.
-        messages.print("promptfed: interrupted")
+        note("promptfed: interrupted")
         leave(Exit.INTERRUPTED)
     seconds = time.monotonic() - started
     if as_json:
         print_json(_summary_json(result, seconds))
     else:
-        _show(result, seconds, how.out)
+        _show(result, seconds, out)
 
 
-def _result(spec: FederationSpec, sites: Sequence[Site], how: Simulation, watcher: Watcher) -> FederationResult:
-    same: dict[str, Any] = {"pool": how.pool, "device": how.device, "allow_backbone": how.allow_backbone}
-    if how.ray is not None:
-        return simulate_on_ray(spec, sites, how.ray, progress=watcher.show, **same)
-    return simulate(spec, sites, progress=watcher.show, **same)
+def _result(spec: FederationSpec, sites: Sequence[Site], cluster: Cluster, **options: Any) -> FederationResult:
+    from promptfed.experiments.cluster.run import OnRay, simulate_on_ray
+    from promptfed.experiments.simulation import simulation
+
+    if cluster.engine is None:
+        return simulation.simulate(spec, sites, **options)
+    on_ray = OnRay(cluster.crews, cluster.address, cluster.gpus_per_crew, cluster.storage)
+    return simulate_on_ray(spec, sites, on_ray, **options)
 
 
-def summaries(accuracies: Sequence[Accuracy]) -> list[Summary]:
+def summaries(accuracies: Sequence[Accuracy]) -> list[RoleSummary]:
     """One for each role and test set, trainers and their own test images first."""
     groups: dict[tuple[str, str], list[Accuracy]] = {}
     for accuracy in accuracies:
@@ -127,10 +141,10 @@ def summaries(accuracies: Sequence[Accuracy]) -> list[Summary]:
     return [_summary(*key, groups[key]) for key in order]
 
 
-def _summary(role: str, split: str, members: list[Accuracy]) -> Summary:
+def _summary(role: str, split: str, members: list[Accuracy]) -> RoleSummary:
     values = [member.accuracy for member in members]
     zero_shot = [member.zero_shot for member in members if member.zero_shot is not None]
-    return Summary(
+    return RoleSummary(
         role=role,
         split=split,
         clients=len(members),
@@ -161,6 +175,8 @@ def _summary_json(result: FederationResult, seconds: float) -> dict[str, Any]:
 
 
 def _keep(result: FederationResult, folder: Path) -> None:
+    from promptfed.experiments.bench.provenance import provenance
+
     kept = _summary_json(result, result.setup_seconds + result.wall_seconds) | {
         "accuracies": [asdict(accuracy) for accuracy in result.accuracies()],
         "by_round": [_round(report) for report in result.reports],
@@ -187,16 +203,16 @@ def _show(result: FederationResult, seconds: float, out: Path | None) -> None:
     method = result.federation.spec.method["name"]
     console.print(_table(result.final(), f"Accuracy of {method} after {result.round} rounds"))
     for remark in remarks(result):
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+        say(remark)
     parts = [
         f"{seconds:.0f} s in all",
         f"the clients computed for {result.client_seconds:.0f} s",
         f"sent {size(result.bytes_up)} up and took {size(result.bytes_down)} down",
     ]
-    console.print("; ".join(parts) + ".", highlight=False, soft_wrap=True)
-    console.print(f"State {result.state_hash}", highlight=False, soft_wrap=True)
+    say("; ".join(parts) + ".")
+    say(f"State {result.state_hash}")
     if out is not None:
-        console.print(f"Wrote {RESULT_FILE} and {PROMPTS_FILE} in {out}.", highlight=False, soft_wrap=True)
+        say(f"Wrote {RESULT_FILE} and {PROMPTS_FILE} in {out}.")
 
 
 def _table(final: Sequence[Accuracy], title: str) -> Table:
@@ -206,7 +222,7 @@ def _table(final: Sequence[Accuracy], title: str) -> Table:
     return table(title, columns, [_cells(summary) for summary in summaries(final)])
 
 
-def _cells(group: Summary) -> list[str]:
+def _cells(group: RoleSummary) -> list[str]:
     gain = "-" if group.zero_shot is None else f"{100 * (group.mean - group.zero_shot):+.1f}"
     sd = "-" if group.sd is None else f"{100 * group.sd:.1f}"
     who = "trainers" if group.role == "trainer" else "evaluators"

@@ -1,0 +1,128 @@
+"""The application that commands register with: `app` and its groups.
+
+A command is a function with typed options, in a module of `promptfed.cli.commands`. A parameter annotated with
+`Annotated[T, Made(make)]` is no option itself: ``make`` has the options, and the command receives what it returns.
+A dataclass of options is such a ``make`` too. What is a context manager is entered for the time of the command.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from importlib import metadata
+from typing import Any, Literal, get_args
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from promptfed.client_service.exits import ClientError
+from promptfed.runtime.processes import ProcessFailed
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.output import messages
+from promptfed.shared.data import DataError
+from promptfed.shared.messages import PROTOCOL_VERSION
+from promptfed.shared.plain_text import plain
+from promptfed.shared.spec.spec import SpecError
+
+Section = Literal["Try and simulate", "Operate federations", "Take part with own data", "Use a result"]
+SECTIONS: tuple[str, ...] = get_args(Section)
+EXPECTED = (CommandError, ClientError, ProcessFailed, DataError, SpecError)  # errors of one line, without a traceback
+
+
+@dataclass(frozen=True)
+class Made:
+    """Marks a parameter that ``make`` makes of its own parameters, which are options of the command."""
+
+    make: Callable[..., Any]
+
+
+class SectionedGroup(TyperGroup):
+    """A group whose help lists its commands by section, each with its whole first paragraph."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections, in the order of `SECTIONS`."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            paragraph = (command.help or "").partition("\n\n")[0]
+            section = getattr(command, "rich_help_panel", None) or "Commands"
+            rows.setdefault(section, []).append((name, " ".join(paragraph.split())))
+        for section in sorted(rows, key=lambda title: SECTIONS.index(title) if title in SECTIONS else len(SECTIONS)):
+            with formatter.section(section):
+                formatter.write_dl(sorted(rows[section]))
+
+
+class Commands(typer.Typer):
+    """The application, or a group in it. Every command reports errors in the same way."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(cls=SectionedGroup, rich_markup_mode=None, **{"no_args_is_help": True} | settings)
+
+    def add(self, name: str | None = None, section: Section | None = None) -> Callable[[Callable[..., None]], Any]:
+        """Decorates a command; its docstring is its help. ``name``: default: the function's."""
+
+        def decorate(function: Callable[..., None]) -> Callable[..., None]:
+            self.command(name, rich_help_panel=section)(with_options(function))
+            return function
+
+        return decorate
+
+    def group(self, name: str, help: str, section: Section, **settings: Any) -> Commands:
+        """A new group of commands; ``settings`` are typer's."""
+        made = Commands(help=help, **settings)
+        self.add_typer(made, name=name, rich_help_panel=section)
+        return made
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` as typer takes it: parameters that are `Made` stand there as the options they are made of."""
+    makers: dict[str, Callable[..., Any]] = {}
+    options: dict[str, inspect.Parameter] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        made = [mark for mark in getattr(parameter.annotation, "__metadata__", ()) if isinstance(mark, Made)]
+        if made:
+            makers[parameter.name] = made[0].make
+            options |= inspect.signature(made[0].make, eval_str=True).parameters
+        else:
+            options[parameter.name] = parameter
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        with reporting_errors(), ExitStack() as stack:
+            for name, make in makers.items():
+                value = make(**{option: given[option] for option in inspect.signature(make).parameters})
+                given[name] = stack.enter_context(value) if isinstance(value, AbstractContextManager) else value
+            function(**{name: given[name] for name in inspect.signature(function).parameters})
+
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in options.values()]
+    command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    return command
+
+
+@contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Turn an expected error into one line on stderr and its exit code, and Ctrl-C into 130."""
+    try:
+        yield
+    except EXPECTED as error:
+        text = escape(plain(error, keep="\n"))
+        messages.print(f"promptfed: {text}", soft_wrap=True, highlight=False)
+        own: Exit | None = getattr(error, "exit", None)
+        raise typer.Exit(own or (Exit.FAILED if isinstance(error, ProcessFailed) else Exit.BAD_INPUT)) from None
+    except KeyboardInterrupt:
+        messages.print("promptfed: interrupted")
+        raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and end, if ``asked``."""
+    if asked:
+        typer.echo(f"promptfed {metadata.version('promptfed')}, protocol {PROTOCOL_VERSION}")
+        raise typer.Exit
+
+
+app = Commands()

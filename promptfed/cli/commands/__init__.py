@@ -1,0 +1,1 @@
+"""The commands: every module here registers its own with `promptfed.cli.app`."""

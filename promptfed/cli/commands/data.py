@@ -1,0 +1,138 @@
+"""`promptfed data`: the sources of images, a look at one of them, and the building of the emoji's whole set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from promptfed.cli.app import app, with_options
+from promptfed.cli.common import Json
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.output import console, print_json, say, table
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from promptfed.shared.data import Source
+
+group = app.group(
+    "data",
+    "List the sources of images, look at one, or build the emoji's whole set.",
+    "Take part with own data",
+    invoke_without_command=True,
+    no_args_is_help=False,
+)
+
+SOURCES = {
+    "symbols": ("symbols:sketch?topic=weather", "102 drawn symbols in ten styles", "embedded"),
+    "digits": ("digits?domain=inverted", "1,797 handwritten digits", "embedded"),
+    "emoji": ("emoji:flat", "521 things as three designers drew them, in seven styles", "embedded"),
+    "union": ("union:URI,URI", "several sources, percent-encoded", "as those"),
+    "folder": ("folder:/data/pets", "class folders of images", "yours"),
+    "csv": ("csv:/data/table.csv", "a table of paths and labels", "yours"),
+    "torchvision": ("torchvision:OxfordIIITPet?root=/data", "data sets that torchvision reads", "fetched before"),
+    "hf": ("hf:owner/name", "data sets of the Hugging Face library", "promptfed[hf]"),
+}
+
+
+def sources(context: typer.Context, as_json: Json = False) -> None:
+    """List the sources of images, if no command follows."""
+    if context.invoked_subcommand is not None:
+        return
+    if as_json:
+        print_json([{"scheme": name, "example": uri, "holds": held} for name, (uri, held, _) in SOURCES.items()])
+        return
+    rows = [[uri, held, where] for uri, held, where in SOURCES.values()]
+    listed = table(None, ["data URI", "what it holds", "where it comes from"], rows)
+    listed.columns[0].no_wrap = True  # a URI is to be copied
+    console.print(listed)
+
+
+group.callback()(with_options(sources))
+
+
+@group.add()
+def emoji(
+    out: Annotated[Path, typer.Option(help="a new folder for the drawn styles")],
+    packages: Annotated[
+        Path | None, typer.Option(help="folder of unpacked packages; what is missing is fetched with npm")
+    ] = None,
+) -> None:
+    """Draw the whole set of emoji, 15 styles of seven designers, for emoji:STYLE?folder=DIR."""
+    from promptfed.shared.data.emoji.build import build
+
+    build(packages or out.with_name(out.name + "-packages"), out, tell=console.print)
+
+
+SHOWN = "castle,octopus,bicycle,rocket,red apple,scissors,guitar,penguin,hamburger,umbrella,sunflower,microscope"
+
+
+@group.add()
+def styles(
+    out: Annotated[Path, typer.Option(help="the picture's file, .png")],
+    folder: Annotated[Path | None, typer.Option(help="the whole set's folder; default: the embedded styles")] = None,
+    things: Annotated[str, typer.Option(help="names by commas")] = SHOWN,
+) -> None:
+    """Draw a sheet of the emoji's styles: a row for each designer's style, a column for each thing."""
+    from promptfed.shared.data.emoji import store
+    from promptfed.shared.data.emoji.source import FOLDER
+    from promptfed.shared.data.sheet import style_sheet
+
+    drawn = store.read(folder or FOLDER)
+    names = [name.strip() for name in things.split(",")]
+    place = {thing.name: place for place, thing in enumerate(drawn.things)}
+    for name in names:
+        if name not in place:
+            raise CommandError(f"there is no thing {name!r} among the emoji here", Exit.BAD_INPUT)
+    rows = [
+        (style, [drawn.image(style, place[name]) if place[name] in held else None for name in names])
+        for style, held in drawn.styles.items()
+    ]
+    _save(style_sheet(rows, names), out)
+    say(f"{out}: {len(names)} things in {len(rows)} styles")
+
+
+@group.add()
+def show(
+    uri: Annotated[str, typer.Argument(help="data URI, as in emoji:flat")],
+    out: Annotated[Path, typer.Option(help="the picture's file, .png")] = Path("sheet.png"),
+    count: Annotated[int, typer.Option(min=1, help="images that are shown, spread over the classes")] = 48,
+    part: Annotated[str, typer.Option(help="train or test")] = "test",
+    role: Annotated[Literal["trainer", "evaluator"], typer.Option(help="what the data are for")] = "trainer",
+    as_json: Json = False,
+) -> None:
+    """Draw a sheet of a source's images with their class names, and count the images of each class."""
+    from promptfed.shared.data import open_source
+    from promptfed.shared.data.sheet import contact_sheet
+
+    if part not in ("train", "test"):
+        raise CommandError(f"there is no part {part!r}: use train or test", Exit.BAD_INPUT)
+    source = open_source(uri, role)
+    split = source.train if part == "train" else source.test
+    if not len(split):
+        raise CommandError(f"{uri} has no image in {part}: give --part test", Exit.BAD_INPUT)
+    _save(contact_sheet(split, source.class_names, count), out)
+    counts = {name: _counts(source, label) for label, name in enumerate(source.class_names)}
+    if as_json:
+        domain = source.domain.description if source.domain is not None else None
+        print_json({"uri": uri, "domain": domain, "template": source.template, "classes": counts, "sheet": str(out)})
+        return
+    rows = [[name, str(of["train"]), str(of["test"])] for name, of in counts.items()]
+    rows.append(["all", str(len(source.train)), str(len(source.test))])
+    console.print(table(None, ["class", "train", "test"], rows))
+    say(f"{out}: {min(count, len(split))} images of {uri}")
+
+
+def _counts(source: Source, label: int) -> dict[str, int]:
+    return {
+        name: int((split.labels == label).sum()) for name, split in (("train", source.train), ("test", source.test))
+    }
+
+
+def _save(sheet: Image, out: Path) -> None:
+    try:
+        sheet.quantize(128).save(out, "PNG", optimize=True)
+    except OSError as error:
+        raise CommandError(f"{out} cannot be written: {error.strerror or error}", Exit.BAD_INPUT) from None

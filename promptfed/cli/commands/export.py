@@ -1,0 +1,76 @@
+"""`promptfed export` and `promptfed verify`: a federation's result as files, and whether they are what was signed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from promptfed.cli.app import app
+from promptfed.cli.common import KEY_VARIABLE, AllowBackbone, AskedLater, ClassNames, Federation, Json
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.operations import take
+from promptfed.sdk.output import say
+from promptfed.shared.plain_text import plain
+
+
+@app.add(section="Use a result")
+def export(
+    federation: Federation,
+    asked: AskedLater,
+    class_names: ClassNames,
+    allow_backbone: AllowBackbone,
+    out: Annotated[Path | None, typer.Option(help="a new folder; not needed with --to")] = None,
+    to: Annotated[str | None, typer.Option(help="hf:owner/name: put it on the Hugging Face hub too")] = None,
+    public: Annotated[bool, typer.Option("--public", help="with --to: a new repository there is open to all")] = False,
+    round: Annotated[int | None, typer.Option(min=0, help="after this round; default: the last finished one")] = None,
+    anonymous: Annotated[bool, typer.Option(help="number the clients in the card instead of naming them")] = False,
+    merged: Annotated[
+        bool, typer.Option(help="of methods that change weights: also open_clip's model with the changes in it")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Export what a federation learned: prompts, class weights for plain open_clip code, and a card."""
+    from promptfed.export.export import ExportOptions, check_new, show_export
+    from promptfed.export.export import export as write_export
+    from promptfed.export.hub import open_hub, push, repository_of
+
+    if to is None and (out is None or public):
+        raise CommandError("say where to: --out FOLDER or --to hf:owner/name", Exit.USAGE)
+    if to is not None:
+        repository_of(to)
+        open_hub(token_needed=True)
+    options = ExportOptions(class_names, anonymous, allow_backbone, merged)
+    with TemporaryDirectory(prefix="promptfed-export-") as temporary:
+        folder = out or Path(temporary) / "export"
+        check_new(folder)
+        with asked.open() as api:
+            card = write_export(api.run(take(federation, round)), folder, options, coordinator=api)
+        where = push(folder, to, public) if to is not None else None
+        show_export(card, folder if out is not None else Path(str(to)), as_json)
+    if where is not None and not as_json:
+        say(f"It is at {where}")
+
+
+@app.add(section="Use a result")
+def verify(
+    folder: Annotated[Path, typer.Argument(help="folder that `promptfed export` has written")],
+    key: Annotated[
+        str,
+        typer.Option(envvar=KEY_VARIABLE, help="the coordinator's public key, as `GET /v1/signing-key` once told it"),
+    ],
+    allow_backbone: AllowBackbone,
+    recompute: Annotated[
+        bool, typer.Option(help="load the backbone and compute the class weights and the merged model again")
+    ] = True,
+) -> None:
+    """Check that an export is, file by file, what the coordinator with this key has signed."""
+    from promptfed.export.verification import verify_export
+
+    verified = verify_export(folder, key, recompute=recompute, allow_backbone=allow_backbone)
+    federation, round = verified.card.federation, verified.card.round
+    where = f"{federation.name} ({federation.id}) after round {round}"
+    for line in (f"{folder} is whole: {where}, signed by {key}", *verified.remarks):
+        say(plain(line))

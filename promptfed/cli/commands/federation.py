@@ -1,0 +1,224 @@
+"""`promptfed federation`: create, watch and steer federations at a coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from promptfed.cli.app import app
+from promptfed.cli.common import AllowBackbone, Api, Federation, Json, Round, Yes, confirm
+from promptfed.sdk import operations
+from promptfed.sdk.client import Coordinator
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.sdk.files import read_spec, write_file
+from promptfed.sdk.follow import Snapshot, follow
+from promptfed.sdk.output import console, print_json, say, table, tell
+from promptfed.sdk.pace import Pace, describe_round, duration
+from promptfed.sdk.progress import Watcher, result_table
+from promptfed.sdk.result import FederationResult
+from promptfed.sdk.summary import CentralPrivacySummary, FederationSummary
+from promptfed.sdk.text import size
+from promptfed.shared.api.api_schemas import FederationView
+from promptfed.shared.plain_text import plain
+
+group = app.group("federation", "Create, watch and steer federations at a coordinator.", "Operate federations")
+
+
+@group.add()
+def create(
+    spec: Annotated[Path, typer.Argument(help="YAML or JSON file with the federation's spec")],
+    api: Api,
+    allow_backbone: AllowBackbone,
+    dry_run: Annotated[bool, typer.Option(help="only check the spec")] = False,
+    backbone: Annotated[
+        bool, typer.Option(help="load the backbone here, so that its fingerprint is fixed and words become a context")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Create a federation from a spec."""
+    asked = read_spec(spec)
+    initial_state = None
+    if backbone:
+        from promptfed.sdk.backbone import resolve, with_backbone
+
+        resolved, initial_state = with_backbone(resolve(asked), allow_backbone)
+        asked = {**asked, "backbone": resolved.backbone.model_dump(mode="json", exclude_unset=True)}
+    if dry_run:
+        checked = api.send(operations.dry_run(asked)).json
+        tell(as_json, checked, "The spec is good; nothing was created.")
+        return
+    created = api.run(operations.create(asked, initial_state))
+    if as_json:
+        print_json(created.json)
+    else:
+        _show_created(created.view)
+
+
+def _show_created(view: FederationView) -> None:
+    say(f"Created {view.name} ({view.id}), state {view.state}.")
+    for text in view.privacy.warnings if view.privacy is not None else ():
+        say(f"warning: {text}")
+    if view.disk is not None:
+        needed, free = size(view.disk.needed), size(view.disk.free)
+        text = f"With {view.disk.trainers} trainers it takes up to {needed} of the coordinator's disk at once"
+        say(f"{text}; {free} are free.")
+
+
+@group.add("list")
+def list_federations(api: Api, as_json: Json = False) -> None:
+    """List the coordinator's federations."""
+    pages = api.run(operations.list_federations())
+    if as_json:
+        print_json([federation for page in pages for federation in page.json["federations"]])
+        return
+    views = [view for page in pages for view in page.view.federations]
+    rows = [
+        [view.name, str(view.spec.method["name"]), _state(view), f"{view.round}/{view.spec.rounds}"] for view in views
+    ]
+    console.print(table(None, ["federation", "method", "state", "round"], rows))
+    for view in views:
+        if view.unreadable is not None:
+            say(f"{plain(view.name)} ({plain(view.id)}) is unreadable: {plain(view.unreadable)}")
+
+
+def _state(view: FederationSummary) -> str:
+    return view.state if view.unreadable is None else "unreadable"
+
+
+@group.add()
+def status(federation: Federation, api: Api, as_json: Json = False) -> None:
+    """Show one federation: its state, who has answered, who is awaited until when, and the accuracy so far."""
+    if as_json:
+        print_json(api.send(operations.get_federation(federation)).json)
+        return
+    _show_status(api.send(operations.get_summary(federation)).view)
+    _show_result(api.run(operations.accuracies(federation)))
+
+
+@group.add()
+def watch(federation: Federation, api: Api, as_json: Json = False) -> None:
+    """Follow a federation until it ends.
+
+    Shows loss, accuracy and seconds of each round; the exit code is 7 if the federation did not finish.
+    """
+    _watch(api, federation, as_json)
+    answer = api.send(operations.get_summary(federation))
+    if as_json:
+        print_json(answer.json)
+    else:
+        _show_result(api.run(operations.accuracies(federation)))
+    if answer.view.state != "finished":
+        reason = f": {answer.view.reason}" if answer.view.reason else ""
+        raise CommandError(f"{answer.view.name} is {answer.view.state}{reason}", Exit.FEDERATION_ENDED_BADLY)
+
+
+def _watch(api: Coordinator, federation: str, quiet: bool) -> None:
+    """Show each round once it is over, and meanwhile what happens and how long the rest takes."""
+    pace: Pace | None = None
+    with Watcher(quiet=quiet) as watcher:
+        for snapshot in follow(api, federation):
+            pace = pace or Pace(snapshot.rounds)
+            newest = snapshot.round if snapshot.over else snapshot.round - 1
+            if not quiet and newest > pace.last:  # a report has megabytes with a thousand clients: once a round
+                for report in api.run(operations.rounds_after(federation, pace.last)):
+                    pace.add(report)
+                    watcher.note(describe_round(report))
+            left = pace.left()
+            watcher.show(snapshot, f"about {duration(left)} left" if left is not None and not snapshot.over else "")
+
+
+def _steer(api: Coordinator, federation: str, verb: operations.Verb, as_json: bool) -> None:
+    answer = api.send(operations.steer(federation, verb))
+    tell(as_json, answer.json, f"{answer.view.name} is {answer.view.state}.")
+
+
+@group.add()
+def start(federation: Federation, api: Api, as_json: Json = False) -> None:
+    """Start the rounds, and confirm the backbone that the first client enrolled with."""
+    _steer(api, federation, "start", as_json)
+
+
+@group.add()
+def pause(federation: Federation, api: Api, as_json: Json = False) -> None:
+    """Pause a federation: nobody is asked until it is resumed, but updates of open tasks are accepted."""
+    _steer(api, federation, "pause", as_json)
+
+
+@group.add()
+def resume(federation: Federation, api: Api, as_json: Json = False) -> None:
+    """Resume a federation after a pause."""
+    _steer(api, federation, "resume", as_json)
+
+
+@group.add()
+def cancel(federation: Federation, api: Api, yes: Yes = False, as_json: Json = False) -> None:
+    """End a federation for good, after confirmation; its rounds so far stay."""
+    view = api.send(operations.get_summary(federation)).view
+    confirm(f"{view.name} (round {view.round} of {view.spec.rounds}) would end for good.", yes)
+    _steer(api, federation, "cancel", as_json)
+
+
+@group.add()
+def delete(federation: Federation, api: Api, yes: Yes = False, as_json: Json = False) -> None:
+    """Delete a federation with all its data, after confirmation."""
+    view = api.send(operations.get_summary(federation)).view
+    described = f"{view.name} ({view.state}, round {view.round} of {view.spec.rounds})"
+    confirm(f"{described} would be deleted with its states, updates and reports.", yes)
+    api.send(operations.delete_federation(view.id))
+    tell(as_json, {"deleted": view.id}, f"{view.name} is deleted.")
+
+
+@group.add()
+def prompts(
+    federation: Federation,
+    api: Api,
+    out: Annotated[Path | None, typer.Option(help="write safetensors here; default: print JSON")] = None,
+    round: Round = "latest",
+    as_json: Json = False,
+) -> None:
+    """Fetch the global state of a round: prompts, aggregators, generators."""
+    accept: operations.Accept = "application/json" if out is None else "application/octet-stream"
+    answer = api.send(operations.get_prompts(federation, round, accept))
+    if out is None:
+        print_json(answer.json)
+        return
+    written = {"file": str(out), "bytes": len(answer.body), "state_hash": answer.headers["etag"].strip('"')}
+    write_file(out, answer.body)
+    tell(as_json, written, f"Wrote {out} ({size(len(answer.body))}), state {written['state_hash']}.")
+
+
+def _show_status(federation: FederationSummary) -> None:
+    spec, fingerprint, snapshot = federation.spec, federation.backbone.fingerprint, Snapshot.of(federation)
+    unconfirmed = fingerprint is not None and not federation.backbone.confirmed
+    who = f"{federation.clients.trainers} trainers, {federation.clients.evaluators} evaluators"
+    lines = [
+        f"{federation.name} ({federation.id}): {spec.method['name']}, {snapshot.describe()}",
+        f"round {snapshot.round} of {snapshot.rounds}, {who}",
+        f"backbone {spec.backbone.model}, {fingerprint or 'not known before the first client'}"
+        + (" (`start` confirms it)" if unconfirmed else ""),
+    ]
+    if federation.privacy is not None:
+        lines += _privacy_lines(federation.privacy)
+    awaited = [client.model_dump(mode="json") for client in federation.awaited]
+    lines += [f"waiting for {client['name']} until {client['until']}" for client in awaited]
+    for line in lines:
+        say(plain(line))
+
+
+def _privacy_lines(given: CentralPrivacySummary) -> list[str]:
+    end = "" if given.budget_rounds is None else f"; rounds end after {given.budget_rounds}"
+    lines = [f"ε = {given.epsilon:.3g} of {given.epsilon_planned:.3g} at δ = {given.delta:g} for a whole client{end}"]
+    if given.epsilon_planned_replace_one is not None:
+        lines.append(f"all rounds, replace-one neighbours: ε = {given.epsilon_planned_replace_one:.3g}")
+    if given.epsilon_planned_if_secret is not None:
+        secret = f"ε = {given.epsilon_planned_if_secret:.3g}"
+        lines.append(f"all rounds, against parties who do not learn who took part: {secret}")
+    return [*lines, *(f"warning: {text}" for text in given.warnings)]
+
+
+def _show_result(result: FederationResult) -> None:
+    if result.evaluated_round is not None:
+        console.print(result_table(result.final(), f"Accuracy after round {result.evaluated_round}"))
+        say(f"sent up {size(result.bytes_up)}, down {size(result.bytes_down)}")

@@ -1,0 +1,28 @@
+"""`promptfed coordinator` and `promptfed client`: the two services, whose options are their settings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from promptfed.cli.app import Made, app
+from promptfed.cli.settings_options import options_of
+from promptfed.client_service.settings import Settings as ClientSettings
+from promptfed.client_service.settings import make_settings
+from promptfed.coordinator.settings import Settings as CoordinatorSettings
+from promptfed.shared.service.leaving import leave
+
+
+@app.add(section="Operate federations")
+def coordinator(given: Annotated[dict[str, Any], Made(options_of(CoordinatorSettings))]) -> None:
+    """Run a coordinator."""
+    from promptfed.coordinator.__main__ import start
+
+    leave(start(given))
+
+
+@app.add(section="Take part with own data")
+def client(given: Annotated[dict[str, Any], Made(options_of(ClientSettings))]) -> None:
+    """Run a client, which takes part in a federation with this owner's data."""
+    from promptfed.client_service.__main__ import start
+
+    leave(start(make_settings(**given)))

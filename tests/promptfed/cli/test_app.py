@@ -1,0 +1,137 @@
+"""The command as a whole: sections of its help, one style, one file per command, shell completion, light imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from promptfed.cli.app import SECTIONS, Commands, Made
+from promptfed.cli.common import AllowBackbone, Written
+from promptfed.cli.main import app
+from promptfed.client_service.exits import ClientError
+from promptfed.sdk.errors import CommandError, Exit
+from promptfed.shared.data import DataError
+
+PATIENCE = 120
+
+
+def commands(group: Any = None, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command and group, by the words that name it."""
+    for name, command in (group or typer.main.get_command(app)).commands.items():
+        yield f"{path}{name}", command
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path}{name} ")
+
+
+def test_the_help_has_every_section_and_whole_sentences() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).stdout
+    assert [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")][1:] == [
+        *SECTIONS
+    ]
+    for name, command in commands():
+        first = command.help.partition("\n\n")[0]
+        assert first.rstrip()[-1] in ".?:", name
+        assert first[0].isupper(), name
+        if " " not in name:
+            assert command.rich_help_panel in SECTIONS, name
+
+
+@pytest.mark.parametrize("words", [name for name, _ in commands()])
+def test_every_command_shows_its_help(words: str) -> None:
+    shown = CliRunner().invoke(app, [*words.split(), "--help"])
+    assert shown.exit_code == Exit.OK
+    assert shown.stdout.strip().startswith("Usage: ")
+
+
+@pytest.mark.parametrize("service", ["client", "coordinator"])
+def test_services_look_like_other_commands(service: str) -> None:
+    wrong = CliRunner().invoke(app, [service, "--no-such-option"])
+    assert wrong.exit_code == Exit.USAGE
+    assert "No such option" in wrong.stderr
+    assert wrong.stderr.startswith("Usage: ")
+
+
+def test_a_client_says_in_one_line_what_is_missing() -> None:
+    done = CliRunner().invoke(app, ["client", "--coordinator", "http://127.0.0.1:1"])
+    assert done.exit_code == Exit.USAGE
+    assert done.stderr.startswith("promptfed: --federation: Field required")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_shell_completion(tmp_path: Path) -> None:
+    def complete(words: str, count: int) -> list[str]:
+        variables = {"_PROMPTFED_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+        code = "from promptfed.cli.main import app; app(prog_name='promptfed')"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        return done.stdout.split()
+
+    assert complete("promptfed fed", 1) == ["federation"]
+    assert "clients" in complete("promptfed federation cl", 2)
+    assert "--policy" in complete("promptfed client --pol", 2)
+
+
+def test_all_commands_import_no_torch() -> None:
+    heavy = ["torch", "open_clip", "matplotlib", "sqlalchemy", "sklearn"]
+    code = f"import sys, promptfed.cli.main; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert done.stdout == "[]\n"
+
+
+def sized(size: Annotated[int, typer.Option(min=1)] = 3) -> Iterator[int]:
+    yield size
+
+
+def test_parameters_are_made_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMPTFED_BACKBONE_FILE", raising=False)
+    monkeypatch.delenv("PROMPTFED_CLIENT_BACKBONE_FILE", raising=False)
+    own, seen = Commands(), []
+
+    @own.add()
+    def look(size: Annotated[Iterator[int], Made(sized)], allow_backbone: AllowBackbone, written: Written) -> None:
+        """Look."""
+        seen.append((next(size), allow_backbone, set(written)))
+
+    @own.add()
+    def other() -> None:
+        """Make `own` a group."""
+
+    assert CliRunner().invoke(own, ["look"]).exit_code == 0
+    assert CliRunner().invoke(own, ["look", "--size", "5", "--allow-backbone"]).exit_code == 0
+    assert seen == [(3, False, set()), (5, True, {"size", "allow_backbone"})]
+    assert CliRunner().invoke(own, ["look", "--size", "0"]).exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CommandError("wrong", Exit.REFUSED), Exit.REFUSED),
+        (ClientError(Exit.STATE, "wrong"), Exit.STATE),
+        (DataError("wrong"), Exit.BAD_INPUT),
+        (KeyboardInterrupt(), Exit.INTERRUPTED),
+    ],
+)
+def test_expected_errors_are_one_line(error: BaseException, code: Exit) -> None:
+    own = Commands()
+
+    @own.add()
+    def fail() -> None:
+        """Fail."""
+        raise error
+
+    done = CliRunner().invoke(own, [])
+    assert done.exit_code == code
+    assert done.stderr.strip() in ("promptfed: wrong", "promptfed: interrupted")
