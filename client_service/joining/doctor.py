@@ -49,6 +49,7 @@ from promptfed.shared.data import Source
 from promptfed.shared.messages import ENDED, EnrolmentInfo
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.interface.hooks import ReadsDomains
 from promptfed.shared.spec.spec import BackboneSpec, SpecError
 
 ANSWER_SECONDS = 5.0  # that a coordinator gets to answer
@@ -237,7 +238,7 @@ class Examination:
         method.check_classes(space)
         method.check_texts(backbone, space, info.template or source.template)
         domain = domain_of(source)
-        if domain is not None and settings.role == "trainer":
+        if domain is not None and settings.role == "trainer" and isinstance(method, ReadsDomains):
             method.check_domain(backbone, space, domain)
         declared = declaration(settings, source, domain, backbone)
         enrol_request(declared, NOBODY, backbone)

@@ -19,6 +19,7 @@ from promptfed.shared.clip.weights.permissions import CHECKPOINT_SUFFIXES
 from promptfed.shared.data import Source
 from promptfed.shared.messages import PROTOCOL_VERSION, Domain, EnrolmentInfo, EnrolRequest, Role
 from promptfed.shared.methods import METHODS, make_method
+from promptfed.shared.methods.core.interface import hooks
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.secagg.keys import public_identity, sign
@@ -122,7 +123,7 @@ def take_own_options(method: Method, settings: Settings) -> None:
         ClientError: USAGE.
     """
     try:
-        method.take_own(settings.method_options)
+        hooks.take_own_options(method, settings.method_options)
     except MethodError as error:
         raise ClientError(Exit.USAGE, f"--method-option: {error}") from None
 

@@ -49,6 +49,7 @@ from promptfed.shared.data import DataError, Source
 from promptfed.shared.messages import ENDED, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import check_fits
 from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.interface.hooks import ReadsDomains
 from promptfed.shared.spec.spec import BackboneShape, SpecError
 from promptfed.shared.tensors import TensorError
 
@@ -241,7 +242,7 @@ class Joining:
                 work.backbone.tokens(described)
             for names, template in spaces:
                 method.check_texts(work.backbone, names, info.template or template)
-            if data.domain is not None and self.settings.role == "trainer":
+            if data.domain is not None and self.settings.role == "trainer" and isinstance(method, ReadsDomains):
                 method.check_domain(work.backbone, spaces[0][0], data.domain)
         except BackboneError as error:
             raise ClientError(Exit.BAD_INPUT, str(error)) from None

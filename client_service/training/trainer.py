@@ -42,6 +42,7 @@ from promptfed.shared.methods.core.interface.base import (
     Phase,
     TrainResult,
 )
+from promptfed.shared.methods.core.interface.hooks import Prepares, take_own_options
 from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.outcomes import Record
 from promptfed.shared.privacy.distributed import PartialNoise
@@ -322,7 +323,7 @@ class TaskWork:
         self, config: TaskConfig, round: int, phase: str, cancelled: Cancelled
     ) -> tuple[Method, ClientContext]:
         method = make_method(config.method)
-        method.take_own(self.own_options)
+        take_own_options(method, self.own_options)
         space = method.label_space(tuple(config.class_names) if config.class_names else None, self.data.class_names)
         context = ClientContext(
             backbone=self.backbone,
@@ -363,7 +364,8 @@ class TaskWork:
         private, provenance = self.state.committed()
         digest = _digest(peers)
         if self.role == "trainer" and provenance.peers != digest:
-            private = method.prepare(context, private)
+            if isinstance(method, Prepares):
+                private = method.prepare(context, private)
             self.state.commit_prepared(private, replace(provenance, peers=digest))
         return private, digest
 

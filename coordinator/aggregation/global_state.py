@@ -21,6 +21,7 @@ from promptfed.coordinator.store.blobs import Blobs
 from promptfed.coordinator.store.tables import TaskRow, UpdateRow
 from promptfed.shared.methods.core.checks.rule_checks import check_flame_noise
 from promptfed.shared.methods.core.interface.base import ClientUpdate, Phase, ServerContext
+from promptfed.shared.methods.core.interface.hooks import AdoptsStates, ChecksClients, ForgetsClients, GrowsWithClients
 from promptfed.shared.methods.core.interface.insights import Measured, MeasuresUpdates
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
@@ -43,13 +44,14 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
     Raises:
         NeedsBackbone, MethodError, TensorError: there is none for these clients and this backbone.
     """
-    federation.method.check_clients(context)
+    if isinstance(federation.method, ChecksClients):
+        federation.method.check_clients(context)
     check_flame_noise(
         federation.spec.aggregation, federation.method, federation.spec.rounds, federation.method.dims(context)
     )
     if federation.supplied_state is not None:
         supplied, _ = decode(blobs.read(federation.supplied_state))
-        tensors = federation.method.adopt(supplied, context)
+        tensors = adopted(federation, supplied, context)
     else:
         tensors = federation.method.initial_state(context, initial_draws(federation.spec.seed))
     server = federation.spec.aggregation.server
@@ -59,13 +61,20 @@ def initial_state(blobs: Blobs, federation: Federation, context: ServerContext) 
     return tensors
 
 
+def adopted(federation: Federation, supplied: Tensors, context: ServerContext) -> Tensors:
+    """The supplied state of round 0, fitted to the clients of ``context``."""
+    method = federation.method
+    return method.adopt(supplied, context) if isinstance(method, AdoptsStates) else supplied
+
+
 def joined(federation: Federation, state: Tensors, roster: Sequence[str], newcomers: Iterable[str]) -> Tensors:
     """The state after ``newcomers`` joined those of ``roster`` one by one; each sees a roster that ends with itself."""
     present, moments = list(roster), server_part(state)
     state = method_part(state)
     for name in newcomers:
         present.append(name)
-        state = federation.method.join(state, federation.clients[name].info(), federation.context(present))
+        if isinstance(federation.method, GrowsWithClients):
+            state = federation.method.join(state, federation.clients[name].info(), federation.context(present))
     state = state | moments
     check_state(federation, state, federation.context(present))
     return state
@@ -74,6 +83,8 @@ def joined(federation: Federation, state: Tensors, roster: Sequence[str], newcom
 def forgotten(federation: Federation, state: Tensors, client: str, context: ServerContext) -> Tensors:
     """The state without what it keeps of ``client`` alone; the same object where it keeps nothing."""
     own = method_part(state)
+    if not isinstance(federation.method, ForgetsClients):
+        return state
     after = federation.method.forget(own, federation.clients[client].info(), context)
     if after is own:
         return state

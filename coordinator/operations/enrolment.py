@@ -19,7 +19,8 @@ from promptfed.coordinator.store.tokens import digest
 from promptfed.shared.messages import ENDED, MOST_PEERS, PROTOCOL_VERSION, EnrolmentInfo, EnrolRequest
 from promptfed.shared.methods import METHODS, check_fits
 from promptfed.shared.methods.core.checks.client_checks import check_clients, check_hopeless
-from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.interface.base import MethodError
+from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.core.sizes import check_sizes
 from promptfed.shared.secagg.keys import is_signed
 from promptfed.shared.spec.spec import BackboneShape
@@ -264,10 +265,9 @@ def _check_method(federation: Federation, client: Client, shape: BackboneShape) 
     try:
         _check_delta(federation, client)
         federation.method.check_classes(federation.method.label_space(alone.class_names, client.class_names))
-        if type(federation.method).admit is not Method.admit:  # Else nobody looks at the others, who may be many.
-            members = federation.run.members.items()
-            others = [name for name, member in members if member.active and name != client.name]
-            federation.method.admit(client.info(), former, seen.context(others))
+        members = federation.run.members.items()
+        others = [name for name, member in members if member.active and name != client.name]
+        check_admission(federation.method, client.info(), former, lambda: seen.context(others))
     except MethodError as error:
         raise problems.UnfitClient(str(error)) from None
 

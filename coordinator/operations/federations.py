@@ -236,7 +236,7 @@ def _check_supplied(federation: Federation, tensors: dict[str, Any]) -> None:
         return
     roster = [name for name, member in federation.run.members.items() if member.active]
     context = federation.context(roster)
-    global_state.check_state(federation, federation.method.adopt(tensors, context), context)
+    global_state.check_state(federation, global_state.adopted(federation, tensors, context), context)
 
 
 def _expect_enrolling(federation: Federation) -> None:

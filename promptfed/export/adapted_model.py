@@ -30,6 +30,7 @@ from promptfed.shared.methods.core.interface.base import (
     MethodError,
     ServerContext,
 )
+from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.core.merging import Merges, checkpoint_of
 from promptfed.shared.methods.registry import INSTALL
 from promptfed.shared.methods.zero_shot import TemplateClassifier
@@ -83,7 +84,7 @@ class AdaptedModel:
         if method.personal and not method.state_tensors():
             return f"{method.name} shares nothing: each client keeps what it has learned"
         try:
-            method.admit(NOBODY, None, self._context(self.terms.backbone.shape))
+            check_admission(method, NOBODY, None, lambda: self._context(self.terms.backbone.shape))
         except MethodError:
             return f"{method.name} classifies with what each client keeps to itself, which the federation never sees"
         return None

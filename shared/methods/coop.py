@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core.context import ContextMethod, TextPromptClassifier, class_prompts, train_context
 from promptfed.shared.methods.core.interface.base import (
     ClientContext,
-    ClientUpdate,
-    Combine,
-    Phase,
     ServerContext,
     TrainResult,
 )
@@ -32,19 +27,9 @@ class CoOp(ContextMethod):
         """Empty: the coordinator holds nothing."""
         return ()
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One phase in which clients train; no tensor travels."""
-        return (Phase("train", down=(), up=()),)
-
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
         """The empty state: clients draw the common start themselves."""
         return {}
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """Nothing to aggregate."""
-        return state
 
     def current(self, context: ClientContext, private: Tensors) -> Tensor:
         """The client's context ``(m, d_t)``: what it has trained, or the start that all have in common."""

@@ -123,10 +123,6 @@ class DiPrompt(Method):
         """G, D and, where it is learned, Q."""
         return (GLOBAL, DOMAIN) + (QUERY,) * self._learned
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """All down, all up."""
-        return (Phase("train", down=self.state_tensors(), up=self.state_tensors(), mean=True),)
-
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``M``, ``m`` and the text tower's width ``d_t``."""
         sizes = {"M": len(self.hyper.candidates), "m": self.hyper.m}

@@ -23,8 +23,6 @@ from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
     ClientInfo,
-    ClientUpdate,
-    Combine,
     Hyperparameters,
     Method,
     MethodError,
@@ -236,12 +234,6 @@ class FedAPT(Method):
             return super().payload(state, phase, client, context)
         row = state[DOMAINS.name].tolist().index(key_of(client))
         return {name: state[name] for name in (META, QUERY.name, DOMAINS.name)} | {KEY.name: state[KEYS.name][row]}
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """The mean of P and Q; the keys stay."""
-        return state | combine(updates)
 
     def _key(self, seed: int, domain: int, dims: dict[str, int]) -> Tensor:
         """K ``(m, d_t)`` uniform in [0, 1), whoever else there is."""

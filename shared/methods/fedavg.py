@@ -123,7 +123,7 @@ class FedAvg(WeightMethod):
 
     def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
         """A supplied state, with equal weights for the clients that there are."""
-        return super().adopt(state, context) | (generalization.start(context) if self.adjusts else {})
+        return state | (generalization.start(context) if self.adjusts else {})
 
     def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
         """A newcomer counts as the others do on average."""

@@ -12,7 +12,7 @@ Source: Lu et al., "FedCLIP: Fast Generalization and Personalization for CLIP in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -23,11 +23,8 @@ from torch.nn import functional as F
 from promptfed.shared.methods.core.context import cosine_logits
 from promptfed.shared.methods.core.interface.base import (
     ClientContext,
-    ClientUpdate,
-    Combine,
     Hyperparameters,
     Method,
-    Phase,
     ServerContext,
     Split,
     TrainResult,
@@ -122,10 +119,6 @@ class FedCLIP(Method):
         """The adapter."""
         return ADAPTER
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One exchange: the adapter down and up; its mean is the state."""
-        return (Phase("train", down=ADAPTER, up=ADAPTER, mean=True),)
-
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``d_e``."""
         return {"d_e": context.shape.d_e}
@@ -135,12 +128,6 @@ class FedCLIP(Method):
         dims = self.dims(context)
         shapes = {spec.name: spec.resolve(dims) for spec in ADAPTER}
         return {n: (torch.rand(*s, generator=generator) * 2 - 1) / dims["d_e"] ** 0.5 for n, s in shapes.items()}
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """The weighted mean of the clients' adapters."""
-        return combine(updates)
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """E epochs of the adapter on CE(τ⁻¹·cos(a(I) ⊙ I, T(y)))."""

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core.context import CONTEXT, ContextHyper, SharedContextMethod, class_prompts
-from promptfed.shared.methods.core.interface.base import ClientContext, Phase, ServerContext, Split, TrainResult
+from promptfed.shared.methods.core.interface.base import ClientContext, ServerContext, Split, TrainResult
 from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.interface.protection import Objective
 from promptfed.shared.methods.core.training import train
@@ -68,10 +68,6 @@ class FedCoCoOp(SharedContextMethod):
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The context and the meta-net."""
         return STATE
-
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One exchange a round: context and meta-net down, the trained ones up."""
-        return (Phase("train", down=STATE, up=STATE, mean=True),)
 
     def dims(self, context: ServerContext) -> dict[str, int]:
         """The context's, ``d_e`` and the meta-net's hidden width."""

@@ -187,7 +187,7 @@ class FedLoRA(Method):
                 for tower in self.towers
                 for name, factor in best_of_rank(tower, given, self.hyper.r).items()
             }
-        return state | combine(updates)
+        return super().aggregate(state, phase, updates, combine, context)
 
     def aggregate_measured(
         self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext

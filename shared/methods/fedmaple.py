@@ -7,7 +7,7 @@ Notation as in `visual.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
@@ -17,10 +17,7 @@ from torch import Generator, Tensor
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.interface.base import (
     ClientContext,
-    ClientUpdate,
-    Combine,
     Method,
-    Phase,
     ServerContext,
     TrainResult,
 )
@@ -74,10 +71,6 @@ class FedMaple(Method):
         """Text prompts and coupling maps."""
         return STATE
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One exchange a round."""
-        return (Phase("train", down=STATE, up=STATE, mean=True),)
-
     def dims(self, context: ServerContext) -> dict[str, int]:
         """Widths of both towers, and how many of their first blocks have prompts."""
         hyper, shape = self.hyper, context.shape
@@ -101,12 +94,6 @@ class FedMaple(Method):
             spec.name: (torch.rand(*spec.resolve(dims), generator=generator) * 2 - 1) * bound for spec in (WEIGHT, BIAS)
         }
         return {TEXT.name: drawn(generator, *TEXT.resolve(dims))} | uniform
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """The weighted mean of prompts and maps."""
-        return combine(updates)
 
     def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The text prompts at the input: deeper ones stand beside hidden states, not beside words."""

@@ -10,7 +10,7 @@ Source: Bo et al., "FedMGP: Personalized Federated Learning with Multi-Group Tex
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -25,12 +25,9 @@ from promptfed.shared.methods.core.context import INIT_STD, text_width
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
-    ClientUpdate,
-    Combine,
     Method,
     MethodError,
     Needs,
-    Phase,
     ServerContext,
     Split,
     TrainResult,
@@ -237,12 +234,8 @@ class FedMGP(Method):
             log.warning("fedmgp under %s: the first group of one client may be unlike another's", spec.aggregation.rule)
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """The global groups of each modality."""
+        """The global groups of each modality. (G4) their mean over clients goes rank by rank."""
         return tuple(TensorSpec(shared(kind), ("s", "m", WIDTHS[kind])) for kind in self.kinds)
-
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """The global groups down, those that were drawn up."""
-        return (Phase("train", down=self.state_tensors(), up=self.state_tensors(), mean=True),)
 
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``s``, ``m`` and the towers' widths."""
@@ -257,12 +250,6 @@ class FedMGP(Method):
         """Zero, which means none: clients draw their groups themselves."""
         dims = self.dims(context)
         return {spec.name: torch.zeros(spec.resolve(dims)) for spec in self.state_tensors()}
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """(G4) the mean of the clients' groups, rank by rank."""
-        return combine(updates)
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
         """Every class name must fit behind the prompts, and into the template."""

@@ -9,17 +9,10 @@ import torch
 from pydantic import Field
 
 from promptfed.shared.methods.core.heads import WEIGHT, LinearHead
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ClientInfo,
-    MethodError,
-    ServerContext,
-    TrainResult,
-)
+from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import TowerHyper, WeightMethod
-from promptfed.shared.methods.singleset_full import refuse_evaluator
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors
 
@@ -54,6 +47,7 @@ class PrivateHeadMethod(WeightMethod):
     """Base of the methods that share the tower under a linear head which is none of the state's."""
 
     personal = True
+    takes_evaluators = False  # a head is made by training only
 
     def __init__(self, hyper: TowerHyper):
         super().__init__(hyper)
@@ -92,20 +86,11 @@ class PrivateHeadMethod(WeightMethod):
         """The head stays with its client."""
         return False
 
-    @property
-    def takes_evaluators(self) -> bool:
-        """No: they train no head."""
-        return False
-
     def check(self, spec: FederationSpec) -> None:
         """A tower that does not change leaves nothing to share."""
         super().check_options(spec)
         if self.hyper.trainable == "none":
             raise MethodError(f"{self.name} shares the tower: with trainable: none nothing is left; take another")
-
-    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
-        """Evaluators are refused."""
-        refuse_evaluator(self, client)
 
 
 class FedRep(PrivateHeadMethod):

@@ -10,7 +10,7 @@ numbers below are the paper's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -27,13 +27,10 @@ from promptfed.shared.methods.core.context import (
 )
 from promptfed.shared.methods.core.interface.base import (
     ClientContext,
-    ClientUpdate,
-    Combine,
     Hyperparameters,
     LabelSpace,
     Method,
     MethodError,
-    Phase,
     ServerContext,
     TrainResult,
 )
@@ -121,12 +118,8 @@ class FedTPG(Method):
     # Server half
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """θ: queries, norms, attention and feed-forward."""
+        """θ: queries, norms, attention and feed-forward. The coordinator averages it (Algorithm 1)."""
         return PARAMETERS
-
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One exchange a round: θ down, the trained θ up."""
-        return (Phase("train", down=PARAMETERS, up=PARAMETERS, mean=True),)
 
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``m``, both widths and the feed-forward's."""
@@ -156,12 +149,6 @@ class FedTPG(Method):
             else:
                 state[spec.name] = torch.ones(shape) if spec.name.endswith("weight") else torch.zeros(shape)
         return state
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """The mean of the clients' θ (Algorithm 1; uniform unless the spec weighs by samples)."""
-        return combine(updates)
 
     def generate(self, state: Tensors, text_features: Tensor, context: ServerContext) -> Tensors:
         """The context ``(m, d_t)`` for classes with text features ``(C, d_e)``."""

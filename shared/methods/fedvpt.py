@@ -6,7 +6,6 @@ local form share is here too. Notation as in `visual.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,12 +24,8 @@ from promptfed.shared.methods.core.heads import (
 )
 from promptfed.shared.methods.core.interface.base import (
     ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    Combine,
     Method,
     MethodError,
-    Phase,
     ServerContext,
     TrainResult,
 )
@@ -81,6 +76,7 @@ class VisualPromptMethod(Method):
         if hyper.head == "linear":
             self.needs = replace(visual.NEEDS, text_tower=False)
             self.personal = True
+            self.takes_evaluators = False  # the head is made by training only
 
     def check(self, spec: FederationSpec) -> None:
         """``projected`` says where a linear head stands: without one it would say nothing."""
@@ -96,19 +92,6 @@ class VisualPromptMethod(Method):
         sizes = visual.vision_dims(self.name, self.hyper.depth, context)
         vpt_bound(context.shape.patch_size, sizes["d_v"])
         return {"m": self.hyper.m} | sizes
-
-    @property
-    def takes_evaluators(self) -> bool:
-        """Not with a linear head: what they would classify with is made by training only."""
-        return self.hyper.head == "text"
-
-    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
-        """With a linear head, evaluators are refused."""
-        if client.role == "evaluator" and not self.takes_evaluators:
-            raise MethodError(
-                f"{self.name} with a linear head classifies with what each client trains: an evaluator has none; enrol "
-                "it as a trainer, or use head: text"
-            )
 
     def start(self, depth: int, width: int, patch_size: int | None, generator: Generator) -> Tensor:
         """Prompts ``(depth, m, width)`` before any training."""
@@ -163,20 +146,10 @@ class FedVPT(VisualPromptMethod):
         """The prompts."""
         return (PROMPTS,)
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One exchange a round: the prompts down, the trained ones up."""
-        return (Phase("train", down=(PROMPTS,), up=(PROMPTS,), mean=True),)
-
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
         """VPT's uniform start."""
         dims = self.dims(context)
         return {PROMPTS.name: self.start(dims["depth_v"], dims["d_v"], context.shape.patch_size, generator)}
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """The weighted mean of the clients' prompts."""
-        return combine(updates)
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """E epochs from the global prompts and the client's own head."""

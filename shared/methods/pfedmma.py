@@ -11,7 +11,7 @@ Models", ICLR 2026 (arXiv 2507.05394); adapters of MMA (Yang et al., CVPR 2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -23,13 +23,10 @@ from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
-    ClientUpdate,
-    Combine,
     Hyperparameters,
     Method,
     MethodError,
     Needs,
-    Phase,
     ServerContext,
     Split,
     TrainResult,
@@ -224,11 +221,6 @@ class PFedMMA(Method):
         """What is shared."""
         return {"middle": MIDDLE, "none": (), "all": self.tensors()}[self.hyper.share]
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """What is shared, both ways."""
-        state = self.state_tensors()
-        return (Phase("train", down=state, up=state, mean=bool(state)),)
-
     def dims(self, context: ServerContext) -> dict[str, int]:
         """``k``, ``r`` and the towers' widths. Raises MethodError where a tower has not so many blocks."""
         shape, kinds = context.shape, kinds_of(self.hyper)
@@ -256,12 +248,6 @@ class PFedMMA(Method):
                 torch.zeros(shape) if len(shape) == 2 else torch.randn(shape, generator=draws) * math.sqrt(2 / shape[1])
             )
         return made
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """The weighted mean of what is shared, biases too."""
-        return combine(updates) if self.state_tensors() else state
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
         """Both towers must be such that adapters can stand beside their blocks."""

@@ -175,6 +175,7 @@ class PFedPG(Method):
     Hyper = PFedPGHyper
     hyper: PFedPGHyper
     personal = True
+    takes_evaluators = False  # a head is made by training only
     one_payload = False
     metrics = ("loss", "delta_norm")
     needs = replace(visual.NEEDS, text_tower=False)
@@ -233,19 +234,6 @@ class PFedPG(Method):
             vpt_bound(context.shape.patch_size, width)
         inner = self.hyper.inner_width or width
         return {"m": self.hyper.m, "d_v": width, "d_k": inner, "h": self.hyper.hidden, "n": len(context.clients)}
-
-    @property
-    def takes_evaluators(self) -> bool:
-        """No: what they would classify with is a head that only training makes."""
-        return False
-
-    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
-        """Evaluators are refused."""
-        if client.role == "evaluator":
-            raise MethodError(
-                f"{self.name} classifies with a head that each client trains: an evaluator has none; enrol it as a "
-                "trainer, or leave it out"
-            )
 
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
         """Basis as in VPT, matrices Xavier-uniform, biases zero, descriptors uniform in ±1, one draw for each name."""

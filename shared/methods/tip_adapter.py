@@ -8,7 +8,6 @@ Source: Zhang et al., "Tip-Adapter: Training-free Adaption of CLIP for Few-shot 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,12 +20,9 @@ from promptfed.shared.methods.core.context import cosine_logits
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
-    ClientUpdate,
-    Combine,
     Hyperparameters,
     Method,
     MethodError,
-    Phase,
     ServerContext,
     Split,
     TrainResult,
@@ -113,10 +109,6 @@ class TipAdapter(Method):
         """Empty: the coordinator holds nothing."""
         return ()
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One phase in which clients fill their caches; no tensor travels."""
-        return (Phase("train", down=(), up=()),)
-
     def dims(self, context: ServerContext) -> dict[str, int]:
         """No symbol, since there is no tensor."""
         return {}
@@ -124,12 +116,6 @@ class TipAdapter(Method):
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
         """The empty state."""
         return {}
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """Nothing to aggregate."""
-        return state
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """Fills the cache; a and b are those of the best accuracy on held-out training images, where there are any."""

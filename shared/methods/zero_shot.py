@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +10,6 @@ from torch import Generator, Tensor
 from promptfed.shared.methods.core.context import cosine_logits
 from promptfed.shared.methods.core.interface.base import (
     ClientContext,
-    ClientUpdate,
-    Combine,
     Hyperparameters,
     Method,
     MethodError,
@@ -76,12 +73,6 @@ class ZeroShot(Method):
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
         """The empty state."""
         return {}
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """Raises MethodError: there is no phase to close."""
-        raise MethodError("zero_shot has no phase to aggregate")
 
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
         """Raises MethodError: there is nothing to train."""

@@ -33,6 +33,7 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import method_for
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, Method, MethodError
+from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.spec.spec import FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
 from promptfed.shared.tensors import Tensors
@@ -205,7 +206,7 @@ class Attacker:
         """Change ``(n, d)`` of the uploaded tensors by one step at rate 1 on each image alone."""
         method, rows = self._method(), []
         base = self._context(phase, split, ONE_STEP)
-        private = method.prepare(base, {})
+        private = method.prepare(base, {}) if isinstance(method, Prepares) else {}
         for row in range(len(split)):
             context = replace(base, train=picked(split, torch.tensor([row])))
             update = method.train(context, phase.payload, private).update

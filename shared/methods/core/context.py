@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
@@ -13,13 +13,10 @@ from torch.nn import functional as F
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
-    ClientUpdate,
-    Combine,
     Hyperparameters,
     Method,
     MethodError,
     NeedsBackbone,
-    Phase,
     ServerContext,
     Split,
 )
@@ -140,16 +137,6 @@ class SharedContextMethod(ContextMethod):
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The context."""
         return (self.shared,)
-
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """One exchange a round: the context down, the trained context up."""
-        return (Phase("train", down=(self.shared,), up=(self.shared,), mean=True),)
-
-    def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> Tensors:
-        """The weighted mean of the clients' contexts."""
-        return combine(updates)
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """Classifies with the global context."""

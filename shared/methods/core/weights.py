@@ -222,7 +222,7 @@ class WeightMethod(Method):
         """One exchange a round: Δ down, what was changed up."""
         down = tuple(replace(spec, dtype=self.hyper.transport) for spec in self.travelling())
         up = tuple(replace(spec, name=CHANGE + spec.name) for spec in down)
-        return (Phase("train", down=down, up=up, mean=True),)
+        return (Phase("train", down=down, up=up, mean=bool(up)),)
 
     def dims(self, context: ServerContext) -> dict[str, int]:
         """The tower's sizes; for a shared head its classes and width."""
@@ -254,7 +254,9 @@ class WeightMethod(Method):
     def aggregate(
         self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
     ) -> Tensors:
-        """Δ + the mean of the changes."""
+        """Δ + the mean of the changes; nothing where nothing travels."""
+        if not phase.up:
+            return state
         changes = combine(updates)
         # In place: what `combine` made is nobody else's, and may be hundreds of megabytes in a file.
         return {spec.name: changes[CHANGE + spec.name].add_(state[spec.name]) for spec in self.travelling()}

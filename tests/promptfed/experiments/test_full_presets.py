@@ -24,6 +24,7 @@ from promptfed.sdk.backbone import resolve
 from promptfed.shared.data.sharing import SharedSources
 from promptfed.shared.methods import check_fits, method_for
 from promptfed.shared.methods.core.interface.base import ClientInfo, ServerContext
+from promptfed.shared.methods.core.interface.hooks import ChecksClients
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 
 # Classes, and training and test images of each class (0 of the latter: one undivided set). Sizes of ImageNet and
@@ -142,7 +143,8 @@ def expect_startable(job: Job, sources: SharedSources) -> None:
     names = tuple(spec.class_names) if spec.class_names is not None else None
     context = ServerContext(spec.training, shape, names, tuple(clients), spec.seed, spec.rounds)
     method.dims(context)
-    method.check_clients(context)
+    if isinstance(method, ChecksClients):
+        method.check_clients(context)
 
 
 def info_of(spec: FederationSpec, job: Job, number: int, sources: SharedSources) -> ClientInfo:

@@ -17,6 +17,7 @@ from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, MethodError
+from promptfed.shared.methods.core.interface.hooks import take_own_options
 from promptfed.shared.methods.fedmvp import GENERATOR, LORA, FedMVP, PromptedImages, bins, generated
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors
@@ -262,12 +263,12 @@ def test_a_round_that_is_fixed_sends_the_low_rank_part_alone(backbone: Backbone)
 def test_a_clients_own_descriptions_come_first_and_none_at_all_is_told(backbone: Backbone, caplog: Any) -> None:
     context = described(backbone)
     own, plain = method(), method()
-    own.take_own({"class_descriptions": json.dumps({"sun": ["a star"]})})
+    take_own_options(own, {"class_descriptions": json.dumps({"sun": ["a star"]})})
     state = started(plain, backbone)
     shown = [one.classifier(context, state, {}).logits(context.train, torch.arange(3)) for one in (own, plain)]
     assert not torch.allclose(shown[0], shown[1])
     with pytest.raises(MethodError, match="class_descriptions"):
-        own.take_own({"class_descriptions": "no json"})
+        take_own_options(own, {"class_descriptions": "no json"})
     with caplog.at_level(logging.WARNING):
         plain.train(context.with_terms(class_descriptions={}), handed(plain, state), {})
     assert "no class is described" in caplog.text

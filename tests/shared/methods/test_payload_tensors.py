@@ -9,6 +9,7 @@ from promptfed.client_service.training.payloads import check_payload, known_size
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods import METHODS, make_method
 from promptfed.shared.methods.core.interface.base import ClientInfo, ServerContext
+from promptfed.shared.methods.core.interface.hooks import AdoptsStates
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
 from promptfed.shared.tensors import TensorError
@@ -36,7 +37,8 @@ CLIENTS = tuple(
 def test_payloads_are_as_declared(name: str) -> None:
     method = make_method({"name": name})
     context = ServerContext(TrainingSpec(), SHAPE, NAMES, CLIENTS, seed=0, rounds=2)
-    state = method.adopt(method.initial_state(context, initial_draws(0)), context)
+    state = method.initial_state(context, initial_draws(0))
+    state = method.adopt(state, context) if isinstance(method, AdoptsStates) else state
     sizes = known_sizes(method, SHAPE, NAMES)
     first = next(iter(method.phases(1, 2)), None)
     for phase in (first, None):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from promptfed.shared.methods import describe, make_method, resolve_spec
 from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, ServerContext
+from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.pfedpg import BASIS, DESCRIPTORS, PFedPG
 from promptfed.shared.spec.spec import BackboneShape, SpecError
 from promptfed.shared.tensors import Tensors, check, state_hash
@@ -239,8 +240,8 @@ def test_backbones_and_clients_that_do_not_fit() -> None:
     with pytest.raises(MethodError, match="patch_size"):
         start(method, replace(context, shape=SHAPE.model_copy(update={"patch_size": None})))
     with pytest.raises(MethodError, match="an evaluator has none"):
-        method.admit(ClientInfo("lab", "evaluator", 0, NAMES), None, context)
-    method.admit(context.clients[0], None, context)
+        check_admission(method, ClientInfo("lab", "evaluator", 0, NAMES), None, lambda: context)
+    check_admission(method, context.clients[0], None, lambda: context)
 
 
 @pytest.mark.parametrize(

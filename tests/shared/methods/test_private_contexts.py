@@ -13,6 +13,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedpha, make_method, promptfolio, resolve_spec
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, MethodError, ServerContext
+from promptfed.shared.methods.core.interface.hooks import take_own_options
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.private_context import LOCAL, PrivateContextMethod
 from promptfed.shared.seeds import initial_draws
@@ -345,7 +346,7 @@ def test_how_many_directions_are_removed() -> None:
 @pytest.mark.parametrize("length", [4, 9])
 def test_a_length_of_ones_own_reads_its_own_end_token(length: int, backbone: Backbone, make_context: Make) -> None:
     tried, context = method("fedpha"), make_context()
-    tried.take_own({"m_local": str(length)})
+    take_own_options(tried, {"m_local": str(length)})
     local = tried.local_context(context, {})
     assert len(local) == length
     weights = tried.personal_classifier(context, torch.zeros(M, backbone.d_t), local).weights()["class_weights"]
@@ -358,13 +359,13 @@ def test_whose_length_counts(make_context: Make) -> None:
     tried, context = method("fedpha", local_lengths={"hospital-a": 7}), make_context()
     assert tried.local_length(context) == 7
     assert tried.local_length(replace(context, client="other")) == M
-    tried.take_own({"m_local": "9"})
+    take_own_options(tried, {"m_local": "9"})
     assert tried.local_length(context) == 9
     for given, said in (({"m_local": "65"}, "m_local: Input should be less"), ({"n": "1"}, "it has m_local")):
         with pytest.raises(MethodError, match=said):
-            tried.take_own(given)
+            take_own_options(tried, given)
     with pytest.raises(MethodError, match="promptfolio has no option 'm_local' of a client's own: it has none"):
-        method("promptfolio").take_own({"m_local": "9"})
+        take_own_options(method("promptfolio"), {"m_local": "9"})
 
 
 def test_another_length_than_the_stored_one_is_refused(make_context: Make) -> None:
@@ -382,6 +383,6 @@ def test_lengths_must_fit_the_text_positions(backbone: Backbone) -> None:
     with pytest.raises(MethodError, match="a context of m = 16 vectors leaves no room"):
         method("fedpha", local_lengths={"a": 16}).dims(server)
     tried = method("fedpha")
-    tried.take_own({"m_local": "64"})
+    take_own_options(tried, {"m_local": "64"})
     with pytest.raises(ValueError, match="shorten the name or the context"):
         tried.check_texts(backbone, NAMES, "a photo of a {}.")

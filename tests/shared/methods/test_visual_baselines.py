@@ -25,6 +25,7 @@ from promptfed.shared.methods.core.interface.base import (
     MethodError,
     ServerContext,
 )
+from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.fedmaple import FedMaple
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
@@ -256,9 +257,9 @@ def test_vpt_s_start() -> None:
 def test_an_evaluator_has_no_linear_head(backbone: Backbone, name: str) -> None:
     server = server_context(backbone, "a")
     evaluator = ClientInfo("referee", "evaluator", 0, NAMES)
-    vpt(name).admit(evaluator, None, server)
+    check_admission(vpt(name), evaluator, None, lambda: server)
     with pytest.raises(MethodError, match="an evaluator has none"):
-        vpt(name, head="linear").admit(evaluator, None, server)
+        check_admission(vpt(name, head="linear"), evaluator, None, lambda: server)
 
 
 def test_prompts_need_a_vision_transformer(backbone: Backbone) -> None:

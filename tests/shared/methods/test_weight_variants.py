@@ -18,6 +18,7 @@ from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method, resolve_spec
 from promptfed.shared.methods.core.heads import head_start
 from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, Method, MethodError
+from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.methods.fedrod import log_shares
 from promptfed.shared.methods.perfedavg import step
 from promptfed.shared.seeds import initial_draws
@@ -240,13 +241,13 @@ def test_who_has_no_classifier_is_refused(backbone: Backbone, name: str) -> None
     method = method_of(name, **({"head": "linear"} if name == "singleset_full" else {}))
     evaluator, server = ClientInfo("referee", "evaluator", 0, NAMES), server_context(backbone, "a")
     if name in ("fedrod", "perfedavg"):
-        method.admit(evaluator, None, server)
+        check_admission(method, evaluator, None, lambda: server)
         assert method.takes_evaluators
         return
     with pytest.raises(MethodError, match="an evaluator has none"):
-        method.admit(evaluator, None, server)
+        check_admission(method, evaluator, None, lambda: server)
     assert not method.takes_evaluators
-    method_of("singleset_full").admit(evaluator, None, server)
+    check_admission(method_of("singleset_full"), evaluator, None, lambda: server)
 
 
 def test_specs_that_cannot_be_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from promptfed.shared.methods.core.checks.client_checks import check_central, check_sampling
 from promptfed.shared.methods.core.checks.distributed_checks import check_distributed
 from promptfed.shared.methods.core.interface.base import Method, MethodError
+from promptfed.shared.methods.core.interface.hooks import Prepares
 from promptfed.shared.privacy.accounting import PrivacyError
 from promptfed.shared.privacy.settings import PrivacySpec
 from promptfed.shared.spec.spec import FederationSpec
@@ -35,7 +36,7 @@ def check_privacy(method: Method, spec: FederationSpec) -> None:
         raise MethodError("give either noise_multiplier or epsilon: one follows from the other")
     if not type(method).can_protect():
         raise MethodError(f"{method.name} cannot be trained at level sample: {method.unprotected}")
-    if type(method).prepare is not Method.prepare:
+    if isinstance(method, Prepares):
         raise MethodError(f"{method.name} cannot be trained at level sample: what it prepares is made without noise")
 
 

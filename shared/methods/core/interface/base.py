@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import ValidationError
 from torch import Generator, Tensor
 
 from promptfed.shared.messages import Domain
@@ -182,9 +181,10 @@ class TrainResult:
 
 
 class Method(ABC):
-    """One federated method with its hyperparameters ``hyper``. ``promptfed.shared.methods`` lists them.
+    """One federated method with its hyperparameters ``hyper``.
 
-    Reports and the operator's page show what ``core.interface.insights`` describes.
+    What few methods need is optional: `core.interface.hooks` has the hooks for clients that join, leave or differ, and
+    `core.interface.insights` what reports and the operator's page can show.
     """
 
     name: ClassVar[str]
@@ -194,6 +194,7 @@ class Method(ABC):
     needs: Needs = Needs()  # of the method; of one with particular hyperparameters where they change it
     defaults: ClassVar[dict[str, Any]] = {}  # laid under the spec: rounds, training, aggregation, participation
     personal: bool = False  # whether classifiers hold private state, so that each client's is another one
+    takes_evaluators: bool = True  # whether a client that trains nothing has a classifier
     one_payload: bool = True  # whether all clients of a phase, and all of an evaluation, are given the same tensors
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # patterns of the metrics that `train` reports: no other is sent
     protects: ClassVar[bool] = False  # whether `train` can be differentially private for every record of a client
@@ -255,9 +256,10 @@ class Method(ABC):
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The tensors of the global state, with symbolic shapes."""
 
-    @abstractmethod
     def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
-        """The phases of ``round`` (from 1); none for a method that trains nothing."""
+        """The phases of ``round`` (from 1). By default one: all tensors that clients may see go down and come up."""
+        shared = tuple(spec for spec in self.state_tensors() if spec.shared_with_clients)
+        return (Phase("train", down=shared, up=shared, mean=bool(shared)),)
 
     @abstractmethod
     def dims(self, context: ServerContext) -> dict[str, int]:
@@ -275,35 +277,6 @@ class Method(ABC):
         """The global state of round 0, made where a backbone is at hand."""
         return self.initial_state(context, generator)
 
-    def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
-        """A supplied state of round 0, fitted to the clients that there are."""
-        return state
-
-    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:  # noqa: B027
-        """Raise MethodError where ``client`` cannot enrol beside the active clients of ``context``.
-
-        ``former``: what the state knows of the client if it comes back under its name after a reset.
-        """
-
-    @property
-    def takes_evaluators(self) -> bool:
-        """Whether somebody who trains nothing has a classifier."""
-        return True
-
-    def check_clients(self, context: ServerContext) -> None:  # noqa: B027
-        """Raise MethodError where a federation cannot start with the clients of ``context``."""
-
-    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
-        """The state after ``client`` joined a federation that has started."""
-        return state
-
-    def forget(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
-        """The state without what it keeps of ``client`` alone, whose updates are deleted; the same object if nothing.
-
-        An aggregate that others have a part in stays as it is.
-        """
-        return state
-
     def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
         """What ``client`` downloads in ``phase``, or for an evaluation (``phase`` is None): `payload_tensors`."""
         return {spec.name: state[spec.name] for spec in self.payload_tensors(phase)}
@@ -319,42 +292,26 @@ class Method(ABC):
         dims = self.dims(context)
         return {spec.name: (spec.resolve(dims), spec.dtype) for spec in phase.up}
 
-    @abstractmethod
     def aggregate(
         self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
     ) -> Tensors:
-        """The state after ``phase``. ``updates`` come one by one in client-name order; ``combine`` is the rule
-        (weighted mean by default) for methods whose phase is a mean."""
+        """The state after ``phase``. By default the combined updates replace the tensors of the same names.
+
+        ``updates`` come one by one in client-name order. ``combine`` is the spec's aggregation rule, by default the
+        weighted mean, for methods whose phase is a mean.
+        """
+        return state | combine(updates) if phase.up else state
 
     # Client half
-
-    def take_own(self, given: Mapping[str, Any]) -> None:
-        """Go by a client's own options from now on. Raises MethodError where one is unknown or out of range."""
-        try:
-            self.own = self.Own.model_validate(dict(given))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            name, known = str(first["loc"][0]) if first["loc"] else "", sorted(self.Own.model_fields)
-            if first["type"] == "extra_forbidden":
-                has = f"it has {', '.join(known)}" if known else "it has none"
-                raise MethodError(f"{self.name} has no option {name!r} of a client's own: {has}") from None
-            raise MethodError(f"the client's own option {name}: {first['msg']}") from None
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
         """Raise BackboneError where a class name is too long for the texts that this method makes of it."""
         if self.needs.text_tower:
             template_features(backbone, template, class_names)
 
-    def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:  # noqa: B027
-        """Raise BackboneError where the words of the client's own ``domain`` are too long for what is made of them."""
-
     def label_space(self, federation: tuple[str, ...] | None, client: tuple[str, ...]) -> tuple[str, ...]:
         """Class names over which training and local accuracy take their softmax (``hyper.label_space``)."""
         return client if federation is None or self.hyper.label_space == "client" else federation
-
-    def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
-        """Private state before training: made once, and again when the peers change."""
-        return private
 
     @abstractmethod
     def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:

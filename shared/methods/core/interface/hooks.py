@@ -1,0 +1,109 @@
+"""Optional hooks of a method: of clients that enrol, join, leave or choose, and of work before the training.
+
+A method offers a hook by having the member. Its one caller asks with ``isinstance``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from pydantic import ValidationError
+
+from promptfed.shared.messages import Domain
+from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, Method, MethodError, ServerContext
+from promptfed.shared.tensors import Tensors
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
+
+
+@runtime_checkable
+class AdoptsStates(Protocol):
+    """A method whose first state depends on the clients."""
+
+    def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
+        """The supplied ``state`` of round 0, fitted to the clients of ``context``."""
+
+
+@runtime_checkable
+class ChoosesClients(Protocol):
+    """A method that not every client can take part in."""
+
+    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
+        """Raise MethodError where ``client`` cannot enrol beside the active clients of ``context``.
+
+        ``former``: what the state knows of the client if it comes back under its name after a reset.
+        """
+
+
+@runtime_checkable
+class ChecksClients(Protocol):
+    """A method that cannot start with every set of clients."""
+
+    def check_clients(self, context: ServerContext) -> None:
+        """Raise MethodError where a federation cannot start with the clients of ``context``."""
+
+
+@runtime_checkable
+class GrowsWithClients(Protocol):
+    """A method whose state has a part for each client or domain."""
+
+    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """The state after ``client`` joined a federation that has started."""
+
+
+@runtime_checkable
+class ForgetsClients(Protocol):
+    """A method whose state keeps what a single client sent."""
+
+    def forget(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+        """The state without what it keeps of ``client`` alone, whose updates are deleted; the same object if nothing.
+
+        An aggregate that others have a part in stays as it is.
+        """
+
+
+@runtime_checkable
+class ReadsDomains(Protocol):
+    """A method that makes texts of a client's domain."""
+
+    def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:
+        """Raise BackboneError where the words of the client's own ``domain`` are too long for these texts."""
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A method whose clients compute something before their first training."""
+
+    def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
+        """Private state before training: made once, and again when the peers change."""
+
+
+def check_admission(
+    method: Method, client: ClientInfo, former: ClientInfo | None, others: Callable[[], ServerContext]
+) -> None:
+    """Raise MethodError where ``client`` cannot enrol beside the active clients of ``others()``.
+
+    ``others`` is called only for a method that looks at them: they may be many.
+    """
+    if client.role == "evaluator" and not method.takes_evaluators:
+        raise MethodError(
+            f"{method.name} classifies with what each client trains: an evaluator has none; enrol it as a trainer, or "
+            "take a method whose classifier is shared, such as one with head: text"
+        )
+    if isinstance(method, ChoosesClients):
+        method.admit(client, former, others())
+
+
+def take_own_options(method: Method, given: Mapping[str, Any]) -> None:
+    """Set ``method.own`` to a client's own options. Raises MethodError where one is unknown or out of range."""
+    try:
+        method.own = method.Own.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name, known = str(first["loc"][0]) if first["loc"] else "", sorted(method.Own.model_fields)
+        if first["type"] == "extra_forbidden":
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise MethodError(f"{method.name} has no option {name!r} of a client's own: {has}") from None
+        raise MethodError(f"the client's own option {name}: {first['msg']}") from None
