@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from torch import Generator, Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import ContextMethod, TextPromptClassifier, class_prompts, train_context
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ServerContext,
-    TrainResult,
-)
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -27,22 +23,22 @@ class CoOp(ContextMethod):
         """Empty: the coordinator holds nothing."""
         return ()
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """The empty state: clients draw the common start themselves."""
         return {}
 
-    def current(self, context: ClientContext, private: Tensors) -> Tensor:
+    def current(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """The client's context ``(m, d_t)``: what it has trained, or the start that all have in common."""
         if "context" in private:
             return private["context"]
         return self.start(context.backbone, initial_draws(context.seed))
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's own context; sends no tensor."""
         learned, loss = train_context(context, self.current(context, private))
-        return TrainResult(update={}, private={"context": learned}, metrics={"loss": loss})
+        return pf.TrainResult(update={}, private={"context": learned}, metrics={"loss": loss})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
         """Classifies with the client's own context; an evaluator, which trains none, has the start."""
         prompts = class_prompts(context, self.hyper.m)
         return TextPromptClassifier(context.backbone, self.current(context, private), prompts)

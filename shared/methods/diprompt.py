@@ -9,7 +9,6 @@ an ensemble. What is here fits that; nothing is claimed about the paper's figure
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,22 +17,8 @@ from pydantic import AfterValidator, Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import INIT_STD, class_prompts, text_width
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    ClientUpdate,
-    Combine,
-    Hyperparameters,
-    Method,
-    MethodError,
-    Phase,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -58,7 +43,7 @@ def words_of(description: str) -> str:
 Candidate = Annotated[str, Field(max_length=200), AfterValidator(_with_one_slot)]
 
 
-class DiPromptHyper(Hyperparameters):
+class DiPromptHyper(pf.Hyperparameters):
     """The prompts, and the domains that there may be."""
 
     m: Annotated[int, Field(ge=1, le=64, description="vectors of each prompt")] = 4
@@ -81,12 +66,12 @@ class DiPromptHyper(Hyperparameters):
 class EnsembleClassifier:
     """(D5) log of ½·softmax(G) + ½·Σ_j w_j·softmax(D_j)."""
 
-    def __init__(self, context: ClientContext, texts: Tensor, queries: Tensor, names: tuple[str, ...]):
+    def __init__(self, context: pf.ClientContext, texts: Tensor, queries: Tensor, names: tuple[str, ...]):
         """texts ``(1 + M, C, d_e)`` under G and the D_j, queries ``(M, d_e)`` of the domains."""
         self._scale, self._texts, self._queries = context.backbone.logit_scale, texts, queries
         self.domain_names = names
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)``, log p of the images at ``indices (B,)``."""
         features = split.features()
         features = features[indices.to(features.device)]
@@ -94,13 +79,13 @@ class EnsembleClassifier:
         mixed = torch.einsum("bj,bjc->bc", self.shares(split, indices), each[:, 1:])
         return torch.log((each[:, 0] + mixed) / 2)
 
-    def shares(self, split: Split, indices: Tensor) -> Tensor:
+    def shares(self, split: pf.Split, indices: Tensor) -> Tensor:
         """w ``(B, M)`` of the images at ``indices (B,)``."""
         features = split.features()
         return (self._scale * features[indices.to(features.device)] @ self._queries.T).softmax(-1)
 
 
-class DiPrompt(Method):
+class DiPrompt(pf.Method):
     """All prompts both ways; all clients classify with the ensemble."""
 
     name = "diprompt"
@@ -123,12 +108,12 @@ class DiPrompt(Method):
         """G, D and, where it is learned, Q."""
         return (GLOBAL, DOMAIN) + (QUERY,) * self._learned
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``M``, ``m`` and the text tower's width ``d_t``."""
         sizes = {"M": len(self.hyper.candidates), "m": self.hyper.m}
         return sizes | {"d_t": text_width(self.name, self.hyper.m, context)}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Every row drawn from N(0, 0.02²)."""
         dims = self.dims(context)
         return {
@@ -136,7 +121,7 @@ class DiPrompt(Method):
         }
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """(D4) the mean of G and Q; D ← β·D + (1 − β)·mean."""
         after, beta = combine(updates), self.hyper.beta
@@ -148,7 +133,7 @@ class DiPrompt(Method):
         backbone.class_prompts(class_names, self.hyper.m)
         backbone.class_prompts(self._words, self.hyper.m)
         for description in self.hyper.candidates:
-            template_features(backbone, description, class_names)
+            pf.template_features(backbone, description, class_names)
 
     @property
     def _words(self) -> tuple[str, ...]:
@@ -157,24 +142,24 @@ class DiPrompt(Method):
     def queries(self, backbone: Backbone, query: Tensor | None) -> Tensor:
         """``(M, d_e)`` T([Q, words_j]), or of the words alone."""
         if query is None:
-            return torch.cat([template_features(backbone, "{}", [words]) for words in self._words])
+            return torch.cat([pf.template_features(backbone, "{}", [words]) for words in self._words])
         return backbone.encode_prompts(query, backbone.class_prompts(self._words, self.hyper.m))
 
-    def nearest(self, context: ClientContext) -> Tensor:
+    def nearest(self, context: pf.ClientContext) -> Tensor:
         """(D1) j₀ ``(N,)``: of each training image the candidate whose text of its own class is nearest."""
         texts = torch.stack(
             [
-                template_features(context.backbone, description, context.class_names)
+                pf.template_features(context.backbone, description, context.class_names)
                 for description in self.hyper.candidates
             ]
         )
         own = texts[:, context.train.labels.to(texts.device)]  # (M, N, d_e)
         return torch.einsum("nd,jnd->nj", context.train.features(), own).argmax(1)
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of Q on (D2), then E epochs of G and D on (D3)."""
         if len(context.train) == 0:
-            raise MethodError(f"client {context.client!r} has no training images")
+            raise pf.MethodError(f"client {context.client!r} has no training images")
         update, metrics = dict(payload), {}
         if self._learned:
             update[QUERY.name], metrics["query_loss"] = self._train_query(context, payload[QUERY.name])
@@ -186,9 +171,9 @@ class DiPrompt(Method):
         # Decay and momentum reach prompts that no image has chosen, too: these are sent as they came.
         trained[DOMAIN.name] = torch.where((counts > 0)[:, None, None], trained[DOMAIN.name], payload[DOMAIN.name])
         shares = {f"domain_share_{number}": float(count) / len(chosen) for number, count in enumerate(counts)}
-        return TrainResult(update | trained, metrics=metrics | shares)
+        return pf.TrainResult(update | trained, metrics=metrics | shares)
 
-    def _train_query(self, context: ClientContext, start: Tensor) -> tuple[Tensor, float]:
+    def _train_query(self, context: pf.ClientContext, start: Tensor) -> tuple[Tensor, float]:
         backbone, device = context.backbone, context.backbone.device
         query = start.to(device).clone().requires_grad_()
         features, wanted = context.train.features(), self.nearest(context)
@@ -199,10 +184,10 @@ class DiPrompt(Method):
             return F.cross_entropy(scores, wanted[rows])
 
         # Batches of its own, since G's are drawn for the same task.
-        final = train(replace(context, phase=f"{context.phase}/{QUERY.name}"), [query], loss)
+        final = pf.train(replace(context, phase=f"{context.phase}/{QUERY.name}"), [query], loss)
         return query.detach().cpu(), final
 
-    def _train_prompts(self, context: ClientContext, payload: Tensors, chosen: Tensor) -> tuple[Tensors, float]:
+    def _train_prompts(self, context: pf.ClientContext, payload: Tensors, chosen: Tensor) -> tuple[Tensors, float]:
         backbone, device = context.backbone, context.backbone.device
         common, domains = (payload[spec.name].to(device).clone().requires_grad_() for spec in (GLOBAL, DOMAIN))
         prompts = class_prompts(context, self.hyper.m)
@@ -216,10 +201,10 @@ class DiPrompt(Method):
             scale, wanted = backbone.logit_scale, labels[rows]
             return F.cross_entropy(scale * general, wanted) + F.cross_entropy(scale * special, wanted)
 
-        final = train(context, [common, domains], loss)
+        final = pf.train(context, [common, domains], loss)
         return {GLOBAL.name: common.detach().cpu(), DOMAIN.name: domains.detach().cpu()}, final
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """The ensemble."""
         whole = torch.cat([payload[GLOBAL.name].unsqueeze(0), payload[DOMAIN.name]])
         with torch.no_grad():

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import (
     INIT_STD,
     BatchCrossEntropy,
@@ -26,12 +27,9 @@ from promptfed.shared.methods.core.context import (
     TextPromptClassifier,
     class_prompts,
 )
-from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, MethodError, TrainResult
-from promptfed.shared.methods.core.interface.protection import Objective
 from promptfed.shared.methods.core.private_context import LOCAL
-from promptfed.shared.methods.core.training import Reparameterisation, train, train_by, train_through
+from promptfed.shared.methods.core.training import Reparameterisation, train_by, train_through
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 SHORTER = 10.0  # the released code divides the factors' gradients by it
@@ -87,32 +85,34 @@ class DPFPL(SharedContextMethod):
         "training": {"epochs": 1, "learning_rate": 0.001},
     }
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """The paper's noise beside the sound one would protect nothing more."""
         super().check(spec)
         if self.hyper.paper_epsilon is not None and spec.privacy.level == "sample":
-            raise MethodError(
+            raise pf.MethodError(
                 "paper_epsilon is a reproduction that no accountant counts, and privacy.level sample has noise of its "
                 "own: leave paper_epsilon out"
             )
 
-    def local_context(self, context: ClientContext, private: Tensors) -> Tensor:
+    def local_context(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """The client's ``p_L (m, d_t)``: what it has trained, or its own start from N(0, 0.02²)."""
         if LOCAL in private:
             return private[LOCAL]
         draws = generator(context.seed, self.name, context.client)
         return torch.randn(self.hyper.m, context.backbone.d_t, generator=draws) * INIT_STD
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over both contexts; sends the shared one alone."""
         device = context.backbone.device
         shared = payload[self.shared.name].to(device).clone().requires_grad_()
         local = self.local_context(context, private).to(device).clone()
         steps = self._by_task if self.hyper.factorise == "every_task" else self._by_step
         trained, final = steps(context, shared, local)
-        return TrainResult({self.shared.name: shared.detach().cpu()}, {LOCAL: trained.detach().cpu()}, {"loss": final})
+        return pf.TrainResult(
+            {self.shared.name: shared.detach().cpu()}, {LOCAL: trained.detach().cpu()}, {"loss": final}
+        )
 
-    def _by_step(self, context: ClientContext, shared: Tensor, local: Tensor) -> tuple[Tensor, float]:
+    def _by_step(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> tuple[Tensor, float]:
         """The released update: p_L by `step_along` new factors of itself. Returns p_L and the loss."""
         draws = generator(context.seed, self.name, context.client, context.round, "factors")
         rank, noise = min(self.hyper.b, *local.shape), self._noise(context)
@@ -132,7 +132,7 @@ class DPFPL(SharedContextMethod):
         loss, objective = self._losses(context, through.tensors, r)
         return local, train_through(context, [shared, local], loss, objective, through)
 
-    def _by_task(self, context: ClientContext, shared: Tensor, local: Tensor) -> tuple[Tensor, float]:
+    def _by_task(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> tuple[Tensor, float]:
         """Factors once, then p_G, u, v and r all trained. Returns p_L and the loss."""
         draws = generator(context.seed, self.name, context.client, context.round, "factors")
         own = [part.requires_grad_() for part in exact_factors(local, self.hyper.b, draws)]
@@ -146,13 +146,15 @@ class DPFPL(SharedContextMethod):
             return value, [*noise(others), of_r]
 
         if noise is None:
-            final = train(context, parameters, loss, objective=objective)
+            final = pf.train(context, parameters, loss, objective=objective)
         else:
             final = train_by(context, parameters, noisy)
         u, v, r = own
         return u @ v + r, final
 
-    def _losses(self, context: ClientContext, tensors: Sequence[Tensor], *constant: Tensor) -> tuple[Any, Objective]:
+    def _losses(
+        self, context: pf.ClientContext, tensors: Sequence[Tensor], *constant: Tensor
+    ) -> tuple[Any, pf.Objective]:
         """The batch's loss over ``tensors``, and each image's over copies of them; ``constant`` r is copied nowhere."""
         prompts, cross_entropy = class_prompts(context, self.hyper.m), BatchCrossEntropy(context)
 
@@ -162,9 +164,9 @@ class DPFPL(SharedContextMethod):
         def units(copies: Sequence[Tensor], indices: Tensor) -> Tensor:
             return cross_entropy.each(indices, context.backbone.encode_prompts(personal(*copies, *constant), prompts))
 
-        return loss, Objective(units)
+        return loss, pf.Objective(units)
 
-    def _noise(self, context: ClientContext) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
+    def _noise(self, context: pf.ClientContext) -> Callable[[Sequence[Tensor]], list[Tensor]] | None:
         """From a batch's gradients of p_G, u and v the released code's: all shortened, u's and v's with noise."""
         if self.hyper.paper_epsilon is None or context.protection is not None:
             return None
@@ -178,7 +180,7 @@ class DPFPL(SharedContextMethod):
 
         return noisy
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with p_G + p_L; with p_G where there is nothing to train on."""
         learned = payload[self.shared.name]
         if private or len(context.train):

@@ -18,25 +18,10 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import INIT_STD, class_prompts, text_width
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    ClientInfo,
-    Hyperparameters,
-    Method,
-    MethodError,
-    Needs,
-    Phase,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.fast_pt.domains import domain_key
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -51,7 +36,7 @@ TEXTS = 256  # in one pass where each image has texts of its own
 ALONE = 1e-6  # what other domains may share in an image that is taken for one domain's
 
 
-class FedAPTHyper(Hyperparameters):
+class FedAPTHyper(pf.Hyperparameters):
     """The prompt, and how an image's domains are found and used."""
 
     m: Annotated[int, Field(ge=1, le=64, description="context vectors of each class")] = 16
@@ -86,7 +71,7 @@ def mixture_of(scores: Tensor, t: float) -> Tensor:
 class AdaptiveClassifier:
     """Logits of images under the keys mixed by their domains."""
 
-    def __init__(self, context: ClientContext, method: FedAPT, prompt: Tensor, query: Tensor, keys: Tensor):
+    def __init__(self, context: pf.ClientContext, method: FedAPT, prompt: Tensor, query: Tensor, keys: Tensor):
         """prompt: with the rows of ``context.class_names``; keys ``(n, m, d_t)``; of one key nothing is mixed."""
         device = context.backbone.device
         self._backbone, self._method = context.backbone, method
@@ -96,7 +81,7 @@ class AdaptiveClassifier:
             self._texts = torch.stack([self._text(key) for key in self._keys])  # (n, C, d_e)
 
     @torch.no_grad()
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
         features = features[indices.to(features.device)]
@@ -126,7 +111,7 @@ class AdaptiveClassifier:
         return self._method.encode(self._backbone, scaled(self._prompt, keys), self._prompts)
 
 
-class FedAPT(Method):
+class FedAPT(pf.Method):
     """One exchange a round: P and Q up, their plain mean down, with the client's own key."""
 
     name = "fedapt"
@@ -136,7 +121,7 @@ class FedAPT(Method):
     one_payload = False  # each client is handed its own key
     Hyper = FedAPTHyper
     hyper: FedAPTHyper
-    needs = Needs(join_when_extended=False)
+    needs = pf.Needs(join_when_extended=False)
     metrics = ("loss",)
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 50,
@@ -146,10 +131,10 @@ class FedAPT(Method):
     }
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """A prompt of its own shows how a class looks at a site."""
         what = "a prompt for every class, as you trained it" if self.hyper.class_specific else "a prompt"
-        return (AGGREGATE, Disclosed("operator", what))
+        return (pf.AGGREGATE, pf.Disclosed("operator", what))
 
     # Server half
 
@@ -158,48 +143,50 @@ class FedAPT(Method):
         """P."""
         return TensorSpec(META, ("classes", "m", "d_t") if self.hyper.class_specific else ("m", "d_t"))
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """A prompt for every class needs to know the classes."""
         if not self.hyper.class_specific:
             return
         if spec.class_names is None:
-            raise MethodError(
+            raise pf.MethodError(
                 "fedapt learns a prompt for every class: list the federation's class_names in the spec, or take "
                 "class_specific: false"
             )
         if self.hyper.label_space != "federation":
-            raise MethodError("fedapt's prompts are for the federation's classes: leave label_space out")
+            raise pf.MethodError("fedapt's prompts are for the federation's classes: leave label_space out")
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """P, Q, and the keys with whose they are."""
         return (self.meta, QUERY, KEYS, DOMAINS)
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """P and Q both ways, the client's own key down."""
-        return (Phase("train", down=(self.meta, QUERY, KEY, DOMAINS), up=(self.meta, QUERY), mean=True),)
+        return (pf.Phase("train", down=(self.meta, QUERY, KEY, DOMAINS), up=(self.meta, QUERY), mean=True),)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``classes``, ``m``, the widths, and the number n of domains."""
         sizes = {"m": self.hyper.m, "d_t": text_width(self.name, self.hyper.m, context), "d_e": context.shape.d_e}
         return sizes | {"classes": len(context.class_names or ()), "n": len(domains_of(context.clients))}
 
-    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
+    def admit(self, client: pf.ClientInfo, former: pf.ClientInfo | None, context: pf.ServerContext) -> None:
         """Who comes back is of the domain that it was of."""
         if former is None:
             return
         if former.role != client.role:
-            raise MethodError(f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name")
+            raise pf.MethodError(
+                f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name"
+            )
         if key_of(former) != key_of(client):
-            raise MethodError(
+            raise pf.MethodError(
                 f"{client.name!r} took part with another domain: come back with it, or under another name"
             )
 
-    def check_clients(self, context: ServerContext) -> None:
+    def check_clients(self, context: pf.ServerContext) -> None:
         """Scores are standardised over the domains: of one there is no spread."""
         if len(domains_of(context.clients)) < 2:
-            raise MethodError(f"all trainers are of one domain: {self.name} needs a trainer of another domain")
+            raise pf.MethodError(f"all trainers are of one domain: {self.name} needs a trainer of another domain")
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """P from N(0, 0.02²), Q uniform in ±1/√d_e, each key from its domain and the seed."""
         dims = self.dims(context)
         domains = domains_of(context.clients)
@@ -214,7 +201,7 @@ class FedAPT(Method):
             DOMAINS.name: torch.tensor(domains, dtype=torch.int64),
         }
 
-    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+    def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A new domain's key, and a row of Q that is zero."""
         known = state[DOMAINS.name].tolist()
         if client.role != "trainer" or key_of(client) in known:
@@ -228,7 +215,9 @@ class FedAPT(Method):
             DOMAINS.name: torch.tensor([*known, domain], dtype=torch.int64),
         }
 
-    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+    def payload(
+        self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
+    ) -> Tensors:
         """P, Q and the client's own key; for an evaluation all keys."""
         if phase is None:
             return super().payload(state, phase, client, context)
@@ -250,7 +239,7 @@ class FedAPT(Method):
         """``(..., C, d_e)`` text features under a context for each class, or one for all."""
         return backbone.encode_prompts(prompt, prompts, per_class=self.hyper.class_specific)
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of CE(A1) for P and (A2) for Q, which share no parameter."""
         backbone, device = context.backbone, context.backbone.device
         prompts, scale = class_prompts(context, self.hyper.m), backbone.logit_scale
@@ -265,25 +254,25 @@ class FedAPT(Method):
             asked = F.cross_entropy(scores, torch.full_like(labels[rows], row))
             return F.cross_entropy(scale * features[rows] @ text.T, labels[rows]) + asked
 
-        final = train(context, [prompt, query], loss)
-        return TrainResult({META: prompt.detach().cpu(), QUERY.name: query.detach().cpu()}, metrics={"loss": final})
+        final = pf.train(context, [prompt, query], loss)
+        return pf.TrainResult({META: prompt.detach().cpu(), QUERY.name: query.detach().cpu()}, metrics={"loss": final})
 
-    def _own_row(self, context: ClientContext, payload: Tensors) -> int:
+    def _own_row(self, context: pf.ClientContext, payload: Tensors) -> int:
         known = payload[DOMAINS.name].tolist()
         description = context.domain.description if context.domain is not None else context.client
         for words in (description, context.client):
             if domain_key(words) in known:
                 return int(known.index(domain_key(words)))
-        raise MethodError(f"the federation does not know the domain of {context.client!r}: enrol under another name")
+        raise pf.MethodError(f"the federation does not know the domain of {context.client!r}: enrol under another name")
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Everybody: the keys mixed by each image's domains, or their mean."""
         keys = payload[KEYS.name]
         if not self.hyper.adaptive:
             keys = keys.mean(0, keepdim=True)
         return AdaptiveClassifier(context, self, self._rows(context, payload[META]), payload[QUERY.name], keys)
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``own``: a trainer's data under its own key."""
         if not len(context.train):
             return {}
@@ -291,7 +280,7 @@ class FedAPT(Method):
         prompt = self._rows(context, payload[META])
         return {"own": AdaptiveClassifier(context, self, prompt, payload[QUERY.name], key)}
 
-    def _rows(self, context: ClientContext, prompt: Tensor) -> Tensor:
+    def _rows(self, context: pf.ClientContext, prompt: Tensor) -> Tensor:
         """P with the rows of the candidates. Raises MethodError for a class that it has no prompt for."""
         if not self.hyper.class_specific:
             return prompt
@@ -299,18 +288,18 @@ class FedAPT(Method):
         place = {name: row for row, name in enumerate(space)}
         unknown = [name for name in context.class_names if name not in place]
         if unknown:
-            raise MethodError(
+            raise pf.MethodError(
                 f"fedapt has no prompt for {unknown[0]!r}, a class that it was not trained for: leave that test set "
                 "out, or take class_specific: false"
             )
         return prompt[[place[name] for name in context.class_names]]
 
 
-def key_of(client: ClientInfo) -> int:
+def key_of(client: pf.ClientInfo) -> int:
     """The client's domain: what its description says, or its own name."""
     return domain_key(client.domain.description if client.domain is not None else client.name)
 
 
-def domains_of(clients: Iterable[ClientInfo]) -> list[int]:
+def domains_of(clients: Iterable[pf.ClientInfo]) -> list[int]:
     """The trainers' domains, in order of the first client of each."""
     return list(dict.fromkeys(key_of(client) for client in clients if client.role == "trainer"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -12,25 +12,14 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import fedsr
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.fedsr import Representation
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    Combine,
-    Phase,
-    ServerContext,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.methods.core.server import generalization
 from promptfed.shared.methods.core.server.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
 from promptfed.shared.methods.core.trained_tower import TrainedTower
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.core.weights import CHANGE, WeightMethod, WeightsHyper
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 
@@ -79,16 +68,16 @@ class FedAvg(WeightMethod):
         return self.hyper.weighting == "ga"
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """And the gap."""
         if not self.adjusts:
             return super().disclosures
         text = "how much worse the shared model does than your own last update, on a tenth of your training images"
-        return (*super().disclosures, Disclosed("operator", text))
+        return (*super().disclosures, pf.Disclosed("operator", text))
 
     # Server half
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """And FedSR without a linear head."""
         if self.hyper.fedsr:
             fedsr.check_options(self.hyper.head, self.hyper.private)
@@ -102,35 +91,35 @@ class FedAvg(WeightMethod):
         """And the clients' weights, which nobody is told."""
         return super().state_tensors() + ((WEIGHTS, ROUND) if self.adjusts else ())
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """And the gap; the state is then no mean by the spec's weights."""
         [phase] = super().phases(round, rounds)
         return (replace(phase, up=(*phase.up, GAP), mean=False),) if self.adjusts else (phase,)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """And FedSR's: its head stands on z."""
         dims = super().dims(context)
         if self.hyper.fedsr:
             dims |= {"d_f": dims["d_h"], "d_z": self.hyper.d_z, "d_h": self.hyper.d_z}
         return dims | ({"n": len(context.clients)} if self.adjusts else {})
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """And FedSR's start, and equal weights."""
         state, dims = super().initial_state(context, generator), self.dims(context)
         if self.hyper.fedsr:
             state |= fedsr.start(context.seed, dims["classes"], dims["d_f"], dims["d_z"])
         return state | (generalization.start(context) if self.adjusts else {})
 
-    def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
+    def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """A supplied state, with equal weights for the clients that there are."""
         return state | (generalization.start(context) if self.adjusts else {})
 
-    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+    def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A newcomer counts as the others do on average."""
         return generalization.joined(state, client, context) if self.adjusts else state
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """Δ + the mean of the changes, by samples or by the adjusted weights."""
         if not self.adjusts:
@@ -138,12 +127,14 @@ class FedAvg(WeightMethod):
         given = list(updates)  # mapped from files where they are large
         gaps = {update.client: float(update.tensors[GAP.name]) for update in given}
         after, shares = generalization.adjusted(state, gaps, context, centred=self.hyper.centred)
-        weighed = (ClientUpdate(update.client, shares[update.client], _without_gap(update.tensors)) for update in given)
+        weighed = (
+            pf.ClientUpdate(update.client, shares[update.client], _without_gap(update.tensors)) for update in given
+        )
         return super().aggregate(state, phase, weighed, combine, context) | after
 
     # Client half
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the received weights; with GA on nine tenths of the images, and the gap on the tenth."""
         if not self.adjusts:
             return self._trained(context, payload, private)
@@ -154,13 +145,13 @@ class FedAvg(WeightMethod):
         learned = {name: payload[name].float() + result.update[CHANGE + name] for name in self._names}
         gap = received - float(private[OWN_LOSS]) if OWN_LOSS in private else 0.0
         kept = result.private | {OWN_LOSS: torch.tensor(self._loss(held, learned, result.private))}
-        return TrainResult(result.update | {GAP.name: torch.tensor(gap)}, kept, result.metrics)
+        return pf.TrainResult(result.update | {GAP.name: torch.tensor(gap)}, kept, result.metrics)
 
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.travelling())
 
-    def _loss(self, context: ClientContext, payload: Tensors, private: Tensors) -> float:
+    def _loss(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> float:
         """The mean cross-entropy of a state's classifier on ``context.train``."""
         scorer, labels = self.classifier(context.for_training(), payload, private), context.train.labels
         parts = torch.split(torch.arange(len(context.train)), CHUNK)
@@ -171,7 +162,7 @@ class FedAvg(WeightMethod):
             losses.append((float(loss), len(rows)))
         return generalization.mean_loss(losses)
 
-    def _trained(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def _trained(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         if not self.hyper.fedsr:
             return super().train(context, payload, private)
         device, start = context.backbone.device, self.changes(context, payload, private)
@@ -189,16 +180,16 @@ class FedAvg(WeightMethod):
             return entropy + self.hyper.length_weight * length + self.hyper.divergence_weight * divergence
 
         groups = self.head_groups(context, list(head.tensors.values()))
-        final = train(context, list(tower.leaves.values()), loss, groups=groups)
+        final = pf.train(context, list(tower.leaves.values()), loss, groups=groups)
         update = self.sent(start, tower, None, None)
         after = {name: tensor.detach().cpu() for name, tensor in head.tensors.items()}
         update |= {CHANGE + spec.name: after[spec.name] - begun.tensors[spec.name] for spec in fedsr.SHARED}
-        return TrainResult(update, {spec.name: after[spec.name] for spec in fedsr.REFERENCE}, {"loss": final})
+        return pf.TrainResult(update, {spec.name: after[spec.name] for spec in fedsr.REFERENCE}, {"loss": final})
 
-    def _representation(self, context: ClientContext, payload: Tensors, private: Tensors) -> Representation:
+    def _representation(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Representation:
         return Representation.of(context.label_space or context.class_names, payload, private)
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """By FedSR's mean probabilities of twenty draws, or as all of these methods."""
         if not self.hyper.fedsr:
             return super().classifier(context, payload, private)

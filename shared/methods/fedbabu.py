@@ -6,12 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead, head_width
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.weights import Head, TowerHyper
 from promptfed.shared.methods.fedrep import PrivateHeadMethod, Tuning
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors
 
 
@@ -48,25 +47,25 @@ class FedBABU(PrivateHeadMethod):
         """Tower and head, or the head."""
         return Tuning(self.hyper.finetune, self.hyper.finetune_epochs, self.hyper.finetune_learning_rate)
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """And a rate for a tower that is not fine-tuned."""
         super().check(spec)
         if self.hyper.finetune == "head" and self.hyper.finetune_learning_rate is not None:
-            raise MethodError(
+            raise pf.MethodError(
                 "finetune_learning_rate is the tower's, and finetune: head leaves the tower alone: set "
                 "head_learning_rate instead"
             )
 
-    def start_head(self, context: ClientContext, payload: Tensors, private: Tensors) -> LinearHead:
+    def start_head(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> LinearHead:
         """The same for every client with as many classes, and for ever."""
         return LinearHead.start(context, head_width(context.backbone, self.hyper.projected))
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the tower."""
         start = self.changes(context, payload, private)
         tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
         loss = self.fit(context, tower, self.start_head(context, payload, private), what="tower")
-        return TrainResult(self.sent(start, tower, None, None), {}, {"loss": loss})
+        return pf.TrainResult(self.sent(start, tower, None, None), {}, {"loss": loss})
 
     def kept(self, start: Tensors, tower: TrainedTower, head: Head) -> Tensors:
         """Nothing."""

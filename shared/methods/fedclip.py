@@ -20,22 +20,11 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import cosine_logits
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    Hyperparameters,
-    Method,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.interface.protection import Objective
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
-Read = Callable[[Split], Tensor]
+Read = Callable[[pf.Split], Tensor]
 """A split's image features ``(N, d_e)``."""
 
 ADAPTER = (
@@ -46,7 +35,7 @@ ADAPTER = (
 )
 
 
-class FedCLIPHyper(Hyperparameters):
+class FedCLIPHyper(pf.Hyperparameters):
     """What the adapter sees; it is as wide as the embeddings."""
 
     features: Annotated[
@@ -75,21 +64,21 @@ def attended_each(adapters: Sequence[Tensor], features: Tensor) -> Tensor:
 class AdapterClassifier:
     """Cosine logits of adapted image features against the template's text features: τ⁻¹·cos(a(I) ⊙ I, T(y))."""
 
-    def __init__(self, context: ClientContext, adapter: Tensors, read: Read):
+    def __init__(self, context: pf.ClientContext, adapter: Tensors, read: Read):
         backbone = context.backbone
         self._adapter = {name: tensor.to(backbone.device) for name, tensor in adapter.items()}
-        self._text = template_features(backbone, context.template, context.class_names)
+        self._text = pf.template_features(backbone, context.template, context.class_names)
         self._scale = backbone.logit_scale
         self._read = read
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = self._read(split)
         adapted = attended(self._adapter, features[indices.to(features.device)])
         return cosine_logits(self._scale, adapted, torch.arange(len(adapted)), self._text)
 
 
-class FedCLIP(Method):
+class FedCLIP(pf.Method):
     """One exchange a round: the adapter down, the trained adapter up; the mean weighted by samples."""
 
     name = "fedclip"
@@ -104,11 +93,11 @@ class FedCLIP(Method):
     }
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """What an adapter of image features carries back of them."""
         return (
-            AGGREGATE,
-            Disclosed(
+            pf.AGGREGATE,
+            pf.Disclosed(
                 "operator",
                 "features of single images: the adapter's gradients are multiples of them, and a coordinator that "
                 "chooses the adapter can read them out of an update nearly exactly",
@@ -119,22 +108,22 @@ class FedCLIP(Method):
         """The adapter."""
         return ADAPTER
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``d_e``."""
         return {"d_e": context.shape.d_e}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Every entry uniform in ±1/√d_e, as linear layers usually start."""
         dims = self.dims(context)
         shapes = {spec.name: spec.resolve(dims) for spec in ADAPTER}
         return {n: (torch.rand(*s, generator=generator) * 2 - 1) / dims["d_e"] ** 0.5 for n, s in shapes.items()}
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the adapter on CE(τ⁻¹·cos(a(I) ⊙ I, T(y)))."""
         device = context.backbone.device
         adapter = {spec.name: payload[spec.name].to(device).clone().requires_grad_() for spec in ADAPTER}
         features, labels = self._read(context.train), context.train.labels.to(device)
-        text = template_features(context.backbone, context.template, context.class_names)
+        text = pf.template_features(context.backbone, context.template, context.class_names)
 
         def loss(indices: Tensor) -> Tensor:
             some = indices.to(device)
@@ -146,12 +135,14 @@ class FedCLIP(Method):
             logits = context.backbone.logit_scale * attended_each(copies, features[some]) @ text.T
             return F.cross_entropy(logits, labels[some], reduction="none")
 
-        final = train(context, list(adapter.values()), loss, objective=Objective(units))
-        return TrainResult({name: tensor.detach().cpu() for name, tensor in adapter.items()}, metrics={"loss": final})
+        final = pf.train(context, list(adapter.values()), loss, objective=pf.Objective(units))
+        return pf.TrainResult(
+            {name: tensor.detach().cpu() for name, tensor in adapter.items()}, metrics={"loss": final}
+        )
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> AdapterClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> AdapterClassifier:
         """Classifies with the global adapter."""
         return AdapterClassifier(context, payload, self._read)
 
-    def _read(self, split: Split) -> Tensor:
+    def _read(self, split: pf.Split) -> Tensor:
         return split.raw_features() if self.hyper.features == "raw" else split.features()

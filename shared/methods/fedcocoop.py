@@ -15,11 +15,8 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import CONTEXT, ContextHyper, SharedContextMethod, class_prompts
-from promptfed.shared.methods.core.interface.base import ClientContext, ServerContext, Split, TrainResult
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.interface.protection import Objective
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -54,11 +51,11 @@ class FedCoCoOp(SharedContextMethod):
     hyper: FedCoCoOpHyper
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """What a meta-net on image features carries back of them."""
         return (
-            AGGREGATE,
-            Disclosed(
+            pf.AGGREGATE,
+            pf.Disclosed(
                 "operator",
                 "mixtures of image features, perhaps those of single images: the meta-net's gradients are made of "
                 "the features that it reads",
@@ -69,20 +66,20 @@ class FedCoCoOp(SharedContextMethod):
         """The context and the meta-net."""
         return STATE
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """The context's, ``d_e`` and the meta-net's hidden width."""
         d_e = context.shape.d_e
         return super().dims(context) | {"d_e": d_e, "hidden": max(1, d_e // self.hyper.reduction)}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """PromptFL's start and a meta-net that does not shift it yet."""
         return super().initial_state(context, generator) | self._meta_net(context, generator)
 
-    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, generator: Generator) -> Tensors:
         """The same, with a context made of words."""
         return super().initial_state_with(backbone, context, generator) | self._meta_net(context, generator)
 
-    def _meta_net(self, context: ServerContext, generator: Generator) -> Tensors:
+    def _meta_net(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """First layer uniform in ±1/√d_e, second zero: training starts at the plain context (CoCoOp gives no start)."""
         dims = self.dims(context)
         state = {spec.name: torch.zeros(spec.resolve(dims)) for spec in META_NET}
@@ -91,7 +88,7 @@ class FedCoCoOp(SharedContextMethod):
             state[spec.name].uniform_(-bound, bound, generator=generator)
         return state
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over context and meta-net; sends both."""
         backbone = context.backbone
         learned = {name: value.to(backbone.device).clone().requires_grad_() for name, value in payload.items()}
@@ -115,10 +112,10 @@ class FedCoCoOp(SharedContextMethod):
             logits = conditional_logits_each(backbone, state, features[rows], prompts)
             return F.cross_entropy(logits, labels[rows], reduction="none")
 
-        final = train(context, list(learned.values()), loss, objective=Objective(units))
-        return TrainResult({name: value.detach().cpu() for name, value in learned.items()}, metrics={"loss": final})
+        final = pf.train(context, list(learned.values()), loss, objective=pf.Objective(units))
+        return pf.TrainResult({name: value.detach().cpu() for name, value in learned.items()}, metrics={"loss": final})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ConditionalClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ConditionalClassifier:
         """Classifies each image under a context of its own."""
         return ConditionalClassifier(context.backbone, payload, class_prompts(context, self.hyper.m))
 
@@ -130,7 +127,7 @@ class ConditionalClassifier:
         self._backbone, self._prompts = backbone, prompts
         self._state = {name: value.to(backbone.device) for name, value in state.items()}
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
         with torch.no_grad():

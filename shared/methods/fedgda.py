@@ -8,32 +8,15 @@ follow TOFA (AAAI 2026), of which only a summary could be read. Notation as in `
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    ClientUpdate,
-    Combine,
-    Hyperparameters,
-    Method,
-    MethodError,
-    Phase,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.interface.insights import Measured
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.server.gaussians import ClassGaussians, discriminants, statistics
-from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 log = logging.getLogger("promptfed.methods")
@@ -45,7 +28,7 @@ TOTAL = TensorSpec("total", (), dtype="int64")
 SENT = (SHARE, SUM, MOMENT)
 
 
-class FedGDAHyper(Hyperparameters):
+class FedGDAHyper(pf.Hyperparameters):
     """The prior's strength and how the Gaussians and the template are brought together."""
 
     rho: Annotated[
@@ -72,12 +55,12 @@ class FedGDAHyper(Hyperparameters):
 class GaussianClassifier:
     """(S4) the Gaussians' scores and the template's, brought together; logits."""
 
-    def __init__(self, context: ClientContext, gaussians: ClassGaussians, precision: Tensor, hyper: FedGDAHyper):
-        self._text = template_features(context.backbone, context.template, context.class_names)
+    def __init__(self, context: pf.ClientContext, gaussians: ClassGaussians, precision: Tensor, hyper: FedGDAHyper):
+        self._text = pf.template_features(context.backbone, context.template, context.class_names)
         self._scale, self._hyper = context.backbone.logit_scale, hyper
         self._gaussians, self._precision = gaussians, precision
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
         some = features[indices.to(features.device)]
@@ -97,7 +80,7 @@ def fused(text: Tensor, image: Tensor, hyper: FedGDAHyper) -> Tensor:
     return torch.log(share * first + (1 - share) * second)
 
 
-class FedGDA(Method):
+class FedGDA(pf.Method):
     """Trainers classify by their own images with the federation's as a prior, everybody else by the federation's."""
 
     name = "fedgda"
@@ -114,28 +97,28 @@ class FedGDA(Method):
     }
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """Statistics of the images' features themselves."""
         return (
-            AGGREGATE,
-            Disclosed(
+            pf.AGGREGATE,
+            pf.Disclosed(
                 "operator",
                 "once: how many images of each class you have, each class's mean feature, and the second moment of all",
             ),
         )
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """One round, a common list of classes, and means that are those of all images together."""
         if spec.class_names is None:
-            raise MethodError("fedgda pools by class: list the federation's class_names in the spec")
+            raise pf.MethodError("fedgda pools by class: list the federation's class_names in the spec")
         if self.hyper.label_space != "federation":
-            raise MethodError("fedgda pools over the federation's classes: leave label_space out")
+            raise pf.MethodError("fedgda pools over the federation's classes: leave label_space out")
         if spec.rounds != 1:
-            raise MethodError("fedgda exchanges once, and more rounds would change nothing: set rounds: 1")
+            raise pf.MethodError("fedgda exchanges once, and more rounds would change nothing: set rounds: 1")
         if spec.aggregation.rule == "mean" and (
             spec.aggregation.weighting != "samples" or spec.aggregation.max_weight_share != 1
         ):
-            raise MethodError(
+            raise pf.MethodError(
                 "fedgda's means are those of all images only where clients weigh what their samples say: take "
                 "aggregation.weighting: samples and max_weight_share: 1, or leave both out"
             )
@@ -144,15 +127,15 @@ class FedGDA(Method):
         """The statistics, and of how many images they are."""
         return (*SENT, TOTAL)
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """The statistics up, nothing down."""
-        return (Phase("statistics", down=(), up=SENT, mean=True),)
+        return (pf.Phase("statistics", down=(), up=SENT, mean=True),)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``classes`` and ``d_e``."""
         return {"classes": len(context.class_names or ()), "d_e": context.shape.d_e}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Zero: nothing is known, and everybody classifies zero-shot."""
         dims = self.dims(context)
         return {spec.name: torch.zeros(spec.resolve(dims)) for spec in SENT} | {
@@ -160,13 +143,13 @@ class FedGDA(Method):
         }
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """The means over all images; what is no scatter, as a robust rule may make of them, is not taken."""
         samples = {client.name: client.num_samples for client in context.clients}
         counted: list[str] = []
 
-        def noted() -> Iterable[ClientUpdate]:
+        def noted() -> pf.Updates:
             for update in updates:
                 counted.append(update.client)
                 yield update
@@ -175,20 +158,20 @@ class FedGDA(Method):
         after = pooled | {TOTAL.name: torch.tensor(sum(samples[name] for name in counted), dtype=torch.int64)}
         return after if pooled_gaussians(after).precision() is not None else state
 
-    def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
+    def measure(self, before: Tensors, phase: pf.Phase, after: Tensors, context: pf.ServerContext) -> pf.Measured:
         """Of how many images the statistics are; 0 where they were no scatter and not taken."""
-        return Measured(phase={"pooled_images": float(after[TOTAL.name])})
+        return pf.Measured(phase={"pooled_images": float(after[TOTAL.name])})
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """The statistics of the client's own images."""
         if len(context.train) == 0:
-            raise MethodError(f"client {context.client!r} has no training images")
+            raise pf.MethodError(f"client {context.client!r} has no training images")
         found = statistics(
             context.train.features(), context.train.labels, len(context.class_names), self.hyper.min_count
         )
-        return TrainResult({spec.name: one.float() for spec, one in zip(SENT, found, strict=True)})
+        return pf.TrainResult({spec.name: one.float() for spec, one in zip(SENT, found, strict=True)})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """The posterior's for a trainer, the federation's for others; the template where a class has no images."""
         own = len(context.train) > 0
         found = pooled_gaussians(payload)
@@ -198,11 +181,11 @@ class FedGDA(Method):
             found = mine.with_prior(found, self.hyper.rho)
         return self._classifier(context, found)
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``global``: a trainer's data under an evaluator's classifier."""
         return {"global": self._classifier(context, pooled_gaussians(payload))} if len(context.train) else {}
 
-    def _classifier(self, context: ClientContext, gaussians: ClassGaussians) -> Classifier:
+    def _classifier(self, context: pf.ClientContext, gaussians: ClassGaussians) -> pf.Classifier:
         space = context.label_space or context.class_names
         place = {name: number for number, name in enumerate(space)}
         rows = [place.get(name, -1) for name in context.class_names]

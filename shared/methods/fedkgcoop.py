@@ -7,9 +7,8 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import ContextHyper, Penalty
-from promptfed.shared.methods.core.interface.base import ClientContext
-from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.promptfl import PromptFL
 
 
@@ -35,7 +34,7 @@ class FedKgCoOp(PromptFL):
     Hyper = FedKgCoOpHyper
     hyper: FedKgCoOpHyper
 
-    def penalty(self, context: ClientContext, start: Tensor) -> Penalty:
+    def penalty(self, context: pf.ClientContext, start: Tensor) -> Penalty:
         """w·(1 − mean cosine) of text features ``(C, d_e)``."""
-        known = template_features(context.backbone, context.template, context.class_names)
+        known = pf.template_features(context.backbone, context.template, context.class_names)
         return lambda learned, text: self.hyper.w * (1 - (text * known).sum(dim=-1).mean())

@@ -17,30 +17,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.towers.functional import LowRank
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    ClientUpdate,
-    Combine,
-    Method,
-    MethodError,
-    Needs,
-    Phase,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.interface.insights import Measured
 from promptfed.shared.methods.core.kept_blocks import CacheBlocks, KeptRows, are_rows, check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.server.lora_sums import best_of_rank, product_sums, relative_error
-from promptfed.shared.methods.core.text_features import spoken, template_features
-from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -78,7 +62,7 @@ class FedLoRAHyper(VisualHyper):
     ] = "average"
 
 
-class FedLoRA(Method):
+class FedLoRA(pf.Method):
     """See the module.
 
     Sources: CLIP-LoRA (Zanella & Ben Ayed, CVPRW 2024); FL2oRA (Singha et al., 2025), which averages it over clients;
@@ -106,7 +90,7 @@ class FedLoRA(Method):
     def __init__(self, hyper: FedLoRAHyper):
         super().__init__(hyper)
         if hyper.towers == TEXT:
-            self.needs = Needs()
+            self.needs = pf.Needs()
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -114,27 +98,27 @@ class FedLoRA(Method):
         return (VISUAL, TEXT) if self.hyper.towers == "both" else (self.hyper.towers,)
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """Of the towers that are adapted."""
         where = "both towers" if len(self.towers) > 1 else f"the {self.towers[0]} tower"
-        return (AGGREGATE, Disclosed("operator", f"low-rank changes of attention in {where}"))
+        return (pf.AGGREGATE, pf.Disclosed("operator", f"low-rank changes of attention in {where}"))
 
     # Server half
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """Rows are kept below the first changed block of the image tower alone."""
         if self.hyper.cache_blocks:
             below = self.hyper.blocks == "last_k" and VISUAL in self.towers
             check_kept_blocks(self.name, spec, frozen_below=below, how="take blocks: last_k of the image tower")
 
-    def check_backbone(self, shape: BackboneShape) -> None:
+    def check_backbone(self, shape: pf.BackboneShape) -> None:
         """And towers of the plain kind."""
         super().check_backbone(shape)
         missing = [name for tower, name in ((VISUAL, "heads_v"), (TEXT, "heads_t")) if tower in self.towers]
         for name in missing:
             if getattr(shape, name) is None:
                 tower = "image" if name == "heads_v" else "text"
-                raise MethodError(
+                raise pf.MethodError(
                     f"{self.name} changes attention in the {tower} tower, and this backbone's is not of the plain "
                     f"kind, or its shape does not say {name}: take another backbone or other towers, or leave it out"
                 )
@@ -144,15 +128,15 @@ class FedLoRA(Method):
         frozen = self.hyper.aggregation == "freeze_a"
         return tuple(spec for tower in self.towers for spec in ((() if frozen else (_a(tower),)) + (_b(tower),)))
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round; with ``alternate`` one of the factors comes up in turn."""
         down, kind = self.state_tensors(), self.hyper.aggregation
         up = down
         if kind == "alternate":
             up = tuple(spec for spec in down if spec.name.endswith("_b" if round % 2 else "_a"))
-        return (Phase("train", down=down, up=up, mean=kind != "svd"),)
+        return (pf.Phase("train", down=down, up=up, mean=kind != "svd"),)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """Sizes of both towers' factors."""
         shape, dims = context.shape, {"r": self.hyper.r, "q": len(self.hyper.matrices)}
         for tower, width, layers in (
@@ -162,22 +146,24 @@ class FedLoRA(Method):
             if tower not in self.towers:
                 continue
             if width is None or layers is None:
-                raise MethodError(
+                raise pf.MethodError(
                     f"{self.name} needs the width and the blocks of the {tower} tower: leave the shape out"
                 )
             if self.hyper.blocks == "last_k" and self.hyper.k > layers:
-                raise MethodError(f"k = {self.hyper.k}, but the {tower} tower has {layers} blocks: lower it")
+                raise pf.MethodError(f"k = {self.hyper.k}, but the {tower} tower has {layers} blocks: lower it")
             if self.hyper.r > width:
-                raise MethodError(f"r = {self.hyper.r} is more than the width {width} of the {tower} tower: lower it")
+                raise pf.MethodError(
+                    f"r = {self.hyper.r} is more than the width {width} of the {tower} tower: lower it"
+                )
             dims |= {f"d_{tower[0]}": width, f"k_{tower[0]}": self.hyper.k if self.hyper.blocks == "last_k" else layers}
         return dims
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """A uniform in ±1/√d, one draw for all; B zero, so that nothing is changed."""
         return _start(self.state_tensors(), self.dims(context), context.seed)
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """By ``aggregation``; whatever did not come up stays."""
         if self.hyper.aggregation == "svd":
@@ -190,18 +176,18 @@ class FedLoRA(Method):
         return super().aggregate(state, phase, updates, combine, context)
 
     def aggregate_measured(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
-    ) -> tuple[Tensors, Measured]:
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
+    ) -> tuple[Tensors, pf.Measured]:
         """``product_error``: ‖B̄·Ā − mean(B·A)‖/‖mean(B·A)‖ of this phase, where factors are averaged."""
         if self.hyper.aggregation != "average":
-            return self.aggregate(state, phase, updates, combine, context), Measured()
+            return self.aggregate(state, phase, updates, combine, context), pf.Measured()
         sums: Tensors = {}
         after = self.aggregate(state, phase, _added(sums, self.towers, updates), combine, context)
-        return after, Measured(phase={"product_error": relative_error(self.towers, after, sums)})
+        return after, pf.Measured(phase={"product_error": relative_error(self.towers, after, sums)})
 
     # Client half
 
-    def factors(self, context: ClientContext, payload: Tensors) -> Tensors:
+    def factors(self, context: pf.ClientContext, payload: Tensors) -> Tensors:
         """A and B of each tower, with the A that everybody draws where none travels."""
         if self.hyper.aggregation != "freeze_a":
             return {spec.name: payload[spec.name] for spec in self.state_tensors()}
@@ -212,7 +198,7 @@ class FedLoRA(Method):
             drawn |= _start((_a(tower),), sizes, context.seed)
         return drawn | {name: payload[name] for name in payload}
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of CE(τ⁻¹·cos(I, T)) over the factors that come up this round."""
         [phase] = self.phases(context.round, context.rounds)
         device, trained = context.backbone.device, {spec.name for spec in phase.up}
@@ -226,10 +212,10 @@ class FedLoRA(Method):
             scores = model.logits(indices, next(steps))
             return F.cross_entropy(scores, labels[indices.to(device)])
 
-        final = train(context, list(leaves.values()), loss)
-        return TrainResult({name: leaf.detach().cpu() for name, leaf in leaves.items()}, {}, {"loss": final})
+        final = pf.train(context, list(leaves.values()), loss)
+        return pf.TrainResult({name: leaf.detach().cpu() for name, leaf in leaves.items()}, {}, {"loss": final})
 
-    def merged(self, context: ClientContext, payload: Tensors) -> MergedTowers:
+    def merged(self, context: pf.ClientContext, payload: Tensors) -> MergedTowers:
         """Both towers with W + γ·B·A in the place of W."""
         device = context.backbone.device
         factors = {name: tensor.to(device) for name, tensor in self.factors(context, payload).items()}
@@ -237,7 +223,7 @@ class FedLoRA(Method):
         found = {tower: model.merged(tower) for tower in self.towers}
         return MergedTowers(visual=found.get(VISUAL, {}), text=found.get(TEXT, {}))
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with W + γ·B·A in the place of W, texts and images alike."""
         device = context.backbone.device
         factors = {name: tensor.to(device) for name, tensor in self.factors(context, payload).items()}
@@ -256,7 +242,7 @@ class FedLoRA(Method):
 class _Adapted:
     """Both towers with their changes, for one task."""
 
-    def __init__(self, hyper: FedLoRAHyper, context: ClientContext, factors: Tensors):
+    def __init__(self, hyper: FedLoRAHyper, context: pf.ClientContext, factors: Tensors):
         self._hyper, self._context, self._factors = hyper, context, factors
         self._backbone: Backbone = context.backbone
         self._gamma = hyper.alpha / (math.sqrt(hyper.r) if hyper.scaling == "root" else hyper.r)
@@ -281,7 +267,7 @@ class _Adapted:
             return None
         return self._visual.layers - len(self._factors[_a(VISUAL).name])
 
-    def shown(self) -> Split:
+    def shown(self) -> pf.Split:
         """The training images, or their rows."""
         split, start = self._context.train, self.kept_before
         return split if start is None else KeptRows(split, start)
@@ -311,7 +297,7 @@ class _Adapted:
         """``(C, d_e)`` normalised features of the template's texts."""
         tower = self._text
         if tower is None:
-            return template_features(self._backbone, self._context.template, self._context.class_names)
+            return pf.template_features(self._backbone, self._context.template, self._context.class_names)
         low_rank = self._low_rank(TEXT, tower.layers, step, 0)
         rows = tower.blocks(tower.weights, tower.rows(tower.weights, self._ids), low_rank=low_rank)
         return F.normalize(tower.pool(tower.weights, rows, tower.ends(self._ids)).float(), dim=-1)
@@ -377,7 +363,7 @@ def _start(specs: Iterable[TensorSpec], dims: Mapping[str, int], seed: int) -> T
     return made
 
 
-def _added(sums: Tensors, towers: Iterable[str], updates: Iterable[ClientUpdate]) -> Iterator[ClientUpdate]:
+def _added(sums: Tensors, towers: Iterable[str], updates: pf.Updates) -> Iterator[pf.ClientUpdate]:
     """The updates, one by one; on the way the weighted products B·A are added up in ``sums``."""
     for update in updates:
         product_sums(sums, towers, update)

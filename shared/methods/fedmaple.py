@@ -14,13 +14,8 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    Method,
-    ServerContext,
-    TrainResult,
-)
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -50,7 +45,7 @@ def coupled(tensors: Mapping[str, Tensor]) -> Tensor:
     return made + tensors[BIAS.name][:, None]
 
 
-class FedMaple(Method):
+class FedMaple(pf.Method):
     """Cross-entropy over text prompts and coupling maps; all of both travel, which is most of the cost."""
 
     name = "fedmaple"
@@ -71,7 +66,7 @@ class FedMaple(Method):
         """Text prompts and coupling maps."""
         return STATE
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """Widths of both towers, and how many of their first blocks have prompts."""
         hyper, shape = self.hyper, context.shape
         depth = hyper.depth
@@ -86,7 +81,7 @@ class FedMaple(Method):
         super().check_texts(backbone, class_names, template)
         backbone.class_prompts(class_names, self.hyper.m)
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Prompts N(0, 0.02²); maps uniform in ±1/√d_t."""
         dims = self.dims(context)
         bound = 1 / math.sqrt(dims["d_t"])
@@ -95,13 +90,13 @@ class FedMaple(Method):
         }
         return {TEXT.name: drawn(generator, *TEXT.resolve(dims))} | uniform
 
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The text prompts at the input: deeper ones stand beside hidden states, not beside words."""
         return {TEXT.name: state[TEXT.name][0]}
 
     # Client half
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global prompts and maps."""
         towers = Towers(context.backbone, self.hyper)
         classes = context.backbone.class_prompts(context.class_names, self.hyper.m)
@@ -113,9 +108,9 @@ class FedMaple(Method):
 
         loss = visual.train_on_images(context, list(trained.values()), logits)
         update = {name: tensor.detach().cpu() for name, tensor in trained.items()}
-        return TrainResult(update=update, metrics={"loss": loss})
+        return pf.TrainResult(update=update, metrics={"loss": loss})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the global prompts and maps."""
         towers = Towers(context.backbone, self.hyper)
         return ImageClassifier(visual.prompted_logits(towers, context, payload[TEXT.name], coupled(payload)))

@@ -20,25 +20,12 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.clip.errors import BackboneError
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.context import INIT_STD, text_width
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    Method,
-    MethodError,
-    Needs,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.core.visual import CHUNK, Towers, VisualHyper, drawn
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -142,7 +129,7 @@ def worded(backbone: Backbone, class_names: Sequence[str], hyper: FedMGPHyper) -
 class Groups:
     """Features of texts and images under a client's groups."""
 
-    def __init__(self, context: ClientContext, hyper: FedMGPHyper):
+    def __init__(self, context: pf.ClientContext, hyper: FedMGPHyper):
         self._context, self._towers, self._hyper = context, Towers(context.backbone, hyper), hyper
         self.scale = context.backbone.logit_scale
         self._names = worded(context.backbone, context.class_names, hyper)
@@ -151,12 +138,12 @@ class Groups:
         """``(G, C, d_e)``, or of no text prompts ``(1, C, d_e)``, the template's."""
         context = self._context
         if TEXT not in prompts:
-            return template_features(context.backbone, context.template, context.class_names).unsqueeze(0)
+            return pf.template_features(context.backbone, context.template, context.class_names).unsqueeze(0)
         return context.backbone.encode_prompts(
             prompts[TEXT], context.backbone.class_prompts(self._names, self._hyper.m)
         )
 
-    def images(self, prompts: Prompts, split: Split, indices: Tensor) -> Tensor:
+    def images(self, prompts: Prompts, split: pf.Split, indices: Tensor) -> Tensor:
         """``(G, B, d_e)``, or without visual prompts ``(1, B, d_e)``, those that are kept."""
         if VISUAL not in prompts:
             features = split.features()
@@ -172,18 +159,18 @@ class Groups:
 class GroupsClassifier:
     """Brings the groups' answers together."""
 
-    def __init__(self, context: ClientContext, prompts: Prompts, hyper: FedMGPHyper):
+    def __init__(self, context: pf.ClientContext, prompts: Prompts, hyper: FedMGPHyper):
         self._groups, self._how = Groups(context, hyper), hyper.inference
         self._prompts = {name: one.to(context.backbone.device) for name, one in prompts.items()}
         with torch.no_grad():
             self._texts = self._groups.texts(self._prompts)
 
     @torch.no_grad()
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return torch.cat([self._of(split, part) for part in torch.split(indices, CHUNK)])
 
-    def _of(self, split: Split, indices: Tensor) -> Tensor:
+    def _of(self, split: pf.Split, indices: Tensor) -> Tensor:
         images = self._groups.images(self._prompts, split, indices)
         if self._how == "features":
             images, texts = (F.normalize(one.mean(0), dim=-1) for one in (images, self._texts))
@@ -192,7 +179,7 @@ class GroupsClassifier:
         return logits.mean(0) if self._how == "mean" else logits.amax(0)
 
 
-class FedMGP(Method):
+class FedMGP(pf.Method):
     """Groups are private but for those that are drawn; the slots last sent take the mean of all clients' ones."""
 
     name = "fedmgp"
@@ -213,21 +200,23 @@ class FedMGP(Method):
         super().__init__(hyper)
         self.kinds = (TEXT, VISUAL) if hyper.modalities == "both" else (hyper.modalities,)
         if VISUAL not in self.kinds:
-            self.needs = Needs()
+            self.needs = pf.Needs()
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """Which pairs leave."""
         what = f"{self.hyper.shared} of your {self.hyper.groups} pairs of prompts in each round"
-        return (AGGREGATE, Disclosed("operator", what))
+        return (pf.AGGREGATE, pf.Disclosed("operator", what))
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """No more groups can be shared than there are."""
         hyper = self.hyper
         if hyper.shared > hyper.groups:
-            raise MethodError(f"of {hyper.groups} groups {hyper.shared} cannot be shared: lower shared or raise groups")
+            raise pf.MethodError(
+                f"of {hyper.groups} groups {hyper.shared} cannot be shared: lower shared or raise groups"
+            )
         if hyper.select == "all" and hyper.shared != hyper.groups:
-            raise MethodError(
+            raise pf.MethodError(
                 f"select: all shares every group: set shared: {hyper.groups}, or choose another selection"
             )
         if spec.aggregation.rule in ("krum", "multi_krum"):
@@ -237,7 +226,7 @@ class FedMGP(Method):
         """The global groups of each modality. (G4) their mean over clients goes rank by rank."""
         return tuple(TensorSpec(shared(kind), ("s", "m", WIDTHS[kind])) for kind in self.kinds)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``s``, ``m`` and the towers' widths."""
         sizes = {"s": self.hyper.shared, "m": self.hyper.m}
         if TEXT in self.kinds:
@@ -246,7 +235,7 @@ class FedMGP(Method):
             sizes["d_v"] = visual.vision_width(self.name, context)
         return sizes
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Zero, which means none: clients draw their groups themselves."""
         dims = self.dims(context)
         return {spec.name: torch.zeros(spec.resolve(dims)) for spec in self.state_tensors()}
@@ -257,7 +246,7 @@ class FedMGP(Method):
         if TEXT in self.kinds:
             backbone.class_prompts(worded(backbone, class_names, self.hyper), self.hyper.m)
 
-    def current(self, context: ClientContext, payload: Tensors, private: Tensors) -> Prompts:
+    def current(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Prompts:
         """(G5) the client's groups ``(G, m, d)``: the slots that it sent last hold the current global ones.
 
         Who has none has the common start, with the global groups in its first slots.
@@ -283,7 +272,7 @@ class FedMGP(Method):
         started: Tensor = words + noise * (WORDS_STD / INIT_STD)
         return started
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over all groups; sends those that are drawn, keeps all."""
         hyper, device, towers = self.hyper, context.backbone.device, Groups(context, self.hyper)
         start = self.current(context, payload, private)
@@ -297,15 +286,15 @@ class FedMGP(Method):
             apart = [diversity(one, hyper.diversity) for one in (texts, images)]
             return value + hyper.diversity_weight / 2 * (apart[0] + apart[1])
 
-        final = train(context, list(trained.values()), loss)
+        final = pf.train(context, list(trained.values()), loss)
         ready = {kind: one.detach().cpu() for kind, one in trained.items()}
         slots, metrics = self._slots(context, payload, ready)
         update = {shared(kind): ready[kind][slots[kind]].clone() for kind in self.kinds}
         kept = {groups(kind): ready[kind] for kind in self.kinds} | {sent(kind): slots[kind] for kind in self.kinds}
-        return TrainResult(update, kept, {"loss": final} | metrics)
+        return pf.TrainResult(update, kept, {"loss": final} | metrics)
 
     def _slots(
-        self, context: ClientContext, payload: Tensors, ready: Prompts
+        self, context: pf.ClientContext, payload: Tensors, ready: Prompts
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """(G3) by modality, and numbers for the report."""
         hyper = self.hyper
@@ -321,20 +310,20 @@ class FedMGP(Method):
         entropy = {f"{kind}_entropy": float(-(q * q.log()).sum()) for kind, q in chances.items()}
         return slots, entropy | _told(slots)
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """A trainer's own groups; the global ones for an evaluator, the template before there are any."""
         if private or len(context.train):
             return GroupsClassifier(context, self.current(context, payload, private), self.hyper)
         return self.global_classifier(context, payload)
 
-    def global_classifier(self, context: ClientContext, payload: Tensors) -> Classifier:
+    def global_classifier(self, context: pf.ClientContext, payload: Tensors) -> pf.Classifier:
         """The global groups alone."""
         last = {kind: payload[shared(kind)] for kind in self.kinds}
         if not any(one.any() for one in last.values()):
             return TemplateClassifier(context)
         return GroupsClassifier(context, last, self.hyper)
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``global``: a trainer's data under an evaluator's classifier."""
         return {"global": self.global_classifier(context, payload)} if private or len(context.train) else {}
 

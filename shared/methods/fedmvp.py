@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -19,26 +19,11 @@ from pydantic import Field, Json
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ClientUpdate,
-    Combine,
-    Hyperparameters,
-    LabelSpace,
-    Method,
-    MethodError,
-    OwnOptions,
-    Phase,
-    ServerContext,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.core.visual import ImageClassifier, drawn
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, texts_of
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -67,10 +52,10 @@ ACTIVE = TensorSpec("lora_active", (), "int64")
 LOSS = TensorSpec("loss", (), shared_with_clients=False)
 
 
-class FedMVPHyper(Hyperparameters):
+class FedMVPHyper(pf.Hyperparameters):
     """The generator, what images are compared with, and when its low-rank part takes over."""
 
-    label_space: LabelSpace = "client"
+    label_space: pf.LabelSpace = "client"
     m: Annotated[int, Field(ge=1, le=512, description="prompts of an image")] = 4
     heads: Annotated[int, Field(ge=1, le=256, description="attention heads of the generator; must divide d_v")] = 4
     queries: Annotated[
@@ -107,7 +92,7 @@ class FedMVPHyper(Hyperparameters):
     r: Annotated[int, Field(ge=1, le=1024, description="rank of the low-rank part")] = 8
 
 
-class FedMVPOwn(OwnOptions):
+class FedMVPOwn(pf.OwnOptions):
     """What a client chooses for itself."""
 
     class_descriptions: Annotated[
@@ -180,19 +165,19 @@ class PromptedImages:
 def expect_class_token(tower: VisionTower) -> None:
     """Raise MethodError where prompts beside the patches would be pooled with them."""
     if tower.pooling != "tok" or "class_embedding" not in tower.weights:
-        raise MethodError("fedmvp needs an image tower that pools a class token; this backbone's does not")
+        raise pf.MethodError("fedmvp needs an image tower that pools a class token; this backbone's does not")
 
 
 class ClassTexts:
     """A task's descriptions: ``attributes`` A, and what images are compared with, ``compared (C, d_e)``."""
 
-    def __init__(self, context: ClientContext, hyper: FedMVPHyper, own: Mapping[str, list[str]]):
+    def __init__(self, context: pf.ClientContext, hyper: FedMVPHyper, own: Mapping[str, list[str]]):
         backbone, described = context.backbone, {**context.class_descriptions, **own}
         names = context.class_names
         each = [texts_of(name, described, context.template) for name in names]
         self.described = any(name in described for name in names)
         self.attributes = backbone.encode_text([text for texts in each for text in texts])
-        template = template_features(backbone, context.template, names)
+        template = pf.template_features(backbone, context.template, names)
         if hyper.texts == "template":
             self.compared = template
         elif hyper.texts == "joined":
@@ -206,7 +191,7 @@ class ClassTexts:
             self.compared = torch.stack([group.mean(0) for group in groups])
 
 
-class FedMVP(Method):
+class FedMVP(pf.Method):
     """The generator both ways; all classify alike, with the descriptions of the classes that are to be told apart."""
 
     name = "fedmvp"
@@ -232,21 +217,24 @@ class FedMVP(Method):
     }
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """A generator that has seen the images' patches."""
-        return (AGGREGATE, Disclosed("operator", "changes of a generator that is trained on your images' patches"))
+        return (
+            pf.AGGREGATE,
+            pf.Disclosed("operator", "changes of a generator that is trained on your images' patches"),
+        )
 
     @property
     def _watched(self) -> bool:
         """Whether the mean loss decides about the switch."""
         return self.hyper.lora == "switch" and self.hyper.lora_from is None
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """A step of the coordinator's own would be taken on the loss, too."""
         if self.hyper.lora == "off" and self.hyper.lora_from is not None:
-            raise MethodError("lora: off never switches: leave lora_from out")
+            raise pf.MethodError("lora: off never switches: leave lora_from out")
         if self._watched and spec.aggregation.server.optimizer != "none":
-            raise MethodError(
+            raise pf.MethodError(
                 "fedmvp switches by the clients' mean loss, which a server optimizer would change: take lora_from or "
                 "lora: off with it"
             )
@@ -256,23 +244,25 @@ class FedMVP(Method):
         low_rank = LORA if self.hyper.lora == "switch" else ()
         return (*GENERATOR, *low_rank, *((ACTIVE, LOSS) if self._watched else ()))
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """All of the generator both ways; after a switch that is known beforehand, its low-rank part up."""
         everything = (*GENERATOR, *(LORA if self.hyper.lora == "switch" else ()))
         down, up = ((*everything, ACTIVE), (*everything, LOSS)) if self._watched else (everything, everything)
         if self.hyper.lora_from is not None and round >= self.hyper.lora_from:
             up = LORA
-        return (Phase("train", down=down, up=up, mean=True),)
+        return (pf.Phase("train", down=down, up=up, mean=True),)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``d_v`` and its multiples, ``d_e``, ``r``. Raises MethodError where the heads do not divide the width."""
         width = visual.vision_width(self.name, context)
         if width % self.hyper.heads:
-            raise MethodError(f"{self.hyper.heads} heads do not divide d_v = {width}: choose another number of heads")
+            raise pf.MethodError(
+                f"{self.hyper.heads} heads do not divide d_v = {width}: choose another number of heads"
+            )
         multiples = {f"d_v{n}": n * width for n in (3, 4, 8)}
         return {"d_v": width, "d_e": context.shape.d_e, "r": self.hyper.r} | multiples
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Attention Xavier uniform, linear maps in ±1/√fan-in, norms 1 and 0, the low-rank part's B zero."""
         dims, made = self.dims(context), {}
         for spec in self.state_tensors():
@@ -280,7 +270,7 @@ class FedMVP(Method):
         return made
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """The mean; where the loss decides, the switch is for all and for good."""
         after = state | combine(updates)
@@ -308,7 +298,7 @@ class FedMVP(Method):
             return round >= self.hyper.lora_from
         return bool(self._watched and int(payload[ACTIVE.name]))
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """(V5) E epochs of the generator, or of its low-rank part alone after the switch."""
         device, hyper = context.backbone.device, self.hyper
         lora = self._active(payload, context.round)
@@ -339,14 +329,14 @@ class FedMVP(Method):
 
         parameters = [own[name] for name in names]
         loss = visual.train_on_images(context, parameters, logits, consistency if hyper.consistency else None)
-        return TrainResult(self._update(context, own, loss), metrics={"loss": loss, "lora_active": float(lora)})
+        return pf.TrainResult(self._update(context, own, loss), metrics={"loss": loss, "lora_active": float(lora)})
 
-    def _update(self, context: ClientContext, own: Tensors, loss: float) -> Tensors:
+    def _update(self, context: pf.ClientContext, own: Tensors, loss: float) -> Tensors:
         [phase] = self.phases(context.round, context.rounds)
         sent = own | {LOSS.name: torch.tensor(loss)}
         return {spec.name: sent[spec.name].detach().cpu() for spec in phase.up}
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """The global generator with the descriptions of ``context.class_names``."""
         backbone = context.backbone
         own = {name: one.to(backbone.device) for name, one in payload.items()}

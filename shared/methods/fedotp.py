@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import ContextHyper, class_prompts
-from promptfed.shared.methods.core.interface.base import ClientContext, Needs
 from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
 
@@ -41,7 +41,7 @@ class FedOTPHyper(ContextHyper):
 class TransportLoss(PairLoss):
     """CE of the transported similarities."""
 
-    def __init__(self, context: ClientContext, m: int, transport: Transport):
+    def __init__(self, context: pf.ClientContext, m: int, transport: Transport):
         self._backbone, self._split = context.backbone, context.train
         self._prompts = class_prompts(context, m)
         self._labels = context.train.labels.to(context.backbone.device)
@@ -66,7 +66,7 @@ class FedOTP(PrivateContextMethod):
     name = "fedotp"
     summary = "Optimal transport between an image's patches and a shared and a private context's class features."
     paper = "Li et al., Global and Local Prompts Cooperation via Optimal Transport for Federated Learning, 2024"
-    needs = Needs(patch_tokens=True)
+    needs = pf.Needs(patch_tokens=True)
     protects = True
     Hyper = FedOTPHyper
     hyper: FedOTPHyper
@@ -83,19 +83,19 @@ class FedOTP(PrivateContextMethod):
         made = Transport(hyper.transport, hyper.gamma, hyper.epsilon, hyper.iterations, hyper.threshold)
         return replace(made, pooled_weight=hyper.pooled_weight)
 
-    def pair_loss(self, context: ClientContext) -> TransportLoss:
+    def pair_loss(self, context: pf.ClientContext) -> TransportLoss:
         """CE over the transported similarities."""
         return TransportLoss(context, self.hyper.m, self.plans)
 
-    def personal_classifier(self, context: ClientContext, shared: Tensor, local: Tensor) -> PatchTextClassifier:
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> PatchTextClassifier:
         """With both contexts."""
         return self._with(context, torch.stack([shared.cpu(), local.cpu()]))
 
-    def global_classifier(self, context: ClientContext, shared: Tensor) -> PatchTextClassifier:
+    def global_classifier(self, context: pf.ClientContext, shared: Tensor) -> PatchTextClassifier:
         """With the shared context as the only prompt."""
         return self._with(context, shared.unsqueeze(0))
 
-    def _with(self, context: ClientContext, contexts: Tensor) -> PatchTextClassifier:
+    def _with(self, context: pf.ClientContext, contexts: Tensor) -> PatchTextClassifier:
         with torch.no_grad():
             prompts = class_prompts(context, self.hyper.m)
             text = context.backbone.encode_prompts(contexts, prompts, normalize=False)

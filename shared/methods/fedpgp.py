@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import (
     INIT_STD,
     BatchCrossEntropy,
@@ -21,10 +22,6 @@ from promptfed.shared.methods.core.context import (
     TextPromptClassifier,
     class_prompts,
 )
-from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
-from promptfed.shared.methods.core.interface.protection import Objective
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -65,7 +62,7 @@ class FedPGP(SharedContextMethod):
         "training": {"epochs": 2, "learning_rate": 0.001},
     }
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over the global context and the client's own adaptation; sends the global context alone."""
         backbone, hyper = context.backbone, self.hyper
         shared = payload[self.shared.name].to(backbone.device).clone().requires_grad_()
@@ -74,7 +71,7 @@ class FedPGP(SharedContextMethod):
             for name, value in self.adaptation(context, private).items()
         }
         prompts, cross_entropy = class_prompts(context, hyper.m), BatchCrossEntropy(context)
-        template = template_features(backbone, context.template, context.class_names)
+        template = pf.template_features(backbone, context.template, context.class_names)
 
         def loss(indices: Tensor) -> Tensor:
             personal = shared + delta(adaptation)
@@ -91,11 +88,11 @@ class FedPGP(SharedContextMethod):
             z_global, z_personal = backbone.encode_prompts(torch.stack([parameters[0], personal]), prompts)
             return hyper.mu * contrastive_loss(z_global, template, z_personal, hyper.tau_con, hyper.pairs)
 
-        final = train(context, [shared, *adaptation.values()], loss, objective=Objective(units, common))
+        final = pf.train(context, [shared, *adaptation.values()], loss, objective=pf.Objective(units, common))
         kept = {name: value.detach().cpu() for name, value in adaptation.items()}
-        return TrainResult({self.shared.name: shared.detach().cpu()}, kept, {"loss": final})
+        return pf.TrainResult({self.shared.name: shared.detach().cpu()}, kept, {"loss": final})
 
-    def adaptation(self, context: ClientContext, private: Tensors) -> Tensors:
+    def adaptation(self, context: pf.ClientContext, private: Tensors) -> Tensors:
         """The client's ``U (m, b)`` and ``V (b, d_t)``, or ``D (m, d_t)`` of full rank: trained, or as it starts.
 
         Every client draws its own start from N(0, 0.02²), the same one whenever it asks.
@@ -110,7 +107,7 @@ class FedPGP(SharedContextMethod):
         m, b = self.hyper.m, self.hyper.b
         return {"D": (m, d_t)} if self.hyper.full_rank else {"U": (m, b), "V": (b, d_t)}
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
         """Classifies with the personal context p_i (Eq. 10); with p_G where there is nothing to train on."""
         learned = payload[self.shared.name]
         if private or len(context.train):

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import (
     BatchCrossEntropy,
     ContextHyper,
@@ -20,9 +21,7 @@ from promptfed.shared.methods.core.context import (
     class_prompts,
     text_width,
 )
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, OwnOptions, ServerContext
 from promptfed.shared.methods.core.private_context import MOST_VECTORS, PairLoss, PrivateContextMethod
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class FedPHAHyper(ContextHyper):
     ] = True
 
 
-class FedPHAOwn(OwnOptions):
+class FedPHAOwn(pf.OwnOptions):
     """What a client chooses for itself."""
 
     m_local: Annotated[Length | None, Field(description="vectors of this client's private context")] = None
@@ -91,7 +90,7 @@ def project(local: Tensor, basis: Tensor, projection: str) -> Tensor:
 class HeterogeneousLoss(PairLoss):
     """CE of both contexts, the pull to the projection and the push from the shared features."""
 
-    def __init__(self, context: ClientContext, hyper: FedPHAHyper, m_local: int):
+    def __init__(self, context: pf.ClientContext, hyper: FedPHAHyper, m_local: int):
         self._backbone: Backbone = context.backbone
         self._hyper, self._same = hyper, m_local == hyper.m
         self._shared_prompts, self._local_prompts = class_prompts(context, hyper.m), class_prompts(context, m_local)
@@ -148,14 +147,14 @@ class FedPHA(PrivateContextMethod):
         """Vectors of the private context by client, as the spec says."""
         return self.hyper.local_lengths or {}
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """The pull must have a direction to remove."""
         super().check(spec)
         hyper = self.hyper
         if hyper.pull and removed(hyper.m, hyper.ratio) == 0:
-            raise MethodError(f"ratio {hyper.ratio:g} of m = {hyper.m} removes no direction: lower ratio or raise m")
+            raise pf.MethodError(f"ratio {hyper.ratio:g} of m = {hyper.m} removes no direction: lower ratio or raise m")
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m`` and the text tower's width ``d_t``; the clients' lengths must fit as well."""
         for m in self.lengths.values():
             text_width(self.name, m, context)
@@ -167,24 +166,24 @@ class FedPHA(PrivateContextMethod):
         longest = self.own.m_local or max(self.lengths.values(), default=self.hyper.m)
         backbone.class_prompts(class_names, longest)
 
-    def local_length(self, context: ClientContext) -> int:
+    def local_length(self, context: pf.ClientContext) -> int:
         """The client's own choice, else the spec's for it, else m."""
         return self.own.m_local or self.lengths.get(context.client, self.hyper.m)
 
-    def local_context(self, context: ClientContext, private: Tensors) -> Tensor:
+    def local_context(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """As the base's. Raises MethodError where the stored context has another length than is asked for now."""
         local, wanted = super().local_context(context, private), self.local_length(context)
         if len(local) != wanted:
-            raise MethodError(
+            raise pf.MethodError(
                 f"this client's private context has {len(local)} vectors, and m_local is {wanted} now: give m_local "
                 f"{len(local)} again, or start the private context anew with --reset-private"
             )
         return local
 
-    def pair_loss(self, context: ClientContext) -> HeterogeneousLoss:
+    def pair_loss(self, context: pf.ClientContext) -> HeterogeneousLoss:
         """The loss of one task."""
         return HeterogeneousLoss(context, self.hyper, self.local_length(context))
 
-    def personal_classifier(self, context: ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
         """Classifies with the private context alone."""
         return TextPromptClassifier(context.backbone, local, class_prompts(context, len(local)))

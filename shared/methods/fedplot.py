@@ -13,17 +13,9 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import ContextHyper, SharedContextMethod, class_prompts
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    MethodError,
-    Needs,
-    ServerContext,
-    TrainResult,
-)
 from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -56,7 +48,7 @@ class FedPLOT(SharedContextMethod):
     name = "fedplot"
     summary = "Several shared contexts for every class, matched with an image's patches by optimal transport."
     paper = "Chen et al., PLOT: Prompt Learning with Optimal Transport for Vision-Language Models, 2023"
-    needs = Needs(patch_tokens=True)
+    needs = pf.Needs(patch_tokens=True)
     Hyper = FedPLOTHyper
     hyper: FedPLOTHyper
     metrics = ("loss", *PLAN_METRICS)
@@ -69,11 +61,11 @@ class FedPLOT(SharedContextMethod):
         hyper = self.hyper
         return Transport(hyper.transport, 1.0, hyper.epsilon, hyper.iterations, hyper.threshold, hyper.pooled_weight)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``N``, ``m`` and the text tower's width ``d_t``."""
         return {"N": self.hyper.prompts, **super().dims(context)}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """N draws from N(0, 0.02²); NeedsBackbone where words are part of them."""
         drawn = [super(FedPLOT, self).initial_state(context, generator) for _ in range(self.hyper.prompts)]
         return {self.shared.name: torch.stack([one[self.shared.name] for one in drawn])}
@@ -82,17 +74,17 @@ class FedPLOT(SharedContextMethod):
         """Contexts ``(N, m, d_t)`` that end with the given words; what stands before these differs."""
         drawn = [super(FedPLOT, self).start(backbone, generator) for _ in range(self.hyper.prompts)]
         if len(drawn) > 1 and torch.equal(drawn[0], drawn[1]):
-            raise MethodError(
+            raise pf.MethodError(
                 f"context_init fills all m = {self.hyper.m} vectors, so that the {len(drawn)} contexts would stay "
                 "equal for ever: raise m, use fewer words, or prompts: 1"
             )
         return torch.stack(drawn)
 
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """Each of the contexts."""
         return {f"contexts[{index}]": one for index, one in enumerate(state.get(self.shared.name, ()))}
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the shared contexts; sends the trained ones."""
         backbone, split = context.backbone, context.train
         learned = payload[self.shared.name].to(backbone.device).clone().requires_grad_()
@@ -103,11 +95,11 @@ class FedPLOT(SharedContextMethod):
             text = backbone.encode_prompts(learned, prompts, normalize=False)
             return F.cross_entropy(logits(split, indices, text), labels[indices.to(labels.device)])
 
-        final = train(context, [learned], loss)
+        final = pf.train(context, [learned], loss)
         metrics = {"loss": final} | logits.statistics.metrics()
-        return TrainResult({self.shared.name: learned.detach().cpu()}, metrics=metrics)
+        return pf.TrainResult({self.shared.name: learned.detach().cpu()}, metrics=metrics)
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With the shared contexts."""
         with torch.no_grad():
             prompts = class_prompts(context, self.hyper.m)

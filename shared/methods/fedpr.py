@@ -16,9 +16,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import LinearHead, head_groups
-from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
 from promptfed.shared.methods.core.visual import Towers, learned
 from promptfed.shared.methods.fedvpt import PROMPTS, FedVPT, VptHyper
 from promptfed.shared.tensors import Tensors
@@ -102,7 +102,7 @@ class FedPR(FedVPT):
         },
     }
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global prompts; in round 1, where these hold nothing yet, without the projection."""
         towers = Towers(context.backbone, self.hyper)
         prompts, head = learned(payload[PROMPTS.name], context.backbone), self._head(context, private)
@@ -119,4 +119,4 @@ class FedPR(FedVPT):
         loss = visual.train_on_images(context, [prompts], logits, groups=groups)
         if space is not None:
             space.settle()
-        return TrainResult({PROMPTS.name: prompts.detach().cpu()}, head.private(), {"loss": loss})
+        return pf.TrainResult({PROMPTS.name: prompts.detach().cpu()}, head.private(), {"loss": loss})

@@ -9,10 +9,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import ContextHyper, class_prompts, cosine_logits
-from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.methods.core.training import train, train_by
+from promptfed.shared.methods.core.training import train_by
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 
@@ -45,12 +44,12 @@ def projected(g_ce: Tensor, g_kl: Tensor, weight: float) -> tuple[Tensor, bool]:
 class TemplateLosses:
     """CE of a batch, and the cross-entropy between the template's predictions p⁰ and the context's, both means."""
 
-    def __init__(self, context: ClientContext):
+    def __init__(self, context: pf.ClientContext):
         backbone = context.backbone
         self._scale, self._features = backbone.logit_scale, context.train.features()
         self._labels = context.train.labels.to(backbone.device)
         with torch.no_grad():
-            known = template_features(backbone, context.template, context.class_names)
+            known = pf.template_features(backbone, context.template, context.class_names)
             everything = torch.arange(len(context.train))
             self._known = cosine_logits(self._scale, self._features, everything, known).softmax(dim=-1)
 
@@ -76,7 +75,7 @@ class FedProGrad(PromptFL):
     hyper: FedProGradHyper
     metrics = ("loss", "conflicting_steps")
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""
         backbone, weight = context.backbone, self.hyper.weight
         learned = payload["context"].to(backbone.device).clone().requires_grad_()
@@ -96,8 +95,8 @@ class FedProGrad(PromptFL):
             return cross_entropy.detach(), [gradient]
 
         if self.hyper.mode == "penalty":
-            metrics = {"loss": train(context, [learned], penalised)}
+            metrics = {"loss": pf.train(context, [learned], penalised)}
         else:
             metrics = {"loss": train_by(context, [learned], gradients)}
             metrics["conflicting_steps"] = sum(conflicts) / len(conflicts)
-        return TrainResult({"context": learned.detach().cpu()}, metrics=metrics)
+        return pf.TrainResult({"context": learned.detach().cpu()}, metrics=metrics)

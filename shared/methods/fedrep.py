@@ -8,12 +8,11 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import WEIGHT, LinearHead
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import TowerHyper, WeightMethod
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors
 
 
@@ -58,7 +57,7 @@ class PrivateHeadMethod(WeightMethod):
         """What a client trains for itself before it classifies; None: nothing."""
         return None
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the tuned copy, which is made once for all label spaces of an evaluation."""
         if self.tuning is None:
             return super().classifier(context, payload, private)
@@ -69,7 +68,7 @@ class PrivateHeadMethod(WeightMethod):
         return self.classify(*self._last[1], context)
 
     def _tuned(
-        self, context: ClientContext, payload: Tensors, private: Tensors, tuning: Tuning
+        self, context: pf.ClientContext, payload: Tensors, private: Tensors, tuning: Tuning
     ) -> tuple[TrainedTower, LinearHead]:
         rate = tuning.rate or context.training.learning_rate
         settings = {"epochs": tuning.epochs, "learning_rate": rate, "schedule": "constant"}
@@ -86,11 +85,11 @@ class PrivateHeadMethod(WeightMethod):
         """The head stays with its client."""
         return False
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """A tower that does not change leaves nothing to share."""
         super().check_options(spec)
         if self.hyper.trainable == "none":
-            raise MethodError(f"{self.name} shares the tower: with trainable: none nothing is left; take another")
+            raise pf.MethodError(f"{self.name} shares the tower: with trainable: none nothing is left; take another")
 
 
 class FedRep(PrivateHeadMethod):
@@ -113,7 +112,7 @@ class FedRep(PrivateHeadMethod):
         """The head, where ``refit_epochs`` says so."""
         return Tuning("head", self.hyper.refit_epochs) if self.hyper.refit_epochs else None
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """The head, whose features are computed once; then the tower. Two optimizers, in this order."""
         start = self.changes(context, payload, private)
         tower = TrainedTower.of(context.backbone, self.hyper, start)
@@ -125,6 +124,6 @@ class FedRep(PrivateHeadMethod):
         moving = tower.trainable()
         loss = self.fit(context, moving, fixed, what="tower")
         metrics = {"loss": loss, "head_loss": head_loss}
-        return TrainResult(self.sent(start, moving, None, None), fixed.private(), metrics)
+        return pf.TrainResult(self.sent(start, moving, None, None), fixed.private(), metrics)
 
     metrics = ("loss", "head_loss")

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
-from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
 from promptfed.shared.methods.core.trained_tower import TrainedTower
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import TowerHyper, WeightMethod
 from promptfed.shared.tensors import Tensors
@@ -32,7 +31,7 @@ class FedRoD(WeightMethod):
     personal = True
     Hyper = TowerHyper
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of both losses in the same steps."""
         start, device = self.changes(context, payload, private), context.backbone.device
         tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
@@ -50,18 +49,18 @@ class FedRoD(WeightMethod):
             return F.cross_entropy(generic + shares, wanted) + F.cross_entropy(personal, wanted)
 
         groups = self.head_groups(context, [*head.parameters, *own.parameters])
-        final = train(context, list(tower.leaves.values()), loss, groups=groups)
+        final = pf.train(context, list(tower.leaves.values()), loss, groups=groups)
         kept = {OWN_HEAD: own.weight.detach().cpu(), OWN_BIAS: own.bias.detach().cpu()}
-        return TrainResult(self.sent(start, tower, head, begun), kept, {"loss": final})
+        return pf.TrainResult(self.sent(start, tower, head, begun), kept, {"loss": final})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """By G + Q; by G where the client has no Q."""
         head = self.shared_head(context, payload)
         own = own_head(head, private)
         head = LinearHead(head.names, head.weight + own.weight, head.bias + own.bias)
         return self.classify(self.tower(context, payload, private), head, context)
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, ImageClassifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, ImageClassifier]:
         """``generic``: by G alone, for those who have a Q."""
         if OWN_HEAD not in private:
             return {}

@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import (
     INIT_STD,
     BatchCrossEntropy,
@@ -25,18 +26,7 @@ from promptfed.shared.methods.core.context import (
     class_prompts,
     text_width,
 )
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    Hyperparameters,
-    LabelSpace,
-    Method,
-    MethodError,
-    ServerContext,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.protection import Objective
 from promptfed.shared.methods.core.text_features import name_features
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -70,10 +60,10 @@ PARAMETERS = (
 )
 
 
-class FedTPGHyper(Hyperparameters):
+class FedTPGHyper(pf.Hyperparameters):
     """The generator's sizes."""
 
-    label_space: LabelSpace = "client"
+    label_space: pf.LabelSpace = "client"
     m: Annotated[int, Field(ge=1, le=64, description="number of context vectors, and of learned queries")] = 4
     heads: Annotated[int, Field(ge=1, le=64, description="heads of the attention; they divide the tower's width")] = 4
     feedforward: Annotated[
@@ -91,7 +81,7 @@ class FedTPGHyper(Hyperparameters):
     ] = "xavier"
 
 
-class FedTPG(Method):
+class FedTPG(pf.Method):
     """CE of cosine logits under the context that f_θ generates; θ is all that is trained and all that travels."""
 
     name = "fedtpg"
@@ -121,18 +111,18 @@ class FedTPG(Method):
         """θ: queries, norms, attention and feed-forward. The coordinator averages it (Algorithm 1)."""
         return PARAMETERS
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, both widths and the feed-forward's."""
         d_t = text_width(self.name, self.hyper.m, context)
         if d_t % self.hyper.heads:
-            raise MethodError(
+            raise pf.MethodError(
                 f"{self.hyper.heads} heads do not divide the text tower's width of {d_t}: choose heads that do"
             )
         wide, narrow = WIDTHS[self.hyper.feedforward]
         sizes = {"m": self.hyper.m, "d_t": d_t, "d_e": context.shape.d_e}
         return sizes | {"ff_in": wide * d_t, "ff_out": narrow * d_t}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """θ⁰: queries from N(0, 0.02²), weights as ``start`` says, norms the identity, biases zero.
 
         The paper gives no initialisation. With Xavier's (Glorot and Bengio, 2010) a query's scores differ from class to
@@ -150,12 +140,12 @@ class FedTPG(Method):
                 state[spec.name] = torch.ones(shape) if spec.name.endswith("weight") else torch.zeros(shape)
         return state
 
-    def generate(self, state: Tensors, text_features: Tensor, context: ServerContext) -> Tensors:
+    def generate(self, state: Tensors, text_features: Tensor, context: pf.ServerContext) -> Tensors:
         """The context ``(m, d_t)`` for classes with text features ``(C, d_e)``."""
         with torch.no_grad():
             return {"context": self.context_of(state, F.normalize(text_features, dim=-1))}
 
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """What f_θ makes ``(m, d_t)`` for each client's own class names, where their features are known."""
         made: Tensors = {}
         for client in context.clients:
@@ -165,7 +155,9 @@ class FedTPG(Method):
                 made[client.name] = self.generate(state, rows, context)["context"]
         return made
 
-    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def client_vectors(
+        self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
+    ) -> Tensors:
         """The same contexts, each as one vector."""
         made = self.contexts(state, context, class_features)
         return {name: tensor.flatten() for name, tensor in made.items()}
@@ -177,7 +169,7 @@ class FedTPG(Method):
         super().check_texts(backbone, class_names, template)
         backbone.class_prompts(class_names, self.hyper.m)
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over θ on the client's own task (Eq. 3-5); sends the trained θ."""
         backbone = context.backbone
         learned = {name: value.to(backbone.device).clone().requires_grad_() for name, value in payload.items()}
@@ -191,15 +183,15 @@ class FedTPG(Method):
             made = torch.func.vmap(lambda *theta: self.context_of(dict(zip(learned, theta, strict=True)), classes))
             return cross_entropy.each(indices, backbone.encode_prompts(made(*copies), prompts))
 
-        final = train(context, list(learned.values()), loss, objective=Objective(units))
+        final = pf.train(context, list(learned.values()), loss, objective=pf.Objective(units))
         update = {name: value.detach().cpu() for name, value in learned.items()}
         metrics = {"loss": final}
         if self.hyper.m > 1:
             with torch.no_grad():
                 metrics["context_cosine"] = mean_cosine(self.context_of(learned, classes))
-        return TrainResult(update, metrics=metrics)
+        return pf.TrainResult(update, metrics=metrics)
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
         """Classifies with the context that is generated for the very class names that are to be told apart."""
         device = context.backbone.device
         theta = {name: value.to(device) for name, value in payload.items()}

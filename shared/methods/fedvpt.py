@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import (
     HeadRate,
@@ -22,15 +23,7 @@ from promptfed.shared.methods.core.heads import (
     head_groups,
     head_width,
 )
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    Method,
-    MethodError,
-    ServerContext,
-    TrainResult,
-)
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
@@ -63,7 +56,7 @@ class VptHyper(VisualHyper):
     head_learning_rate: HeadRate = None
 
 
-class VisualPromptMethod(Method):
+class VisualPromptMethod(pf.Method):
     """Base of the methods that train visual prompts ``(depth_v, m, d_v)`` under a text or a linear head."""
 
     Hyper = VptHyper
@@ -78,16 +71,16 @@ class VisualPromptMethod(Method):
             self.personal = True
             self.takes_evaluators = False  # the head is made by training only
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """``projected`` says where a linear head stands: without one it would say nothing."""
         if self.hyper.projected and self.hyper.head == "text":
-            raise MethodError("projected is for a linear head: take head: linear with it, or leave it out")
+            raise pf.MethodError("projected is for a linear head: take head: linear with it, or leave it out")
         if self.hyper.m == 0 and (self.hyper.head == "text" or self.state_tensors()):
-            raise MethodError("m: 0 leaves a linear head alone: take singleset_vpt with head: linear, or prompts")
+            raise pf.MethodError("m: 0 leaves a linear head alone: take singleset_vpt with head: linear, or prompts")
         linear = self.hyper.head == "linear"
         check_head_rate(self.name, self.hyper.head_learning_rate, linear=linear, alone=self.hyper.m == 0)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, ``d_v`` and ``depth_v``. Raises MethodError where the image tower takes no such prompts."""
         sizes = visual.vision_dims(self.name, self.hyper.depth, context)
         vpt_bound(context.shape.patch_size, sizes["d_v"])
@@ -99,7 +92,7 @@ class VisualPromptMethod(Method):
         return (torch.rand(depth, self.hyper.m, width, generator=generator) * 2 - 1) * bound
 
     def train_prompts(
-        self, context: ClientContext, start: Tensor, private: Tensors
+        self, context: pf.ClientContext, start: Tensor, private: Tensors
     ) -> tuple[Tensor, Tensors, dict[str, float]]:
         """CE over prompts ``(depth, m, d_v)`` and a linear head: the trained prompts, the head's tensors, metrics."""
         towers = Towers(context.backbone, self.hyper)
@@ -114,7 +107,7 @@ class VisualPromptMethod(Method):
         loss = visual.train_on_images(context, [prompts], logits, groups=groups)
         return prompts.detach().cpu(), head.private(), {"loss": loss}
 
-    def classify(self, context: ClientContext, prompts: Tensor, private: Tensors) -> ImageClassifier:
+    def classify(self, context: pf.ClientContext, prompts: Tensor, private: Tensors) -> ImageClassifier:
         """Classifies with ``prompts (depth, m, d_v)`` and the method's head."""
         towers, head = Towers(context.backbone, self.hyper), self._head(context, private)
         if isinstance(head, LinearHead):
@@ -122,7 +115,7 @@ class VisualPromptMethod(Method):
         prompts = prompts.to(context.backbone.device)
         return ImageClassifier(lambda images: head.logits(self._features(towers, images, prompts)))
 
-    def _head(self, context: ClientContext, private: Tensors) -> TextHead | LinearHead:
+    def _head(self, context: pf.ClientContext, private: Tensors) -> TextHead | LinearHead:
         if self.hyper.head == "text":
             return TextHead.of(context)
         return LinearHead.of(context, private, head_width(context.backbone, self.hyper.projected))
@@ -146,16 +139,16 @@ class FedVPT(VisualPromptMethod):
         """The prompts."""
         return (PROMPTS,)
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """VPT's uniform start."""
         dims = self.dims(context)
         return {PROMPTS.name: self.start(dims["depth_v"], dims["d_v"], context.shape.patch_size, generator)}
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global prompts and the client's own head."""
         prompts, head, metrics = self.train_prompts(context, payload[PROMPTS.name], private)
-        return TrainResult(update={PROMPTS.name: prompts}, private=head, metrics=metrics)
+        return pf.TrainResult(update={PROMPTS.name: prompts}, private=head, metrics=metrics)
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the global prompts and the client's own head."""
         return self.classify(context, payload[PROMPTS.name], private)

@@ -11,14 +11,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, TrainResult
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.training import TaskCancelled, batches, group_rate, learning_rate
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import Head, WeightMethod, WeightsHyper
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors
 
 BatchLoss = Callable[[Tensor], Tensor]
@@ -72,14 +71,14 @@ class PerFedAvg(WeightMethod):
         }
     }
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """The steps are plain ones."""
         super().check(spec)
         training = spec.training
         if training.optimizer != "sgd" or training.momentum or training.weight_decay:
-            raise MethodError("perfedavg takes plain steps: leave out optimizer, momentum and weight_decay")
+            raise pf.MethodError("perfedavg takes plain steps: leave out optimizer, momentum and weight_decay")
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over pairs of batches; a last one without a partner is left out."""
         start, device = self.changes(context, payload, private), context.backbone.device
         tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
@@ -87,7 +86,7 @@ class PerFedAvg(WeightMethod):
         head: Head = begun.trainable(device) if isinstance(begun, LinearHead) else begun
         count, size = len(context.train), context.training.batch_size
         if math.ceil(count / size) < 2:
-            raise MethodError(
+            raise pf.MethodError(
                 f"perfedavg needs two batches, and client {context.client!r} has {count} images in batches of {size}: "
                 "lower training.batch_size"
             )
@@ -105,10 +104,10 @@ class PerFedAvg(WeightMethod):
                 values.append(step(loss, parameters, first, second, alphas, betas, hessian=self.hyper.hessian))
         mean = sum(values) / len(values)
         if not math.isfinite(mean):
-            raise MethodError(f"the loss is not finite in round {context.round}: lower training.learning_rate")
-        return TrainResult(self.sent(start, tower, head, begun), self.kept(start, tower, head), {"loss": mean})
+            raise pf.MethodError(f"the loss is not finite in round {context.round}: lower training.learning_rate")
+        return pf.TrainResult(self.sent(start, tower, head, begun), self.kept(start, tower, head), {"loss": mean})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """With the copy that ``adapt_steps`` on own training images lead to; evaluators with the global weights."""
         if not len(context.train):
             return super().classifier(context, payload, private)
@@ -127,7 +126,7 @@ class PerFedAvg(WeightMethod):
             head = self.start_head(context, payload, private)
         return self.classify(tower, head, context)
 
-    def _rates(self, context: ClientContext, tower: TrainedTower, head: Head) -> tuple[list[float], list[float]]:
+    def _rates(self, context: pf.ClientContext, tower: TrainedTower, head: Head) -> tuple[list[float], list[float]]:
         """α and β of each trained tensor in this round: of the tower's, then of a linear head's."""
         beta = learning_rate(context.training, context.round, context.rounds)
         alpha = beta if self.hyper.inner_learning_rate is None else self.hyper.inner_learning_rate
@@ -135,7 +134,7 @@ class PerFedAvg(WeightMethod):
         own = [group_rate(context, group) for group in groups for _ in group.parameters]
         return [alpha] * len(tower.leaves) + own, [beta] * len(tower.leaves) + own
 
-    def _loss(self, context: ClientContext, tower: TrainedTower, head: Head) -> BatchLoss:
+    def _loss(self, context: pf.ClientContext, tower: TrainedTower, head: Head) -> BatchLoss:
         context = self.shown(context, tower)
         labels = context.train.labels.to(context.backbone.device)
 

@@ -19,26 +19,13 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    Hyperparameters,
-    Method,
-    MethodError,
-    Needs,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_blocks
-from promptfed.shared.methods.core.text_features import spoken, template_features
-from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import CHUNK
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -51,7 +38,7 @@ MIDDLE = (TensorSpec("shared_weight", ("k", "r", "r")), TensorSpec("shared_bias"
 PAIRS = 8  # blocks 5 to 12 of 12
 
 
-class PFedMMAHyper(Hyperparameters):
+class PFedMMAHyper(pf.Hyperparameters):
     """The adapters, and what of them is shared."""
 
     cache_blocks: CacheBlocks = False
@@ -112,7 +99,7 @@ def adapted(own: Mapping[str, Tensor], pair: int, tower: str, hyper: PFedMMAHype
 class AdaptedTowers:
     """Features of both towers under adapters; what lies below them is computed without gradients."""
 
-    def __init__(self, context: ClientContext, hyper: PFedMMAHyper):
+    def __init__(self, context: pf.ClientContext, hyper: PFedMMAHyper):
         self._context, self._hyper, self._backbone = context, hyper, context.backbone
         self._kinds = kinds_of(hyper)
         if TEXT in self._kinds:
@@ -138,12 +125,12 @@ class AdaptedTowers:
     def texts(self, own: Mapping[str, Tensor]) -> Tensor:
         """``(C, d_e)`` normalised; the template's where texts have no adapters."""
         if TEXT not in self._kinds:
-            return template_features(self._backbone, self._context.template, self._context.class_names)
+            return pf.template_features(self._backbone, self._context.template, self._context.class_names)
         tower = self._backbone.text_tower()
         rows = tower.blocks(tower.weights, self._text_rows, self._first(TEXT), adapters=self._adapters(own, TEXT))
         return F.normalize(tower.pool(tower.weights, rows, tower.ends(self._ids)).float(), dim=-1)
 
-    def images(self, own: Mapping[str, Tensor], split: Split, indices: Tensor) -> Tensor:
+    def images(self, own: Mapping[str, Tensor], split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, d_e)`` normalised; those that are kept where images have no adapters."""
         if VISUAL not in self._kinds:
             features = split.features()
@@ -163,20 +150,20 @@ class AdaptedTowers:
 class AdapterClassifier:
     """Cosine logits under fixed adapters; their texts are made for this very classifier and no other."""
 
-    def __init__(self, context: ClientContext, own: Tensors, hyper: PFedMMAHyper):
+    def __init__(self, context: pf.ClientContext, own: Tensors, hyper: PFedMMAHyper):
         self._towers, self._scale = AdaptedTowers(context, hyper), context.backbone.logit_scale
         self._own = {name: tensor.to(context.backbone.device) for name, tensor in own.items()}
         with torch.no_grad():
             self._text = self._towers.texts(self._own)
 
     @torch.no_grad()
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         parts = torch.split(indices, CHUNK)
         return torch.cat([self._scale * self._towers.images(self._own, split, part) @ self._text.T for part in parts])
 
 
-class PFedMMA(Method):
+class PFedMMA(pf.Method):
     """S down and up; D and U stay. Who has trained none classifies zero-shot, unless all is shared."""
 
     name = "pfedmma"
@@ -194,21 +181,21 @@ class PFedMMA(Method):
     def __init__(self, hyper: PFedMMAHyper):
         super().__init__(hyper)
         if hyper.towers == TEXT:
-            self.needs = Needs()
+            self.needs = pf.Needs()
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """How little leaves, or how much."""
         if self.hyper.share == "none":
             return ()
         count = self.hyper.k or PAIRS
         what = f"{count} maps of {self.hyper.r}×{self.hyper.r} numbers"
-        return (AGGREGATE, Disclosed("operator", what if self.hyper.share == "middle" else "your adapters"))
+        return (pf.AGGREGATE, pf.Disclosed("operator", what if self.hyper.share == "middle" else "your adapters"))
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """An adapter that adds nothing learns nothing."""
         if self.hyper.alpha == 0:
-            raise MethodError("alpha: 0 switches the adapters off, and nothing can be trained: take zero_shot")
+            raise pf.MethodError("alpha: 0 switches the adapters off, and nothing can be trained: take zero_shot")
         if self.hyper.cache_blocks:
             how = "take towers: text without it"
             check_kept_blocks(self.name, spec, frozen_below=VISUAL in kinds_of(self.hyper), how=how)
@@ -221,7 +208,7 @@ class PFedMMA(Method):
         """What is shared."""
         return {"middle": MIDDLE, "none": (), "all": self.tensors()}[self.hyper.share]
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``k``, ``r`` and the towers' widths. Raises MethodError where a tower has not so many blocks."""
         shape, kinds = context.shape, kinds_of(self.hyper)
         sizes = {"r": self.hyper.r}
@@ -229,11 +216,11 @@ class PFedMMA(Method):
             sizes["d_v"] = visual.vision_width(self.name, context)
         if TEXT in kinds:
             if shape.d_t is None or shape.text_layers is None:
-                raise MethodError(f"{self.name} needs a text tower that adapters can enter; this backbone has none")
+                raise pf.MethodError(f"{self.name} needs a text tower that adapters can enter; this backbone has none")
             sizes["d_t"] = shape.d_t
         return sizes | {"k": pairs_of(self.hyper, shape.text_layers or 0, shape.vision_layers or 0)}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """The shared part of the one start that all clients draw."""
         start = self.start(context.seed, self.dims(context))
         return {spec.name: start[spec.name] for spec in self.state_tensors()}
@@ -257,7 +244,7 @@ class PFedMMA(Method):
         if VISUAL in kinds_of(self.hyper):
             backbone.vision_tower()
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of D, S and U; texts go through the adapted tower in every step."""
         backbone = context.backbone
         sizes = {"r": self.hyper.r, "d_t": backbone.d_t, "d_v": backbone.d_v}
@@ -271,12 +258,12 @@ class PFedMMA(Method):
             logits = backbone.logit_scale * features @ towers.texts(own).T
             return F.cross_entropy(logits, labels[indices.to(labels.device)])
 
-        final = train(context, list(own.values()), loss)
+        final = pf.train(context, list(own.values()), loss)
         trained = {name: one.detach().cpu() for name, one in own.items()}
         update = {spec.name: trained.pop(spec.name) for spec in self.state_tensors()}
-        return TrainResult(update, trained, {"loss": final})
+        return pf.TrainResult(update, trained, {"loss": final})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """The client's own D and U with the current S; zero-shot for who has none."""
         own = private | payload
         if len(own) < len(self.tensors()) or self.hyper.alpha == 0:
@@ -305,5 +292,5 @@ def pairs_of(hyper: PFedMMAHyper, text_layers: int, vision_layers: int) -> int:
     layers = {TEXT: text_layers, VISUAL: vision_layers}
     least = min(layers[tower] for tower in kinds_of(hyper))
     if hyper.k is not None and hyper.k > least:
-        raise MethodError(f"k = {hyper.k}, but a tower has {least} blocks: lower it, or leave it out")
+        raise pf.MethodError(f"k = {hyper.k}, but a tower has {least} blocks: lower it, or leave it out")
     return min(hyper.k or PAIRS, least)

@@ -8,7 +8,6 @@ width of the gate, ``h`` its heads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -16,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
 from promptfed.shared.methods.core.context import (
     CONTEXT,
@@ -24,20 +24,6 @@ from promptfed.shared.methods.core.context import (
     class_prompts,
     train_context,
 )
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    Combine,
-    MethodError,
-    Phase,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import Disclosed
-from promptfed.shared.methods.core.training import Group, train
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -120,7 +106,7 @@ class GatedClassifier:
         """texts: ``(1 + E, C, d_e)``, the own context's first."""
         self._gate, self._texts = gate, texts
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         images = split.features()[indices.to(self._texts.device)]
         at_once = max(1, MOST_ENTRIES // max(1, self._texts.shape[1] * len(self._gate.parameters["query.bias"])))
@@ -152,11 +138,11 @@ class PFedMoAP(ClientRowsMethod):
         self._last: tuple[Tensor, Tensor] | None = None
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """Contexts are handed on as they are."""
         return (
-            Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
-            Disclosed(
+            pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
+            pf.Disclosed(
                 "sites",
                 "this client's last uploaded context, without its name; those whose own is most like it get it first, "
                 "and with two sites the sender is plain",
@@ -165,21 +151,21 @@ class PFedMoAP(ClientRowsMethod):
 
     # Server half
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round: the mean and the experts down, the trained context up."""
-        return (Phase("train", down=(CONTEXT, EXPERTS), up=(CONTEXT,)),)
+        return (pf.Phase("train", down=(CONTEXT, EXPERTS), up=(CONTEXT,)),)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, ``d_t`` and ``n``; ``E`` is free. Raises MethodError where the heads do not divide g."""
         width = min(self.hyper.gate_width, context.shape.d_e)
         if width % self.hyper.heads:
-            raise MethodError(
+            raise pf.MethodError(
                 f"a gate of width {width} cannot have {self.hyper.heads} heads: give heads, or a gate_width up to "
                 f"{context.shape.d_e}, so that one divides the other"
             )
         return super().dims(context)
 
-    def check_clients(self, context: ServerContext) -> None:
+    def check_clients(self, context: pf.ServerContext) -> None:
         """Few clients have nothing to exchange, and many make the state large: both are only warned of."""
         trainers = sum(client.role == "trainer" for client in context.clients)
         if trainers < 2:
@@ -188,7 +174,9 @@ class PFedMoAP(ClientRowsMethod):
             size = trainers * self.hyper.m * (context.shape.d_t or 0) * 4 / 1e6
             log.warning("pfedmoap keeps the contexts of %d clients in its state: %.0f MB each round", trainers, size)
 
-    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+    def payload(
+        self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
+    ) -> Tensors:
         """The mean context, and contexts of other active clients for one that has answered."""
         chosen: list[int] = []
         names = [other.name for other in context.clients]
@@ -198,11 +186,11 @@ class PFedMoAP(ClientRowsMethod):
                 chosen = self._chosen(state, at, client, context)
         return {CONTEXT.name: state[CONTEXT.name], EXPERTS.name: state[ROWS.name][chosen]}
 
-    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+    def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The same to be evaluated with as to train from."""
         return (CONTEXT, EXPERTS)
 
-    def _chosen(self, state: Tensors, at: int, client: ClientInfo, context: ServerContext) -> list[int]:
+    def _chosen(self, state: Tensors, at: int, client: pf.ClientInfo, context: pf.ServerContext) -> list[int]:
         others = [row for row in self.usable(state, context) if row != at]
         if self.hyper.selection == "random":
             draws = generator(context.seed, "experts", int(state[ANSWERED.name].max()), client.name)
@@ -223,7 +211,7 @@ class PFedMoAP(ClientRowsMethod):
         return self._last[1]
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """The rows of those counted become their contexts, the common one their mean."""
         counted = list(updates)
@@ -231,13 +219,13 @@ class PFedMoAP(ClientRowsMethod):
 
     # Client half
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the mean: PromptFL's without experts, over context and gate with them; sends the context."""
         start, experts = payload[CONTEXT.name], payload[EXPERTS.name]
         kept = {name: tensor for name, tensor in private.items() if name.startswith(GATE)}
         if not len(experts):
             learned, final = train_context(context, start)
-            return TrainResult({CONTEXT.name: learned}, kept | {OWN: learned}, {"loss": final})
+            return pf.TrainResult({CONTEXT.name: learned}, kept | {OWN: learned}, {"loss": final})
         backbone, device = context.backbone, context.backbone.device
         own = start.to(device).clone().requires_grad_()
         gate = self._gate(context, kept, trainable=True)
@@ -249,18 +237,18 @@ class PFedMoAP(ClientRowsMethod):
             texts = torch.cat([backbone.encode_prompts(own, prompts).unsqueeze(0), others])
             return F.cross_entropy(gate.logits(features[rows], texts), labels[rows])
 
-        group = Group(list(gate.parameters.values()), self.hyper.gate_learning_rate, constant=True)
-        final = train(context, [own], loss, groups=[group])
+        group = pf.Group(list(gate.parameters.values()), self.hyper.gate_learning_rate, constant=True)
+        final = pf.train(context, [own], loss, groups=[group])
         learned = own.detach().cpu()
         trained = {GATE + name: value.detach().cpu() for name, value in gate.parameters.items()}
-        return TrainResult({CONTEXT.name: learned}, trained | {OWN: learned}, {"loss": final})
+        return pf.TrainResult({CONTEXT.name: learned}, trained | {OWN: learned}, {"loss": final})
 
-    def _texts(self, context: ClientContext, contexts: Tensor) -> Tensor:
+    def _texts(self, context: pf.ClientContext, contexts: Tensor) -> Tensor:
         """Class features ``(k, C, d_e)`` of fixed ``contexts (k, m, d_t)``."""
         with torch.no_grad():
             return context.backbone.encode_prompts(contexts, class_prompts(context, self.hyper.m))
 
-    def _gate(self, context: ClientContext, private: Tensors, trainable: bool = False) -> Gate:
+    def _gate(self, context: pf.ClientContext, private: Tensors, trainable: bool = False) -> Gate:
         """The client's gate, or the one that all start with: U(±1/√g), as torch's linear layers begin."""
         given = {name.removeprefix(GATE): value for name, value in private.items() if name.startswith(GATE)}
         if not given:
@@ -273,7 +261,7 @@ class PFedMoAP(ClientRowsMethod):
         parameters = {name: value.to(device).clone().requires_grad_(trainable) for name, value in given.items()}
         return Gate(parameters, self.hyper, context.backbone.logit_scale)
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Own context, gate and experts; without gate or experts the own context, and before any training the mean."""
         experts, own = payload[EXPERTS.name], private.get(OWN, payload[CONTEXT.name])
         if not len(experts) or not any(name.startswith(GATE) for name in private):

@@ -10,7 +10,7 @@ H_n stays with the client. Source: Yang et al., ICCV 2023, section 3.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,21 +18,9 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import HeadRate, LinearHead, head_groups, head_width
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    Combine,
-    Method,
-    MethodError,
-    Phase,
-    ServerContext,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.methods.core.server.row_optimizers import MEAN, SQUARE, STEPS, adam, sgd
 from promptfed.shared.methods.core.visual import (
     ImageClassifier,
@@ -43,7 +31,6 @@ from promptfed.shared.methods.core.visual import (
     vpt_bound,
 )
 from promptfed.shared.seeds import generator as draws_for
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 BASIS, DESCRIPTORS, ADAPTED = "prompt_basis", "descriptors", "adapted_prompts"
@@ -161,7 +148,7 @@ def _like(reference: Tensor, tensor: Tensor) -> Tensor:
 # The method
 
 
-class PFedPG(Method):
+class PFedPG(pf.Method):
     """See the module. All clients are asked in every round; the descriptors of those who are missing stay as they are.
 
     Evaluated with the generated P_n of the last server step; ``adapted`` is the same with the P̃_n of the client's own
@@ -185,22 +172,24 @@ class PFedPG(Method):
     }
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """Each client has a place of its own at the coordinator; nobody is given another's prompts."""
         return (
-            Disclosed("operator", "a descriptor of this client, by which those with like images stand near each other"),
-            Disclosed("sites", "what the generator has learned from all, in the prompts that it makes for each"),
+            pf.Disclosed(
+                "operator", "a descriptor of this client, by which those with like images stand near each other"
+            ),
+            pf.Disclosed("sites", "what the generator has learned from all, in the prompts that it makes for each"),
         )
 
     # Server half
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """Widths that the chosen generator does not have are refused."""
         hyper = self.hyper
         if hyper.inner_width is not None and hyper.generator != "attention":
-            raise MethodError(f"generator {hyper.generator} has no inner_width: leave it out, or take attention")
+            raise pf.MethodError(f"generator {hyper.generator} has no inner_width: leave it out, or take attention")
         if hyper.hidden != HIDDEN and hyper.generator != "mlp":
-            raise MethodError(f"generator {hyper.generator} has no hidden layer: leave hidden out, or take mlp")
+            raise pf.MethodError(f"generator {hyper.generator} has no hidden layer: leave hidden out, or take mlp")
 
     @property
     def _learned(self) -> dict[str, tuple[str, ...]]:
@@ -219,11 +208,11 @@ class PFedPG(Method):
                 specs.append(TensorSpec(f"{STEPS}.{DESCRIPTORS}", ("n",), dtype="int64", shared_with_clients=False))
         return tuple(specs)
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round: each client's own prompts down, what it changed up."""
-        return (Phase("train", down=(PROMPTS,), up=(DELTA,)),)
+        return (pf.Phase("train", down=(PROMPTS,), up=(DELTA,)),)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, ``d_v``, ``d_k``, ``h`` and ``n``, the number of clients that the state knows.
 
         Raises:
@@ -235,7 +224,7 @@ class PFedPG(Method):
         inner = self.hyper.inner_width or width
         return {"m": self.hyper.m, "d_v": width, "d_k": inner, "h": self.hyper.hidden, "n": len(context.clients)}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Basis as in VPT, matrices Xavier-uniform, biases zero, descriptors uniform in ±1, one draw for each name."""
         dims = self.dims(context)
         state: Tensors = {}
@@ -253,7 +242,7 @@ class PFedPG(Method):
             state[name] = torch.zeros(shape) if name.startswith("b_") else drawn
         return state | self._fresh_optimizer(state)
 
-    def _first_descriptor(self, client: ClientInfo, context: ServerContext) -> Tensor:
+    def _first_descriptor(self, client: pf.ClientInfo, context: pf.ServerContext) -> Tensor:
         width = self.dims(context)["d_v"]
         return torch.rand(width, generator=draws_for(context.seed, "descriptor", client.name)) * 2 - 1
 
@@ -266,7 +255,7 @@ class PFedPG(Method):
             steps[f"{STEPS}.{DESCRIPTORS}"] = torch.zeros(len(learned[DESCRIPTORS]), dtype=torch.int64)
         return moments | steps
 
-    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+    def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A row for the newcomer where its name stands: the mean descriptor, and no optimizer steps yet."""
         at = _row(client.name, context)
         rows = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] == DESCRIPTORS}
@@ -280,18 +269,22 @@ class PFedPG(Method):
         """The basis, and all clients' descriptors; the generator and its optimizer are no prompts."""
         return {name: state[name] for name in (BASIS, DESCRIPTORS) if name in self._learned}
 
-    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def client_vectors(
+        self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
+    ) -> Tensors:
         """The clients' descriptors ``(d_v,)``; of a state that knows them all, since rows go by the roster."""
         rows = state.get(DESCRIPTORS, ())
         if len(rows) != len(context.clients):
             return {}
         return {client.name: row for client, row in zip(context.clients, rows, strict=True)}
 
-    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+    def payload(
+        self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
+    ) -> Tensors:
         """The client's own prompts P_n, to train from as to be evaluated with."""
         return {PROMPTS.name: self.prompts_of(state, [_row(client.name, context)])[0]}
 
-    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+    def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """As `payload`."""
         return (PROMPTS,)
 
@@ -305,7 +298,7 @@ class PFedPG(Method):
         return state[DESCRIPTORS][rows] if DESCRIPTORS in self._learned else torch.zeros(len(rows), 1)
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """One step of the optimizer on the sum over the clients that answered; their weights play no part."""
         rows, deltas = [], []
@@ -324,7 +317,7 @@ class PFedPG(Method):
 
     # Client half
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of CE(H_n(F*([c, P_n, z])), y) over prompts and head together (Eq. 2); sends ΔP_n."""
         backbone, towers = context.backbone, Towers(context.backbone, self.hyper)
         start = payload[PROMPTS.name].to(backbone.device)
@@ -338,27 +331,27 @@ class PFedPG(Method):
         loss = train_on_images(context, [prompts], logits, groups=groups)
         adapted = prompts.detach()
         delta = adapted - start
-        return TrainResult(
+        return pf.TrainResult(
             update={DELTA.name: delta.cpu()},
             private={**head.private(), ADAPTED: adapted.cpu()},
             metrics={"loss": loss, "delta_norm": float(delta.norm())},
         )
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the generated prompts and the client's head (Eq. 6)."""
         return self._classifier(context, payload[PROMPTS.name], private)
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``adapted``: the prompts as the client's last training left them; none before it has trained."""
         return {"adapted": self._classifier(context, private[ADAPTED], private)} if ADAPTED in private else {}
 
-    def _classifier(self, context: ClientContext, prompts: Tensor, private: Tensors) -> ImageClassifier:
+    def _classifier(self, context: pf.ClientContext, prompts: Tensor, private: Tensors) -> ImageClassifier:
         towers = Towers(context.backbone, self.hyper)
         head = self._head(context, private).among(context.class_names)
         prompts = prompts.to(context.backbone.device)
         return ImageClassifier(lambda images: head.logits(self._features(towers, images, prompts)))
 
-    def _head(self, context: ClientContext, private: Tensors) -> LinearHead:
+    def _head(self, context: pf.ClientContext, private: Tensors) -> LinearHead:
         return LinearHead.of(context, private, head_width(context.backbone, self.hyper.projected))
 
     def _features(self, towers: Towers, images: Tensor, prompts: Tensor) -> Tensor:
@@ -366,6 +359,6 @@ class PFedPG(Method):
         return towers.images(images, prompts.unsqueeze(0), pooled=not self.hyper.projected, normalize=False)
 
 
-def _row(name: str, context: ServerContext) -> int:
+def _row(name: str, context: pf.ServerContext) -> int:
     """Where the client's descriptor stands: the roster is in order of name."""
     return [client.name for client in context.clients].index(name)

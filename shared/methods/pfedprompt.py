@@ -15,12 +15,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import ContextHyper, class_prompts
-from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, MethodError, Split, TrainResult
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.seeds import generator
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors
 
 
@@ -54,7 +52,7 @@ class Memory:
     labels: Tensor
 
     @classmethod
-    def of(cls, context: ClientContext, per_class: int) -> Memory | None:
+    def of(cls, context: pf.ClientContext, per_class: int) -> Memory | None:
         """At most ``per_class`` images of each class, drawn by the federation's seed; None without training images.
 
         Labels are indices in the candidates, matched by name; -1 where a class is none of them.
@@ -80,7 +78,7 @@ class MemoryLogits:
         self._hyper, self._memory, self._scale = hyper, memory, scale
         self._kappa = hyper.kappa if hyper.kappa is not None else scale
 
-    def __call__(self, split: Split, indices: Tensor, text: Tensor, own: bool = False) -> Tensor:
+    def __call__(self, split: pf.Split, indices: Tensor, text: Tensor, own: bool = False) -> Tensor:
         """Of the images at ``indices (B,)`` and text features ``(C, d_e)``; ``own``: they are training images, each of
         which is left out of its own memory.
         """
@@ -116,7 +114,7 @@ class MemoryClassifier:
     def __init__(self, scale: float, text: Tensor, memory: MemoryLogits | None):
         self._scale, self._text, self._memory = scale, text, memory
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         plain = self._scale * split.features()[indices.to(self._text.device)] @ self._text.T
         return plain if self._memory is None else plain + self._memory(split, indices, self._text)
@@ -145,17 +143,17 @@ class PFedPrompt(PromptFL):
         if hyper.query == "patches":
             self.needs = replace(self.needs, patch_tokens=True)
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """Labels are looked up by the image, not by its patches."""
         super().check(spec)
         if self.hyper.query == "patches" and self.hyper.memory == "labels":
-            raise MethodError("memory: labels is looked up by the image: leave query out, or take memory: features")
+            raise pf.MethodError("memory: labels is looked up by the image: leave query out, or take memory: features")
 
-    def _memory(self, context: ClientContext) -> MemoryLogits | None:
+    def _memory(self, context: pf.ClientContext) -> MemoryLogits | None:
         memory = Memory.of(context, self.hyper.per_class)
         return None if memory is None else MemoryLogits(self.hyper, memory, context.backbone.logit_scale)
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """PromptFL's training; with ``train_with_memory`` the memory's logits stand in the loss."""
         memory = self._memory(context) if self.hyper.train_with_memory else None
         if memory is None:
@@ -170,10 +168,10 @@ class PFedPrompt(PromptFL):
             logits = backbone.logit_scale * features[rows] @ text.T + memory(split, indices, text, own=True)
             return F.cross_entropy(logits, labels[rows])
 
-        final = train(context, [learned], loss)
-        return TrainResult({"context": learned.detach().cpu()}, metrics={"loss": final})
+        final = pf.train(context, [learned], loss)
+        return pf.TrainResult({"context": learned.detach().cpu()}, metrics={"loss": final})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """The shared context's text features, and the client's memory."""
         backbone = context.backbone
         with torch.no_grad():

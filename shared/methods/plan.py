@@ -9,7 +9,7 @@ clients whose prompts were counted, `r` = d // reduction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,18 +18,8 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ClientUpdate,
-    Combine,
-    Method,
-    Phase,
-    ServerContext,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.interface.insights import Measured
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator as seeded
@@ -173,7 +163,7 @@ def divergence(log_reference: Tensor, logits: Tensor) -> Tensor:
     return F.kl_div(torch.log_softmax(logits, dim=-1), log_reference, log_target=True, reduction="batchmean")
 
 
-class Plan(Method):
+class Plan(pf.Method):
     """See the module. All clients' prompts are shown to all who take part in a round: that is the method's bridge."""
 
     name = "plan"
@@ -196,13 +186,13 @@ class Plan(Method):
         self.attentive = tuple(modality for modality in (TEXT, VISUAL) if kinds[modality] == "attention")
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """All prompts come down in the phase ``aggregators``, one client's beside the other's."""
         if not self.attentive:
-            return (AGGREGATE,)
+            return (pf.AGGREGATE,)
         kinds = " and ".join(self.attentive)
         text = f"this client's own {kinds} prompts as it trained them: each round they go to all who take part in it"
-        return (AGGREGATE, Disclosed("sites", f"{text}, unnamed"))
+        return (pf.AGGREGATE, pf.Disclosed("sites", f"{text}, unnamed"))
 
     # Server half
 
@@ -212,9 +202,9 @@ class Plan(Method):
         owners = (OWNERS,) if self.attentive else ()
         return (*GLOBAL, *(spec for specs in own for spec in specs), *owners)
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """``prompts``, then ``aggregators`` where there are any."""
-        first = Phase("prompts", down=GLOBAL, up=GLOBAL, mean=not self.attentive)
+        first = pf.Phase("prompts", down=GLOBAL, up=GLOBAL, mean=not self.attentive)
         if not self.attentive:
             return (first,)
         trained = tuple(spec for modality in self.attentive for spec in aggregator_of(modality))
@@ -222,9 +212,9 @@ class Plan(Method):
             clients_prompts_of(modality) if modality in self.attentive else prompts_of(modality)
             for modality in (TEXT, VISUAL)
         )
-        return (first, Phase("aggregators", down=(*shown, *trained), up=trained, mean=True))
+        return (first, pf.Phase("aggregators", down=(*shown, *trained), up=trained, mean=True))
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """Widths and depths of both towers, and the perceptrons' hidden widths."""
         hyper = self.hyper
         sizes = {"m": hyper.m}
@@ -237,7 +227,7 @@ class Plan(Method):
         super().check_texts(backbone, class_names, template)
         backbone.class_prompts(class_names, self.hyper.m)
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """One common start for all: prompts and queries N(0, 0.02²), perceptrons that add nothing yet."""
         dims = self.dims(context)
         state = {spec.name: drawn(generator, *spec.resolve(dims)) for spec in GLOBAL}
@@ -265,16 +255,16 @@ class Plan(Method):
         """The global prompts; the aggregators are no prompts."""
         return {spec.name: state[spec.name] for spec in GLOBAL}
 
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The first block's text prompts: deeper ones stand beside hidden states, not beside words."""
         return {prompts_of(TEXT).name: state[prompts_of(TEXT).name][0]}
 
-    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+    def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """What the phase names; for an evaluation the global prompts."""
         return GLOBAL if phase is None else phase.down
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """After ``prompts``: keep them by client (without an aggregator: their mean). After ``aggregators``: Eq. 16,
         then Eq. 13 with the mean aggregators."""
@@ -285,7 +275,7 @@ class Plan(Method):
         kept = list(updates)
         plain = [prompts_of(modality).name for modality in (TEXT, VISUAL) if modality not in self.attentive]
         means = [
-            ClientUpdate(update.client, update.weight, {name: update.tensors[name] for name in plain})
+            pf.ClientUpdate(update.client, update.weight, {name: update.tensors[name] for name in plain})
             for update in kept
         ]
         state = state | combine(means) if plain else dict(state)
@@ -299,10 +289,10 @@ class Plan(Method):
             state |= self._new_aggregators(self.dims(context), seeded(context.seed, self.name, "aggregators"))
         return state
 
-    def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
+    def measure(self, before: Tensors, phase: pf.Phase, after: Tensors, context: pf.ServerContext) -> pf.Measured:
         """γ of each client, modality and block with the mean aggregators, and per modality how far it spreads."""
         if phase.name != "aggregators":
-            return Measured()
+            return pf.Measured()
         names = [context.clients[row].name for row in before[OWNERS.name].tolist()]
         clients: dict[str, dict[str, float]] = {name: {} for name in names}
         spread = {}
@@ -311,7 +301,7 @@ class Plan(Method):
             for name, blocks in zip(names, gamma.tolist(), strict=True):
                 clients[name] |= {f"gamma_{modality}_{block}": value for block, value in enumerate(blocks)}
             spread[f"gamma_{modality}_spread"] = float((gamma.amax(0) - gamma.amin(0)).max())
-        return Measured(phase=spread, clients=clients)
+        return pf.Measured(phase=spread, clients=clients)
 
     def _aggregated(self, state: Tensors, modality: str) -> Tensor:
         return self._aggregator(state, modality)(state[clients_prompts_of(modality).name])
@@ -321,14 +311,16 @@ class Plan(Method):
 
     # Client half
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the phase's training."""
         towers = Towers(context.backbone, self.hyper)
         if context.phase == "aggregators":
             return replace(self._train_aggregators(context, towers, payload), private=dict(private))
         return self._train_prompts(context, towers, payload, private)
 
-    def _train_prompts(self, context: ClientContext, towers: Towers, payload: Tensors, private: Tensors) -> TrainResult:
+    def _train_prompts(
+        self, context: pf.ClientContext, towers: Towers, payload: Tensors, private: Tensors
+    ) -> pf.TrainResult:
         """Tᵏ := T^g, Vᵏ := V^g, or this client's own of the last round; then CE + α·KL (Eq. 8-10)."""
         classes = context.backbone.class_prompts(context.class_names, self.hyper.m)
         start = payload | private if self.hyper.local_prompts == "persist" else payload
@@ -346,9 +338,9 @@ class Plan(Method):
         loss = visual.train_on_images(context, [text, seen], logits, term if reference is not None else None)
         update = {spec.name: tensor.detach().cpu() for spec, tensor in zip(GLOBAL, (text, seen), strict=True)}
         kept = dict(update) if self.hyper.local_prompts == "persist" else {}
-        return TrainResult(update, kept, {"loss": loss})
+        return pf.TrainResult(update, kept, {"loss": loss})
 
-    def _reference(self, context: ClientContext, towers: Towers, payload: Tensors) -> Reference | None:
+    def _reference(self, context: pf.ClientContext, towers: Towers, payload: Tensors) -> Reference | None:
         """The global prediction: zero-shot CLIP in round 1, then the global prompts' (section IV-B)."""
         first = context.round == 1
         if self.hyper.alpha == 0 or (first and not self.hyper.zero_shot_reference):
@@ -363,12 +355,12 @@ class Plan(Method):
         scores = self._logits(context, towers, payload)
         return Reference(count, classes, lambda indices, images: scores(images), kept=kept)
 
-    def _logits(self, context: ClientContext, towers: Towers, payload: Tensors) -> visual.Logits:
+    def _logits(self, context: pf.ClientContext, towers: Towers, payload: Tensors) -> visual.Logits:
         """Logits of images under the global prompts."""
         text, seen = (payload[spec.name] for spec in GLOBAL)
         return visual.prompted_logits(towers, context, text, seen)
 
-    def _train_aggregators(self, context: ClientContext, towers: Towers, payload: Tensors) -> TrainResult:
+    def _train_aggregators(self, context: pf.ClientContext, towers: Towers, payload: Tensors) -> pf.TrainResult:
         """CE with the aggregated prompts, whose parts stay as they are (Eq. 14, 15)."""
         device = context.backbone.device
         classes = context.backbone.class_prompts(context.class_names, self.hyper.m)
@@ -386,8 +378,8 @@ class Plan(Method):
 
         loss = visual.train_on_images(context, list(trained.values()), logits)
         update = {name: tensor.detach().cpu() for name, tensor in trained.items()}
-        return TrainResult(update=update, metrics={"loss": loss})
+        return pf.TrainResult(update=update, metrics={"loss": loss})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the global prompts."""
         return ImageClassifier(self._logits(context, Towers(context.backbone, self.hyper), payload))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import Penalty, SharedContextMethod, train_context
-from promptfed.shared.methods.core.interface.base import ClientContext, TrainResult
 from promptfed.shared.tensors import Tensors
 
 
@@ -20,12 +20,12 @@ class PromptFL(SharedContextMethod):
     protects = True
     paper = "Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models, 2023"
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""
         start = payload["context"]
         learned, loss = train_context(context, start, self.penalty(context, start))
-        return TrainResult(update={"context": learned}, metrics={"loss": loss})
+        return pf.TrainResult(update={"context": learned}, metrics={"loss": loss})
 
-    def penalty(self, context: ClientContext, start: Tensor) -> Penalty | None:
+    def penalty(self, context: pf.ClientContext, start: Tensor) -> Penalty | None:
         """What is added to the loss of a task that starts from ``start (m, d_t)``: nothing in PromptFL."""
         return None

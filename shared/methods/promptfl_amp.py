@@ -6,7 +6,7 @@ Notation: w_i the last context of client i as one vector, u_i the mixture that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from statistics import median
 from typing import Annotated, Literal
 
@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
 from promptfed.shared.methods.core.context import (
     CONTEXT,
@@ -23,16 +24,6 @@ from promptfed.shared.methods.core.context import (
     class_prompts,
     train_context,
 )
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    Combine,
-    Phase,
-    ServerContext,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import Disclosed
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 MESSAGE = TensorSpec("message", ("m", "d_t"))
@@ -89,21 +80,23 @@ class PromptFLAMP(ClientRowsMethod):
     hyper: PromptFLAMPHyper
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """Mixtures are made of single clients' contexts."""
         return (
-            Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
-            Disclosed(
+            pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
+            pf.Disclosed(
                 "sites",
                 "mixtures in which this client's last context has a part; with two sites the other can work it out",
             ),
         )
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round: the mixture down, the client's own context up."""
-        return (Phase("train", down=(MESSAGE,), up=(CONTEXT,)),)
+        return (pf.Phase("train", down=(MESSAGE,), up=(CONTEXT,)),)
 
-    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+    def payload(
+        self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
+    ) -> Tensors:
         """u_i, the mixture for this client."""
         usable = self.usable(state, context)
         if not usable:
@@ -115,12 +108,12 @@ class PromptFLAMP(ClientRowsMethod):
         weights = mixing_weights(rows, self.hyper.similarity, self.hyper.sigma)[usable.index(at)]
         return {MESSAGE.name: torch.einsum("a,amd->md", weights, rows.double()).float()}
 
-    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+    def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The mixture, to be evaluated with as to train from."""
         return (MESSAGE,)
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """The rows of those counted become their contexts."""
         return self.with_answers(state, updates, context)
@@ -132,23 +125,23 @@ class PromptFLAMP(ClientRowsMethod):
             return {CONTEXT.name: state[CONTEXT.name]}
         return {CONTEXT.name: state[ROWS.name][answered].double().mean(0).float()}
 
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The same, as vectors that words can be near."""
         return self.prompts(state) if ANSWERED.name in state else {}
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's last context, held near the mixture; sends the context."""
         learned, loss = train_context(context, self._own(payload, private), self._penalty(context, payload))
-        return TrainResult({CONTEXT.name: learned}, {CONTEXT.name: learned}, {"loss": loss})
+        return pf.TrainResult({CONTEXT.name: learned}, {CONTEXT.name: learned}, {"loss": loss})
 
-    def _penalty(self, context: ClientContext, payload: Tensors) -> Penalty | None:
+    def _penalty(self, context: pf.ClientContext, payload: Tensors) -> Penalty | None:
         mixture, weight = payload[MESSAGE.name].to(context.backbone.device), self.hyper.proximal
         return (lambda learned, text: weight / 2 * (learned - mixture).square().sum()) if weight else None
 
     def _own(self, payload: Tensors, private: Tensors) -> Tensor:
         return private.get(CONTEXT.name, payload[MESSAGE.name])
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
         """With the client's own context; with what it was sent where it has trained none."""
         prompts = class_prompts(context, self.hyper.m)
         return TextPromptClassifier(context.backbone, self._own(payload, private), prompts)

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import ContextHyper, TextPromptClassifier, class_prompts, train_context
-from promptfed.shared.methods.core.interface.base import ClientContext, Hyperparameters, Split
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 
@@ -41,19 +41,19 @@ class PromptFLFT(PromptFL):
     Hyper = PromptFLFTHyper
     hyper: PromptFLFTHyper
 
-    def __init__(self, hyper: Hyperparameters):
+    def __init__(self, hyper: pf.Hyperparameters):
         super().__init__(hyper)
         # An evaluation asks for a classifier once per label space: they share one fine-tuning.
-        self._last: tuple[Tensor, Split, Tensor] | None = None
+        self._last: tuple[Tensor, pf.Split, Tensor] | None = None
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
         """Classifies with the fine-tuned context; where there is nothing to train on, with the global one."""
         learned = payload["context"]
         if len(context.train):
             learned = self._fine_tuned(context, learned)
         return TextPromptClassifier(context.backbone, learned, class_prompts(context, self.hyper.m))
 
-    def _fine_tuned(self, context: ClientContext, start: Tensor) -> Tensor:
+    def _fine_tuned(self, context: pf.ClientContext, start: Tensor) -> Tensor:
         """The context ``(m, d_t)`` after the fine-tuning from the global one, ``start (m, d_t)``."""
         if self._last is None or self._last[0] is not start or self._last[1] is not context.train:
             rate = self.hyper.finetune_learning_rate or context.training.learning_rate

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import (
     BatchCrossEntropy,
     ContextHyper,
@@ -15,9 +16,7 @@ from promptfed.shared.methods.core.context import (
     class_prompts,
     text_width,
 )
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, ServerContext
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
-from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import TensorSpec
 
 
@@ -33,7 +32,7 @@ class PromptFLPerHyper(ContextHyper):
 class SplitLoss(PairLoss):
     """CE(τ⁻¹·I(x)·T([shared; private], y))."""
 
-    def __init__(self, context: ClientContext, m: int):
+    def __init__(self, context: pf.ClientContext, m: int):
         self._backbone = context.backbone
         self._prompts, self._cross_entropy = class_prompts(context, m), BatchCrossEntropy(context)
 
@@ -64,27 +63,27 @@ class PromptFLPer(PrivateContextMethod):
         given = self.hyper.shared_tokens
         return self.hyper.m // 2 if given is None else given
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """Both parts must have a vector."""
         super().check(spec)
         m, m_s = self.hyper.m, self.shared_length
         if not 0 < m_s < m:
             text = f"of m = {m} context vectors {m_s} would be shared: give 0 < shared_tokens < m"
-            raise MethodError(f"{text}, or take promptfl (all are shared) or coop (none is)")
+            raise pf.MethodError(f"{text}, or take promptfl (all are shared) or coop (none is)")
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m_s`` and the text tower's width ``d_t``."""
         return {"m_s": self.shared_length, "d_t": text_width(self.name, self.hyper.m, context)}
 
-    def local_length(self, context: ClientContext) -> int:
+    def local_length(self, context: pf.ClientContext) -> int:
         """The private vectors, which stand next to the class name."""
         return self.hyper.m - self.shared_length
 
-    def pair_loss(self, context: ClientContext) -> SplitLoss:
+    def pair_loss(self, context: pf.ClientContext) -> SplitLoss:
         """PromptFL's loss of the whole context."""
         return SplitLoss(context, self.hyper.m)
 
-    def personal_classifier(self, context: ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
         """Classifies with the whole context."""
         whole = torch.cat([shared.cpu(), local.cpu()])
         return TextPromptClassifier(context.backbone, whole, class_prompts(context, self.hyper.m))

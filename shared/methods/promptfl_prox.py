@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import ContextHyper, Penalty
-from promptfed.shared.methods.core.interface.base import ClientContext
 from promptfed.shared.methods.promptfl import PromptFL
 
 
@@ -30,7 +30,7 @@ class PromptFLProx(PromptFL):
     Hyper = PromptFLProxHyper
     hyper: PromptFLProxHyper
 
-    def penalty(self, context: ClientContext, start: Tensor) -> Penalty:
+    def penalty(self, context: pf.ClientContext, start: Tensor) -> Penalty:
         """(μ/2)·‖ctx − global‖² of contexts ``(m, d_t)``."""
         fixed = start.to(context.backbone.device)
         return lambda learned, text: self.hyper.mu / 2 * (learned - fixed).square().sum()

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import BatchCrossEntropy, ContextHyper, TextFeatureClassifier, class_prompts
-from promptfed.shared.methods.core.interface.base import ClientContext
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
 
 
@@ -34,7 +34,7 @@ def mixed(text: Tensor, theta: float) -> Tensor:
 class MixtureLoss(PairLoss):
     """CE of τ⁻¹·⟨I(x), h⟩."""
 
-    def __init__(self, context: ClientContext, m: int, theta: float):
+    def __init__(self, context: pf.ClientContext, m: int, theta: float):
         self._backbone, self._theta = context.backbone, theta
         self._prompts, self._cross_entropy = class_prompts(context, m), BatchCrossEntropy(context)
 
@@ -58,11 +58,11 @@ class PromptFolio(PrivateContextMethod):
         "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.002},
     }
 
-    def pair_loss(self, context: ClientContext) -> MixtureLoss:
+    def pair_loss(self, context: pf.ClientContext) -> MixtureLoss:
         """CE over the mixture's logits."""
         return MixtureLoss(context, self.hyper.m, self.hyper.theta)
 
-    def personal_classifier(self, context: ClientContext, shared: Tensor, local: Tensor) -> TextFeatureClassifier:
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextFeatureClassifier:
         """Logits (1 − θ)·logit^G + θ·logit^L."""
         backbone, prompts = context.backbone, class_prompts(context, self.hyper.m)
         with torch.no_grad():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.weights import HeadHyper, WeightMethod
-from promptfed.shared.spec.spec import FederationSpec
 
 
 class SingleSetFull(WeightMethod):
@@ -30,6 +30,6 @@ class SingleSetFull(WeightMethod):
         """All that is trained."""
         return self.kinds
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """Only what cannot be trained."""
         self.check_options(spec)

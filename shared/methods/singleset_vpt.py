@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from torch import Generator, Tensor
 
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ServerContext,
-    TrainResult,
-)
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.fedvpt import PROMPTS, VisualPromptMethod
 from promptfed.shared.seeds import initial_draws
@@ -28,12 +24,12 @@ class SingleSetVPT(VisualPromptMethod):
         """Empty: the coordinator holds nothing."""
         return ()
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """The empty state: clients draw the common start themselves."""
         self.dims(context)
         return {}
 
-    def current(self, context: ClientContext, private: Tensors) -> Tensor:
+    def current(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """The client's prompts ``(depth, m, d_v)``: what it has trained, or the start that all have in common."""
         if PROMPTS.name in private:
             return private[PROMPTS.name]
@@ -41,11 +37,11 @@ class SingleSetVPT(VisualPromptMethod):
         depth = backbone.vision_layers if self.hyper.depth is None else self.hyper.depth
         return self.start(depth, backbone.d_v, backbone.patch_size, initial_draws(context.seed))
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's own prompts; sends no tensor."""
         prompts, head, metrics = self.train_prompts(context, self.current(context, private), private)
-        return TrainResult(update={}, private={PROMPTS.name: prompts, **head}, metrics=metrics)
+        return pf.TrainResult(update={}, private={PROMPTS.name: prompts, **head}, metrics=metrics)
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the client's own prompts and head; an evaluator, which trains none, has the start."""
         return self.classify(context, self.current(context, private), private)

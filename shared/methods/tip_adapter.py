@@ -16,18 +16,8 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import cosine_logits
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    Hyperparameters,
-    Method,
-    MethodError,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -39,7 +29,7 @@ LEAST_AREA = 0.5  # of a random crop, as a share of the image
 CHUNK = 32
 
 
-class TipAdapterHyper(Hyperparameters):
+class TipAdapterHyper(pf.Hyperparameters):
     """What the cache holds, and how much it is listened to."""
 
     alpha: Annotated[float, Field(ge=0, le=1000, description="a, weight of the cache's votes, unless searched")] = 1.17
@@ -79,12 +69,12 @@ class Cache:
 class CacheClassifier:
     """(T1) τ⁻¹·I·Tᵀ + a·exp(−b(1 − I·Fᵀ))·Y."""
 
-    def __init__(self, context: ClientContext, cache: Cache, alpha: float, beta: float):
-        self._text = template_features(context.backbone, context.template, context.class_names)
+    def __init__(self, context: pf.ClientContext, cache: Cache, alpha: float, beta: float):
+        self._text = pf.template_features(context.backbone, context.template, context.class_names)
         self._scale = context.backbone.logit_scale
         self._cache, self._alpha, self._beta = cache, alpha, beta
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
         plain = cosine_logits(self._scale, features, indices, self._text)
@@ -92,7 +82,7 @@ class CacheClassifier:
         return plain + self._alpha * self._cache.votes(some, self._beta, len(self._text))
 
 
-class TipAdapter(Method):
+class TipAdapter(pf.Method):
     """Each client keeps its own keys; who has none classifies zero-shot."""
 
     name = "tip_adapter"
@@ -109,18 +99,18 @@ class TipAdapter(Method):
         """Empty: the coordinator holds nothing."""
         return ()
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """No symbol, since there is no tensor."""
         return {}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """The empty state."""
         return {}
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """Fills the cache; a and b are those of the best accuracy on held-out training images, where there are any."""
         if len(context.train) == 0:
-            raise MethodError(f"client {context.client!r} has no training images")
+            raise pf.MethodError(f"client {context.client!r} has no training images")
         labels = context.train.labels.to(context.backbone.device)
         keys = self._keys(context)
         alpha, beta, metrics = self.hyper.alpha, self.hyper.beta, {}
@@ -131,9 +121,9 @@ class TipAdapter(Method):
         cache = self._cache(keys, labels)
         blend = torch.tensor([alpha, beta])
         kept = {KEYS: cache.keys.cpu(), LABELS: cache.labels.cpu(), BLEND: blend}
-        return TrainResult({}, kept, metrics | {"alpha": alpha, "beta": beta})
+        return pf.TrainResult({}, kept, metrics | {"alpha": alpha, "beta": beta})
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With the client's cache; before its first task, with its features and the a and b that are given."""
         if KEYS in private:
             keys, labels, blend = private[KEYS], private[LABELS], private[BLEND].tolist()
@@ -146,7 +136,7 @@ class TipAdapter(Method):
         cache = Cache(keys.to(device), among(context, labels).to(device))
         return CacheClassifier(context, cache, *blend)
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """None: zero-shot is in every report."""
         return {}
 
@@ -155,7 +145,7 @@ class TipAdapter(Method):
         return cache.means() if self.hyper.keys == "means" else cache
 
     @torch.no_grad()
-    def _keys(self, context: ClientContext) -> Tensor:
+    def _keys(self, context: pf.ClientContext) -> Tensor:
         """``(N, d_e)`` normalised features of the images, or the normalised mean of raw features of random crops."""
         if self.hyper.augment == 1:
             return context.train.features()
@@ -170,12 +160,12 @@ class TipAdapter(Method):
         return torch.cat(parts)
 
     @torch.no_grad()
-    def _searched(self, context: ClientContext, cache: Cache, held: Tensor) -> tuple[float, float, float]:
+    def _searched(self, context: pf.ClientContext, cache: Cache, held: Tensor) -> tuple[float, float, float]:
         """The a and b of the best accuracy on the images that are ``held`` out (of equals the least b, then a)."""
         own = context.for_training()
         features = context.train.features()[held]
         labels = context.train.labels.to(features.device)[held]
-        text = template_features(own.backbone, own.template, own.class_names)
+        text = pf.template_features(own.backbone, own.template, own.class_names)
         plain = own.backbone.logit_scale * features @ text.T
         best = (self.hyper.alpha, self.hyper.beta, -1.0)
         for beta in torch.linspace(LEAST, MOST, SHARPNESSES).tolist():
@@ -187,7 +177,7 @@ class TipAdapter(Method):
         return best
 
 
-def held_out(context: ClientContext, share: float) -> Tensor:
+def held_out(context: pf.ClientContext, share: float) -> Tensor:
     """``(N,)`` bool: of each class ⌊share·n⌋ training images, drawn by the federation's seed."""
     labels = context.train.labels.cpu()
     order = torch.randperm(len(labels), generator=generator(context.seed, "held out", context.client))
@@ -198,7 +188,7 @@ def held_out(context: ClientContext, share: float) -> Tensor:
     return held
 
 
-def among(context: ClientContext, labels: Tensor) -> Tensor:
+def among(context: pf.ClientContext, labels: Tensor) -> Tensor:
     """Labels of the training images' label space as places among ``context.class_names``; -1 where they are none."""
     space = context.label_space or context.class_names
     place = {name: number for number, name in enumerate(context.class_names)}

@@ -7,34 +7,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import cosine_logits
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    Hyperparameters,
-    Method,
-    MethodError,
-    Phase,
-    ServerContext,
-    Split,
-    TrainResult,
-)
-from promptfed.shared.methods.core.text_features import template_features
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 
-class ZeroShotHyper(Hyperparameters):
+class ZeroShotHyper(pf.Hyperparameters):
     """None of its own: the template is the spec's."""
 
 
 class TemplateClassifier:
     """Cosine logits of image features against the template's text features, τ⁻¹·I(x)·T(template(y))."""
 
-    def __init__(self, context: ClientContext):
+    def __init__(self, context: pf.ClientContext):
         self._backbone = context.backbone
-        self._text = template_features(context.backbone, context.template, context.class_names)
+        self._text = pf.template_features(context.backbone, context.template, context.class_names)
         self._scale = context.backbone.logit_scale
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return cosine_logits(self._scale, split.features(), indices, self._text)
 
@@ -48,7 +38,7 @@ class TemplateClassifier:
         return {"class_weights": self._text}
 
 
-class ZeroShot(Method):
+class ZeroShot(pf.Method):
     """No tensor, no phase: a federation of it only evaluates (Radford et al., CLIP, 2021, section 3.1)."""
 
     name = "zero_shot"
@@ -62,22 +52,22 @@ class ZeroShot(Method):
         """Empty: a template is no tensor."""
         return ()
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """Rounds pass without an exchange."""
         return ()
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """No symbol, since there is no tensor."""
         return {}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """The empty state."""
         return {}
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """Raises MethodError: there is nothing to train."""
-        raise MethodError("zero_shot has nothing to train")
+        raise pf.MethodError("zero_shot has nothing to train")
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> TemplateClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TemplateClassifier:
         """Classifies with the template."""
         return TemplateClassifier(context)

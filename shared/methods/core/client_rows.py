@@ -6,14 +6,14 @@ download as they are; a method says what it makes of them for others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Generator, Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import CONTEXT, ContextMethod
-from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, ServerContext
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -36,19 +36,19 @@ class ClientRowsMethod(ContextMethod):
         """The common context and the rows."""
         return (CONTEXT, ROWS, ANSWERED)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, ``d_t`` and ``n``, the clients that the state knows."""
         return {**super().dims(context), "n": len(context.clients)}
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """The common start, and empty rows."""
         return self.adopt(super().initial_state(context, generator), context)
 
-    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, generator: Generator) -> Tensors:
         """The same, made where a backbone is at hand."""
         return self.adopt(super().initial_state_with(backbone, context, generator), context)
 
-    def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
+    def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """A supplied start with an empty row for each client that there is."""
         count, start = len(context.clients), state[CONTEXT.name]
         empty = {
@@ -57,7 +57,7 @@ class ClientRowsMethod(ContextMethod):
         }
         return state | empty
 
-    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+    def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """An empty row for the newcomer where its name stands."""
         at, rows, answered = row_of(client.name, context), state[ROWS.name], state[ANSWERED.name]
         return state | {
@@ -65,7 +65,7 @@ class ClientRowsMethod(ContextMethod):
             ANSWERED.name: torch.cat([answered[:at], answered.new_zeros(1), answered[at:]]),
         }
 
-    def forget(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+    def forget(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """The client's row emptied, as if it had never answered."""
         at = row_of(client.name, context)
         if not int(state[ANSWERED.name][at]):
@@ -74,7 +74,7 @@ class ClientRowsMethod(ContextMethod):
         rows[at], answered[at] = 0, 0
         return state | {ROWS.name: rows, ANSWERED.name: answered}
 
-    def with_answers(self, state: Tensors, updates: Iterable[ClientUpdate], context: ServerContext) -> Tensors:
+    def with_answers(self, state: Tensors, updates: pf.Updates, context: pf.ServerContext) -> Tensors:
         """The rows of those counted are their contexts; the others stay."""
         rows, answered = state[ROWS.name].clone(), state[ANSWERED.name].clone()
         round = int(answered.max()) + 1 if len(answered) else 1  # every round counts somebody
@@ -83,7 +83,7 @@ class ClientRowsMethod(ContextMethod):
             rows[at], answered[at] = update.tensors[CONTEXT.name], round
         return state | {ROWS.name: rows, ANSWERED.name: answered}
 
-    def usable(self, state: Tensors, context: ServerContext) -> list[int]:
+    def usable(self, state: Tensors, context: pf.ServerContext) -> list[int]:
         """Rows of active trainers that have answered, in order of name; of an exported state, all that are filled."""
         answered = state[ANSWERED.name].tolist()
         known = context.clients if len(context.clients) == len(answered) else None
@@ -93,7 +93,9 @@ class ClientRowsMethod(ContextMethod):
             if round and (known is None or (known[row].active and known[row].role == "trainer"))
         ]
 
-    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def client_vectors(
+        self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]
+    ) -> Tensors:
         """The clients' last contexts; of a state that knows them all, since rows go by the roster."""
         rows, answered = state.get(ROWS.name, torch.zeros(0)), state.get(ANSWERED.name, torch.zeros(0)).tolist()
         if len(rows) != len(context.clients):
@@ -101,6 +103,6 @@ class ClientRowsMethod(ContextMethod):
         return {client.name: rows[row].flatten() for row, client in enumerate(context.clients) if answered[row]}
 
 
-def row_of(name: str, context: ServerContext) -> int:
+def row_of(name: str, context: pf.ServerContext) -> int:
     """Where the client's row stands: the roster is in order of name."""
     return [client.name for client in context.clients].index(name)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import SHARED_HEAD, LinearHead, head_start
-from promptfed.shared.methods.core.interface.base import MethodError
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -129,6 +129,6 @@ def gaussian_divergence(mean: Tensor, scale: Tensor, other_mean: Tensor, other_s
 def check_options(head: str, private: str) -> None:
     """Raise MethodError where FedSR's head would not stand on what is shared."""
     if head != "linear":
-        raise MethodError("fedsr puts a linear head behind a distribution of its own: take head: linear with it")
+        raise pf.MethodError("fedsr puts a linear head behind a distribution of its own: take head: linear with it")
     if private != "none":
-        raise MethodError("fedsr shares one distribution behind one tower: leave private out")
+        raise pf.MethodError("fedsr shares one distribution behind one tower: leave private out")

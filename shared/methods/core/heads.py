@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.canonical import canonical_json
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.methods.core.training import Group
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -47,9 +45,9 @@ class TextHead:
     scale: float
 
     @classmethod
-    def of(cls, context: ClientContext) -> TextHead:
+    def of(cls, context: pf.ClientContext) -> TextHead:
         """The head over ``context.class_names``."""
-        text = template_features(context.backbone, context.template, context.class_names)
+        text = pf.template_features(context.backbone, context.template, context.class_names)
         return cls(text, context.backbone.logit_scale)
 
     @property
@@ -75,7 +73,7 @@ class LinearHead:
     bias: Tensor
 
     @classmethod
-    def start(cls, context: ClientContext, width: int) -> LinearHead:
+    def start(cls, context: pf.ClientContext, width: int) -> LinearHead:
         """The head before any training, over the label space of ``context.train``; ``width`` is that of its features.
 
         W is uniform in ±1/√d, b zero. Every client of a federation draws the same W for the same number of classes.
@@ -93,14 +91,14 @@ class LinearHead:
         """
         names, weight = tuple(class_names or ()), tensors[WEIGHT]
         if len(names) != len(weight):
-            raise MethodError(
+            raise pf.MethodError(
                 f"the shared linear head has {len(weight)} rows for {len(names)} classes: its rows stand for the "
                 "spec's class_names, which have to be given and kept"
             )
         return cls(names, weight, tensors[BIAS])
 
     @classmethod
-    def of(cls, context: ClientContext, private: Tensors, width: int) -> LinearHead:
+    def of(cls, context: pf.ClientContext, private: Tensors, width: int) -> LinearHead:
         """The client's own head: what it has trained, or the start.
 
         Raises:
@@ -108,7 +106,7 @@ class LinearHead:
         """
         if WEIGHT not in private:
             if len(context.train) == 0:
-                raise MethodError(
+                raise pf.MethodError(
                     f"client {context.client!r} trains nothing, so it has no linear head: leave evaluators out, or use "
                     "a method with text features (head: text)"
                 )
@@ -117,12 +115,12 @@ class LinearHead:
         weight, bias = private[WEIGHT], private[BIAS]
         if tuple(weight.shape) != (len(names), width):
             classes, features = weight.shape
-            raise MethodError(
+            raise pf.MethodError(
                 f"the linear head of client {context.client!r} is for {classes} classes and features of {features}; "
                 f"now it has {len(names)} and {width}: enrol it under another name"
             )
         if CLASSES in private and not private[CLASSES].equal(_digest(names)):
-            raise MethodError(
+            raise pf.MethodError(
                 f"the linear head of client {context.client!r} was trained for as many classes, but with other names "
                 "or in another order: give the client its former data, or enrol it under another name"
             )
@@ -150,7 +148,7 @@ class LinearHead:
         """
         unknown = [name for name in class_names if name not in self.names]
         if unknown:
-            raise MethodError(
+            raise pf.MethodError(
                 f"a linear head cannot score {unknown[0]!r}, a class that it was not trained for: leave that test set "
                 "out, or use a method with text features (head: text)"
             )
@@ -162,9 +160,9 @@ class LinearHead:
         return {WEIGHT: self.weight.detach().cpu(), BIAS: self.bias.detach().cpu(), CLASSES: _digest(self.names)}
 
 
-def head_groups(context: ClientContext, parameters: Sequence[Tensor], rate: float | None) -> tuple[Group, ...]:
+def head_groups(context: pf.ClientContext, parameters: Sequence[Tensor], rate: float | None) -> tuple[pf.Group, ...]:
     """The optimizer's group of a new head's ``parameters``, at ``rate`` or the spec's; none without parameters."""
-    return (Group(parameters, rate or context.training.learning_rate),) if parameters else ()
+    return (pf.Group(parameters, rate or context.training.learning_rate),) if parameters else ()
 
 
 def check_head_rate(method: str, given: float | None, *, linear: bool, alone: bool) -> None:
@@ -172,12 +170,12 @@ def check_head_rate(method: str, given: float | None, *, linear: bool, alone: bo
     if given is None:
         return
     if not linear:
-        raise MethodError(
+        raise pf.MethodError(
             f"head_learning_rate is the rate of a linear head, and {method} classifies by the template's texts here: "
             "leave it out, or take head: linear with it"
         )
     if alone:
-        raise MethodError(
+        raise pf.MethodError(
             "head_learning_rate is for a head beside other trained numbers; here the head is trained alone: set "
             "training.learning_rate instead"
         )
@@ -192,7 +190,7 @@ def head_start(seed: int, classes: int, width: int) -> Tensors:
 def shared_classes(method: str, class_names: Sequence[str] | None) -> int:
     """How many rows a shared linear head has. Raises MethodError where the spec names no classes."""
     if not class_names:
-        raise MethodError(
+        raise pf.MethodError(
             f"{method} shares a linear head, whose rows stand for classes: list the federation's class_names in the "
             "spec, or take head: text"
         )

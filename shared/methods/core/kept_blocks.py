@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from promptfed.shared.methods.core.interface.base import MethodError, Split
-from promptfed.shared.spec.spec import FederationSpec
+from promptfed.shared.methods.core import toolkit as pf
 
 CacheBlocks = Annotated[
     bool,
@@ -22,7 +21,7 @@ CacheBlocks = Annotated[
 class KeptRows:
     """A split whose ``images`` are rows ``(B, S, d_v)`` before block ``start``, read from the disk."""
 
-    def __init__(self, split: Split, start: int):
+    def __init__(self, split: pf.Split, start: int):
         self._split, self._start = split, start
 
     @property
@@ -59,12 +58,12 @@ def are_rows(images: Tensor) -> bool:
     return images.ndim == 3
 
 
-def check_kept_blocks(method: str, spec: FederationSpec, *, frozen_below: bool, how: str) -> None:
+def check_kept_blocks(method: str, spec: pf.FederationSpec, *, frozen_below: bool, how: str) -> None:
     """Raise MethodError where no block below the changed ones is left, or images change from step to step."""
     if not frozen_below:
-        raise MethodError(f"{method} changes the first block too, so that no rows can be kept: {how}")
+        raise pf.MethodError(f"{method} changes the first block too, so that no rows can be kept: {how}")
     if spec.training.augmentation != "none":
-        raise MethodError(
+        raise pf.MethodError(
             "cache_blocks keeps what an image is, and with training.augmentation it is another one in every step: "
             "leave one of them out"
         )

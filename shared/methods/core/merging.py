@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class MergedTowers:
 class Merges(Protocol):
     """A method whose global state is a change of weights."""
 
-    def merged(self, context: ClientContext, payload: Tensors) -> MergedTowers:
+    def merged(self, context: pf.ClientContext, payload: Tensors) -> MergedTowers:
         """The towers with the global state's changes, for a payload of an evaluation."""
 
 
@@ -39,7 +39,7 @@ def checkpoint_of(backbone: Backbone, towers: MergedTowers) -> Tensors:
     """
     state: Tensors = {name: tensor.detach() for name, tensor in backbone.model.state_dict().items()}
     if not any(name.startswith("visual.") for name in state):
-        raise MethodError("this backbone is no model of open_clip's: its changes stay in the state's own tensors")
+        raise pf.MethodError("this backbone is no model of open_clip's: its changes stay in the state's own tensors")
     # A functional tower's frozen weights are the module's own tensors, seen under other names.
     places = {(tensor.data_ptr(), tensor.numel()): name for name, tensor in state.items() if tensor.numel()}
     changed: Tensors = {}
@@ -48,7 +48,7 @@ def checkpoint_of(backbone: Backbone, towers: MergedTowers) -> Tensors:
             continue
         name = places.get((frozen.data_ptr(), frozen.numel()))
         if name is None:
-            raise MethodError("a changed weight has no place of its own in open_clip's model")
+            raise pf.MethodError("a changed weight has no place of its own in open_clip's model")
         own = state[name]
         # A projection may be kept transposed there.
         value = merged if merged.shape == own.shape else merged.T

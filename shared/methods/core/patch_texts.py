@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.methods.core.interface.base import ClientContext, Split
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.transport import Plan, average, balanced, unbalanced
 
 MOST_ENTRIES = 1 << 23  # of a plan that is made at once: images are scored in parts
@@ -75,7 +75,7 @@ class PatchTextLogits:
     transport: Transport
     statistics: PlanStatistics = field(default_factory=PlanStatistics)
 
-    def __call__(self, split: Split, indices: Tensor, text: Tensor) -> Tensor:
+    def __call__(self, split: pf.Split, indices: Tensor, text: Tensor) -> Tensor:
         """``(B, C)`` of the images at ``indices (B,)`` and raw ``text (N, C, d_e)``, which gradients go to."""
         prompts, classes, _ = text.shape
         directions = F.normalize(text, dim=-1)
@@ -102,10 +102,10 @@ class PatchTextLogits:
 class PatchTextClassifier:
     """Classifies by the patches of an image; there are no weights that plain code could use."""
 
-    def __init__(self, context: ClientContext, transport: Transport, text: Tensor):
+    def __init__(self, context: pf.ClientContext, transport: Transport, text: Tensor):
         """text: raw features ``(N, C, d_e)``."""
         self._logits, self._text = PatchTextLogits(context.backbone.logit_scale, transport), text
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return self._logits(split, indices, self._text)

@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import INIT_STD, SharedContextMethod, TextPromptClassifier, class_prompts
-from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, TrainResult
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -44,11 +43,11 @@ class PrivateContextMethod(SharedContextMethod):
     personal = True
     shared = TensorSpec("global_context", ("m", "d_t"))
 
-    def local_length(self, context: ClientContext) -> int:
+    def local_length(self, context: pf.ClientContext) -> int:
         """``m_l``, vectors of the private context: as many as ``m``."""
         return self.hyper.m
 
-    def local_context(self, context: ClientContext, private: Tensors) -> Tensor:
+    def local_context(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """The client's ``(m_l, d_t)``: what it has trained, or the start that all have in common."""
         if LOCAL in private:
             return private[LOCAL]
@@ -56,34 +55,34 @@ class PrivateContextMethod(SharedContextMethod):
         return drawn[: self.local_length(context)] * INIT_STD
 
     @abstractmethod
-    def pair_loss(self, context: ClientContext) -> PairLoss:
+    def pair_loss(self, context: pf.ClientContext) -> PairLoss:
         """The loss of one task."""
 
     @abstractmethod
-    def personal_classifier(self, context: ClientContext, shared: Tensor, local: Tensor) -> Classifier:
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.Classifier:
         """Classifies with both contexts."""
 
-    def global_classifier(self, context: ClientContext, shared: Tensor) -> Classifier:
+    def global_classifier(self, context: pf.ClientContext, shared: Tensor) -> pf.Classifier:
         """Classifies with the shared context ``(m, d_t)`` alone."""
         return TextPromptClassifier(context.backbone, shared, class_prompts(context, self.shared_length))
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over both contexts; sends the shared one, keeps the other."""
         device, batch_loss = context.backbone.device, self.pair_loss(context)
         shared = payload[self.shared.name].to(device).clone().requires_grad_()
         local = self.local_context(context, private).to(device).clone().requires_grad_()
-        final = train(context, [shared, local], lambda indices: batch_loss(indices, shared, local))
+        final = pf.train(context, [shared, local], lambda indices: batch_loss(indices, shared, local))
         update, kept = {self.shared.name: shared.detach().cpu()}, {LOCAL: local.detach().cpu()}
-        return TrainResult(update, kept, {"loss": final} | batch_loss.metrics())
+        return pf.TrainResult(update, kept, {"loss": final} | batch_loss.metrics())
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With both contexts; with the shared one alone where there is nothing to train on."""
         shared = payload[self.shared.name]
         if private or len(context.train):
             return self.personal_classifier(context, shared, self.local_context(context, private))
         return self.global_classifier(context, shared)
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``global``: a trainer's data under an evaluator's classifier."""
         if not private and not len(context.train):
             return {}

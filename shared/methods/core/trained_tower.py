@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.towers.functional import BLOCK_KINDS
-from promptfed.shared.methods.core.interface.base import ClientContext, MethodError, ServerContext
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.kept_blocks import are_rows
 from promptfed.shared.methods.core.visual import Towers, VisualHyper
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -74,19 +74,19 @@ def tensor_spec(kind: str) -> TensorSpec:
     return TensorSpec(kind, _OTHER_SHAPES[kind])
 
 
-def tower_dims(method: str, trainable: Trainable, k: int, context: ServerContext) -> dict[str, int]:
+def tower_dims(method: str, trainable: Trainable, k: int, context: pf.ServerContext) -> dict[str, int]:
     """Numbers for the symbols of `tensor_spec`. Raises MethodError where the backbone's shape does not say them."""
     shape = context.shape
     if shape.d_v is None or shape.vision_layers is None or shape.mlp_width is None or shape.positions is None:
-        raise MethodError(
+        raise pf.MethodError(
             f"{method} trains the weights of a vision transformer; this backbone's image tower is none of the plain "
             "kind, or the shape does not say its mlp_width and positions: choose a ViT model, or leave the shape out"
         )
     if shape.patch_size is None:
-        raise MethodError(f"{method} needs square patches (patch_size), and this backbone's shape says none")
+        raise pf.MethodError(f"{method} needs square patches (patch_size), and this backbone's shape says none")
     layers = shape.vision_layers
     if trainable == "last_k" and k > layers:
-        raise MethodError(f"k = {k}, but the image tower has {layers} blocks: lower it, or take trainable: all")
+        raise pf.MethodError(f"k = {k}, but the image tower has {layers} blocks: lower it, or take trainable: all")
     return {
         "k": k if trainable == "last_k" else layers,
         "d_v": shape.d_v,
@@ -98,14 +98,14 @@ def tower_dims(method: str, trainable: Trainable, k: int, context: ServerContext
     }
 
 
-def own_dims(method: str, trainable: Trainable, k: int, context: ClientContext) -> dict[str, int]:
+def own_dims(method: str, trainable: Trainable, k: int, context: pf.ClientContext) -> dict[str, int]:
     """The same of what a client knows by itself."""
     from promptfed.shared.clip import shape_of
 
     shape = shape_of(context.backbone)
     names, training = context.class_names, context.training
     return tower_dims(
-        method, trainable, k, ServerContext(training, shape, names, (), seed=context.seed, rounds=context.rounds)
+        method, trainable, k, pf.ServerContext(training, shape, names, (), seed=context.seed, rounds=context.rounds)
     )
 
 

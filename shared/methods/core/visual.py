@@ -18,23 +18,15 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import INIT_STD, text_width
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    Hyperparameters,
-    MethodError,
-    Needs,
-    ServerContext,
-    Split,
-)
 from promptfed.shared.methods.core.kept_blocks import KeptRows
-from promptfed.shared.methods.core.training import Group, train
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone, ClassPrompts
 
 CHUNK = 32  # images in one pass where no gradient is kept
-NEEDS = Needs(vision_transformer=True, cached_features=False)
+NEEDS = pf.Needs(vision_transformer=True, cached_features=False)
 
 Logits = Callable[[Tensor], Tensor]
 """Logits ``(B, C)`` of preprocessed images ``(B, 3, H, W)``."""
@@ -42,7 +34,7 @@ Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A term of the loss, of a batch's indices ``(B,)``, images ``(B, 3, H, W)`` and logits ``(B, C)``."""
 
 
-class VisualHyper(Hyperparameters):
+class VisualHyper(pf.Hyperparameters):
     """How the image tower is run; neither option changes what is computed but for rounding."""
 
     autocast: Annotated[
@@ -107,14 +99,14 @@ class ImageClassifier:
         self._logits = logits
         self._rows_before = rows_before
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         shown = split if self._rows_before is None else KeptRows(split, self._rows_before)
         with torch.no_grad():
             return torch.cat([self._logits(shown.images(part)) for part in torch.split(indices, CHUNK)])
 
 
-def prompted_logits(towers: Towers, context: ClientContext, text: Tensor, visual: Tensor) -> Logits:
+def prompted_logits(towers: Towers, context: pf.ClientContext, text: Tensor, visual: Tensor) -> Logits:
     """Logits among ``context.class_names`` under fixed text and visual prompts ``(depth, m, d)``."""
     classes = towers.backbone.class_prompts(context.class_names, text.shape[1])
     visual = visual.to(towers.backbone.device)
@@ -124,12 +116,12 @@ def prompted_logits(towers: Towers, context: ClientContext, text: Tensor, visual
 
 
 def train_on_images(
-    context: ClientContext,
+    context: pf.ClientContext,
     parameters: list[Tensor],
     logits: Logits,
     term: Term | None = None,
     *,
-    groups: Sequence[Group] = (),
+    groups: Sequence[pf.Group] = (),
 ) -> float:
     """Minimise CE(logits) + term over ``parameters`` and ``groups`` in place; a batch's images are asked for once.
 
@@ -143,7 +135,7 @@ def train_on_images(
         value = F.cross_entropy(scores, labels[indices.to(labels.device)])
         return value if term is None else value + term(indices, images, scores)
 
-    return train(context, parameters, loss, groups=groups)
+    return pf.train(context, parameters, loss, groups=groups)
 
 
 def learned(start: Tensor, backbone: Backbone) -> Tensor:
@@ -163,30 +155,30 @@ def vpt_bound(patch_size: int | None, d_v: int) -> float:
         MethodError: the patches' size is not known.
     """
     if patch_size is None:
-        raise MethodError(
+        raise pf.MethodError(
             "the backbone's shape does not say how large the patches are (patch_size), on which the prompts' start "
             "depends: create the federation with `promptfed federation create`, or leave the shape out"
         )
     return math.sqrt(6 / (3 * patch_size**2 + d_v))
 
 
-def vision_width(method: str, context: ServerContext) -> int:
+def vision_width(method: str, context: pf.ServerContext) -> int:
     """``d_v`` of an image tower that prompts can enter. Raises MethodError where there is none."""
     shape = context.shape
     if shape.d_v is None or shape.vision_layers is None:
-        raise MethodError(
+        raise pf.MethodError(
             f"{method} needs a vision transformer that prompts can enter; this backbone's image tower is none"
         )
     return shape.d_v
 
 
-def vision_dims(method: str, depth: int | None, context: ServerContext) -> dict[str, int]:
+def vision_dims(method: str, depth: int | None, context: pf.ServerContext) -> dict[str, int]:
     """``d_v`` and ``depth_v``: prompts in the first ``depth`` blocks of the image tower, or in all of them."""
     width = vision_width(method, context)
     return {"d_v": width, "depth_v": _depth(depth, context.shape.vision_layers, "image tower")}
 
 
-def text_dims(method: str, m: int, depth: int | None, context: ServerContext) -> dict[str, int]:
+def text_dims(method: str, m: int, depth: int | None, context: pf.ServerContext) -> dict[str, int]:
     """``d_t`` and ``depth_t``: prompts in the first ``depth`` blocks of the text tower, or in all of them."""
     width = text_width(method, m, context)
     return {"d_t": width, "depth_t": _depth(depth, context.shape.text_layers, "text tower")}
@@ -194,7 +186,7 @@ def text_dims(method: str, m: int, depth: int | None, context: ServerContext) ->
 
 def _depth(depth: int | None, layers: int | None, tower: str) -> int:
     if layers is None:
-        raise MethodError(f"the backbone's shape does not say how many blocks the {tower} has: give it, or no shape")
+        raise pf.MethodError(f"the backbone's shape does not say how many blocks the {tower} has: give it, or no shape")
     if depth is not None and depth > layers:
-        raise MethodError(f"depth = {depth}, but the {tower} has {layers} blocks: lower it, or leave it out for all")
+        raise pf.MethodError(f"depth = {depth}, but the {tower} has {layers} blocks: lower it, or leave it out for all")
     return layers if depth is None else depth

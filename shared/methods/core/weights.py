@@ -7,7 +7,7 @@ weights do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import (
     HEAD_RATE,
@@ -29,18 +30,6 @@ from promptfed.shared.methods.core.heads import (
     head_width,
     shared_classes,
 )
-from promptfed.shared.methods.core.interface.base import (
-    ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    Combine,
-    Method,
-    MethodError,
-    Phase,
-    ServerContext,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
 from promptfed.shared.methods.core.kept_blocks import CacheBlocks, KeptRows, check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import (
@@ -53,9 +42,7 @@ from promptfed.shared.methods.core.trained_tower import (
     tower_dims,
     trained_kinds,
 )
-from promptfed.shared.methods.core.training import Group, train
 from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper
-from promptfed.shared.spec.spec import BackboneShape, FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 CHANGE = "change."  # before the names of what a client sends
@@ -106,7 +93,7 @@ class WeightsHyper(HeadHyper):
     ] = "none"
 
 
-class WeightMethod(Method):
+class WeightMethod(pf.Method):
     """Base of the methods whose state is the change Δ of image tower weights, averaged by samples.
 
     Where subclasses share a linear head it stands in the state too. All of a client's numbers are sent as changes.
@@ -164,47 +151,47 @@ class WeightMethod(Method):
         return tuple(kind for kind in self.kinds if kind not in private)
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """More than a prompt tells."""
         if not self.state_tensors():
             return ()
         text = "changes to the image tower, up to 86 million numbers (ViT-B): images are easier to rebuild from them"
-        return (AGGREGATE, Disclosed("operator", f"your {text} than from prompts"))
+        return (pf.AGGREGATE, pf.Disclosed("operator", f"your {text} than from prompts"))
 
     # Server half
 
-    def check(self, spec: FederationSpec) -> None:
+    def check(self, spec: pf.FederationSpec) -> None:
         """Refuse options that contradict each other, and a shared head without classes."""
         self.check_options(spec)
         hyper = self.hyper
         if getattr(hyper, "private", "none") == "norms" and not self.private_kinds:
-            raise MethodError(f"private: norms is for what trains norms: trainable: {hyper.trainable} does not")
+            raise pf.MethodError(f"private: norms is for what trains norms: trainable: {hyper.trainable} does not")
         if not self.state_tensors():
-            raise MethodError("private: norms with trainable: norms leaves nothing to share: take trainable: all")
+            raise pf.MethodError("private: norms with trainable: norms leaves nothing to share: take trainable: all")
         if self.shares_head:
             shared_classes(self.name, spec.class_names)
             if hyper.label_space == "client":
-                raise MethodError("a shared linear head is trained over all of its classes: label_space: federation")
+                raise pf.MethodError("a shared linear head is trained over all of its classes: label_space: federation")
 
-    def check_options(self, spec: FederationSpec) -> None:
+    def check_options(self, spec: pf.FederationSpec) -> None:
         """Refuse what cannot be trained."""
         hyper = self.hyper
         if hyper.projected and not self.is_linear:
-            raise MethodError("projected is for a linear head: take head: linear with it, or leave it out")
+            raise pf.MethodError("projected is for a linear head: take head: linear with it, or leave it out")
         if hyper.trainable == "none" and not self.is_linear:
-            raise MethodError("trainable: none under a text head leaves nothing to train: take head: linear with it")
+            raise pf.MethodError("trainable: none under a text head leaves nothing to train: take head: linear with it")
         check_head_rate(self.name, hyper.head_learning_rate, linear=self.is_linear, alone=hyper.trainable == "none")
         if hyper.cache_blocks:
             check_kept_blocks(self.name, spec, frozen_below=hyper.trainable == "last_k", how="take trainable: last_k")
         if hyper.trainable == "all" and spec.backbone.precision != "fp32":
             text = f"a backbone in {spec.backbone.precision} cannot hold the small steps that trainable: all takes"
-            raise MethodError(f"{text}: take precision fp32, with autocast: bf16 to save memory")
+            raise pf.MethodError(f"{text}: take precision fp32, with autocast: bf16 to save memory")
 
-    def check_backbone(self, shape: BackboneShape) -> None:
+    def check_backbone(self, shape: pf.BackboneShape) -> None:
         """And a tower whose sizes are known: a ResNet has batch norms, whose running means are no weights."""
         super().check_backbone(shape)
         if shape.mlp_width is None or shape.positions is None:
-            raise MethodError(
+            raise pf.MethodError(
                 f"{self.name} trains the weights of a plain vision transformer; this backbone's image tower is none, "
                 "or its shape does not say mlp_width and positions: choose a ViT model, or leave the shape out"
             )
@@ -218,13 +205,13 @@ class WeightMethod(Method):
         head = SHARED_HEAD if self.shares_head else ()
         return tuple(tensor_spec(kind) for kind in self.shared_kinds) + head
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round: Δ down, what was changed up."""
         down = tuple(replace(spec, dtype=self.hyper.transport) for spec in self.travelling())
         up = tuple(replace(spec, name=CHANGE + spec.name) for spec in down)
-        return (Phase("train", down=down, up=up, mean=bool(up)),)
+        return (pf.Phase("train", down=down, up=up, mean=bool(up)),)
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """The tower's sizes; for a shared head its classes and width."""
         dims = tower_dims(self.name, self.hyper.trainable, self.hyper.k, context)
         if self.shares_head:
@@ -232,7 +219,7 @@ class WeightMethod(Method):
             dims["d_h"] = dims["d_e"] if self.hyper.projected else dims["d_v"]
         return dims
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Δ = 0; a shared head starts as a private one would."""
         dims = self.dims(context)
         state = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in self.shared_kinds}
@@ -240,19 +227,21 @@ class WeightMethod(Method):
             state |= head_start(context.seed, dims["classes"], dims["d_h"])
         return state
 
-    def payload(self, state: Tensors, phase: Phase | None, client: ClientInfo, context: ServerContext) -> Tensors:
+    def payload(
+        self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
+    ) -> Tensors:
         """The state, as it travels."""
         given = super().payload(state, phase, client, context)
         if self.hyper.transport == "float32" or not given:
             return given
         return {name: tensor.to(torch.bfloat16) for name, tensor in given.items()}
 
-    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+    def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The same tensors in every phase and evaluation, so that one payload serves both."""
         return self.phases(1, 1)[0].down
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """Δ + the mean of the changes; nothing where nothing travels."""
         if not phase.up:
@@ -267,15 +256,15 @@ class WeightMethod(Method):
 
     # Client half
 
-    def tower(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainedTower:
+    def tower(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TrainedTower:
         """With what has been learned."""
         return TrainedTower.of(context.backbone, self.hyper, self.changes(context, payload, private))
 
-    def merged(self, context: ClientContext, payload: Tensors) -> MergedTowers:
+    def merged(self, context: pf.ClientContext, payload: Tensors) -> MergedTowers:
         """The image tower with the shared changes."""
         return MergedTowers(visual=self.tower(context, payload, {}).weights())
 
-    def changes(self, context: ClientContext, payload: Tensors, private: Tensors) -> Tensors:
+    def changes(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Tensors:
         """Δ by kind, float32: the shared part as received, the client's own as it was left, or zero."""
         found = {kind: payload[kind].float() for kind in self.shared_kinds}
         own = self.private_kinds
@@ -284,12 +273,12 @@ class WeightMethod(Method):
             private = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in own}
         return found | {kind: private[kind] for kind in own}
 
-    def shared_head(self, context: ClientContext, payload: Tensors) -> LinearHead:
+    def shared_head(self, context: pf.ClientContext, payload: Tensors) -> LinearHead:
         """The linear head in a payload, over all of its classes."""
         names = context.label_space or context.class_names
         return LinearHead.shared(names, {name: payload[name].float() for name in HEAD})
 
-    def start_head(self, context: ClientContext, payload: Tensors, private: Tensors) -> Head:
+    def start_head(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Head:
         """The head that this method's training begins with: shared, the client's own, or the template's text."""
         if self.shares_head:
             return self.shared_head(context, payload)
@@ -297,7 +286,7 @@ class WeightMethod(Method):
             return LinearHead.of(context, private, head_width(context.backbone, self.hyper.projected))
         return TextHead.of(context)
 
-    def head_groups(self, context: ClientContext, parameters: Sequence[Tensor]) -> tuple[Group, ...]:
+    def head_groups(self, context: pf.ClientContext, parameters: Sequence[Tensor]) -> tuple[pf.Group, ...]:
         """What is new behind the tower, at a rate of its own; at the spec's where the tower is not trained."""
         rate = None if self.hyper.trainable == "none" else self.hyper.head_learning_rate or HEAD_RATE
         return head_groups(context, parameters, rate)
@@ -306,14 +295,14 @@ class WeightMethod(Method):
         """What the head takes: normalised ``(B, d_e)``, or pooled as they are."""
         return tower.features(images, projected=self.uses_projection, normalize=not self.is_linear)
 
-    def fixed_features(self, context: ClientContext, tower: TrainedTower) -> Tensor:
+    def fixed_features(self, context: pf.ClientContext, tower: TrainedTower) -> Tensor:
         """``(N, d)`` of all training images where no weight of the tower changes meanwhile; computed once."""
         shown = self.shown(context, tower).train
         with torch.no_grad():
             parts = torch.split(torch.arange(len(shown)), visual.CHUNK)
             return torch.cat([self.features(tower, shown.images(part)) for part in parts])
 
-    def shown(self, context: ClientContext, tower: TrainedTower) -> ClientContext:
+    def shown(self, context: pf.ClientContext, tower: TrainedTower) -> pf.ClientContext:
         """The task with kept rows in the place of images, where the options say so."""
         if not self.hyper.cache_blocks:
             return context
@@ -321,7 +310,7 @@ class WeightMethod(Method):
 
     def fit(
         self,
-        context: ClientContext,
+        context: pf.ClientContext,
         tower: TrainedTower,
         head: Head,
         extra: visual.Term | None = None,
@@ -345,7 +334,7 @@ class WeightMethod(Method):
             value = F.cross_entropy(scores, labels[rows])
             return value if extra is None else value + extra(indices, features, scores)
 
-        return train(context, parameters, loss, epochs=epochs, groups=groups)
+        return pf.train(context, parameters, loss, epochs=epochs, groups=groups)
 
     def sent(self, start: Tensors, tower: TrainedTower, head: Head | None, begun: Head | None) -> Tensors:
         """What goes up: the changes of all kinds that travel, and of a shared head."""
@@ -362,14 +351,14 @@ class WeightMethod(Method):
         """A term beside the cross-entropy, made where training starts; none."""
         return None
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the received weights; sends what they have changed."""
         start = self.changes(context, payload, private)
         tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
         begun = self.start_head(context, payload, private)
         head = begun.trainable(context.backbone.device) if isinstance(begun, LinearHead) else begun
         loss = self.fit(context, tower, head, self.extra_loss(tower, head))
-        return TrainResult(self.sent(start, tower, head, begun), self.kept(start, tower, head), {"loss": loss})
+        return pf.TrainResult(self.sent(start, tower, head, begun), self.kept(start, tower, head), {"loss": loss})
 
     def kept(self, start: Tensors, tower: TrainedTower, head: Head) -> Tensors:
         """What stays with the client: changes of its own, and a linear head that is not shared."""
@@ -377,12 +366,12 @@ class WeightMethod(Method):
         own = {kind: start[kind] + changes[kind] for kind in self.private_kinds}
         return own if self.shares_head else own | head.private()
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the global weights (and the client's own norms) and the head of all."""
         head = self.start_head(context, payload, private)
         return self.classify(self.tower(context, payload, private), head, context)
 
-    def classify(self, tower: TrainedTower, head: Head, context: ClientContext) -> ImageClassifier:
+    def classify(self, tower: TrainedTower, head: Head, context: pf.ClientContext) -> ImageClassifier:
         """Classifies among ``context.class_names``."""
         chosen = head.among(context.class_names) if isinstance(head, LinearHead) else head
         kept = tower.first if self.hyper.cache_blocks else None

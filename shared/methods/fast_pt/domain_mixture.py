@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import class_prompts
-from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, Combine, Split
 from promptfed.shared.tensors import DTYPES, Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def rows_for(state: Tensors, keys: list[int]) -> Tensors:
     return {WEIGHT.name: weight, BIAS.name: bias, DOMAINS.name: torch.tensor(keys, dtype=torch.int64)}
 
 
-def one_of(updates: list[ClientUpdate], combine: Combine) -> Tensors:
+def one_of(updates: list[pf.ClientUpdate], combine: pf.Combine) -> Tensors:
     """What stands for the clients of one domain: the only one's tensors, or what the rule makes of several."""
     if len(updates) == 1:
         return dict(updates[0].tensors)
@@ -67,7 +67,7 @@ class MixtureClassifier:
 
     def __init__(
         self,
-        context: ClientContext,
+        context: pf.ClientContext,
         general: Tensor | None,
         domain_prompts: Tensor,
         weight: Tensor,
@@ -85,14 +85,14 @@ class MixtureClassifier:
         self._prompts = class_prompts(context, length)
         self._texts = self._encode(self._own) if mixture == "hard" else None  # (k, C, d_e)
 
-    def logits(self, split: Split, indices: Tensor) -> Tensor:
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
         features = features[indices.to(features.device)]
         scores = F.linear(features, self._weight, self._bias)
         return self._soft(features, scores.softmax(dim=-1)) if self._texts is None else self._hard(features, scores)
 
-    def shares(self, split: Split, indices: Tensor) -> Tensor:
+    def shares(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, k)`` g of the images at ``indices (B,)``."""
         features = split.features()
         return F.linear(features[indices.to(features.device)], self._weight, self._bias).softmax(dim=-1)

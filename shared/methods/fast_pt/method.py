@@ -14,7 +14,7 @@ AAAI 2026, Eq. 1-8 and Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +23,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.messages import Domain
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import (
     INIT_STD,
     BatchCrossEntropy,
@@ -32,21 +33,6 @@ from promptfed.shared.methods.core.context import (
     text_width,
     train_context,
 )
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    ClientInfo,
-    ClientUpdate,
-    Combine,
-    MethodError,
-    Needs,
-    Phase,
-    ServerContext,
-    TrainResult,
-)
-from promptfed.shared.methods.core.interface.disclosures import AGGREGATE, Disclosed
-from promptfed.shared.methods.core.text_features import template_features
-from promptfed.shared.methods.core.training import train
 from promptfed.shared.methods.fast_pt.domain_mixture import (
     BIAS,
     DOMAINS,
@@ -95,7 +81,7 @@ class FastPT(ContextMethod):
     Hyper = FastPTHyper
     hyper: FastPTHyper
     shared = GLOBAL
-    needs = Needs(domain_descriptions=True, join_when_extended=False)
+    needs = pf.Needs(domain_descriptions=True, join_when_extended=False)
     metrics = ("loss", "classifier_loss", "domain_loss", "mst_*")
     defaults: ClassVar[dict[str, Any]] = {
         "rounds": 20,
@@ -112,9 +98,9 @@ class FastPT(ContextMethod):
         return self.hyper.prompts != "global"
 
     @property
-    def disclosures(self) -> tuple[Disclosed, ...]:
+    def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """The description goes to all; with domain prompts the classifier's updates and the list at the end."""
-        return (AGGREGATE, WORDS, *(OF_DOMAIN_PROMPTS if self._by_domain else ()))
+        return (pf.AGGREGATE, WORDS, *(OF_DOMAIN_PROMPTS if self._by_domain else ()))
 
     # Server half
 
@@ -122,49 +108,53 @@ class FastPT(ContextMethod):
         """P^G, φ with whose each row is, and the list of domain prompts, which is empty before the end."""
         return (GLOBAL,) * self._general + (WEIGHT, BIAS, DOMAINS, PROMPTS, LISTED) * self._by_domain
 
-    def phases(self, round: int, rounds: int) -> tuple[Phase, ...]:
+    def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """P^G and φ in every round; after the last one every trainer sends its domain prompt."""
         general, classifier = (GLOBAL,) * self._general, (WEIGHT, BIAS) * self._by_domain
         down = general + classifier + (DOMAINS,) * self._by_domain
-        exchange = Phase("global", down=down, up=general + classifier, mean=True)
+        exchange = pf.Phase("global", down=down, up=general + classifier, mean=True)
         if round < rounds or not self._by_domain:
             return (exchange,)
-        return exchange, Phase("domain_prompts", down=general, up=(PROMPT,), ask="all")
+        return exchange, pf.Phase("domain_prompts", down=general, up=(PROMPT,), ask="all")
 
-    def dims(self, context: ServerContext) -> dict[str, int]:
+    def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, ``d_t``, ``d_e`` and the number n of domains; how many domain prompts there are is open."""
         length = self.hyper.m * (self._general + self._by_domain)
         sizes = {"m": self.hyper.m, "d_t": text_width(self.name, length, context), "d_e": context.shape.d_e}
         return sizes | {"n": len(trainer_domains(context.clients))}
 
-    def admit(self, client: ClientInfo, former: ClientInfo | None, context: ServerContext) -> None:
+    def admit(self, client: pf.ClientInfo, former: pf.ClientInfo | None, context: pf.ServerContext) -> None:
         """A trainer's description must say something, be no other's (unless merged), and stay what it was."""
         if former is not None and former.role != client.role:
-            raise MethodError(f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name")
+            raise pf.MethodError(
+                f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name"
+            )
         if client.role == "trainer" and client.domain is not None:
             check_description(client, former, context, self.hyper.merge_domains)
 
-    def check_clients(self, context: ServerContext) -> None:
+    def check_clients(self, context: pf.ServerContext) -> None:
         """Style transfer and the classifier need two domains."""
         domains = trainer_domains(context.clients)
         if len(domains) < 2:
             words = " ".join(repr(domain.description) for domain in domains.values())
-            raise MethodError(f"all trainers are of one domain, {words}: {self.name} needs a trainer of another domain")
+            raise pf.MethodError(
+                f"all trainers are of one domain, {words}: {self.name} needs a trainer of another domain"
+            )
 
-    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """P^G from N(0, 0.02²), NeedsBackbone where it is made of words; φ is zero."""
         return (super().initial_state(context, generator) if self._general else {}) | self._classifier({}, context)
 
-    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, generator: Generator) -> Tensors:
         """P^G made where a backbone is at hand; `adopt` gives φ its rows once the clients are known."""
         return super().initial_state_with(backbone, context, generator) | self._classifier({}, context)
 
-    def adopt(self, state: Tensors, context: ServerContext) -> Tensors:
+    def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """φ with a row for each trainer's domain, the supplied one where there is one; no domain prompts."""
         # What is not a state of this method is left as it is, for the check that follows to refuse.
         return state | self._classifier(state, context) if self._by_domain and has_rows(state) else state
 
-    def _classifier(self, state: Tensors, context: ServerContext) -> Tensors:
+    def _classifier(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """The part of a first state that is not P^G."""
         if not self._by_domain:
             return {}
@@ -177,14 +167,14 @@ class FastPT(ContextMethod):
         none = {PROMPTS.name: torch.zeros(0, dims["m"], dims["d_t"]), LISTED.name: torch.zeros(0, dtype=torch.int64)}
         return rows_for(known | state, list(trainer_domains(context.clients))) | none
 
-    def join(self, state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+    def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A trainer whose domain has no row yet appends one of zeros."""
         if not self._by_domain:
             return state
         known = state[DOMAINS.name].tolist()
         return state | rows_for(state, known + [key for key in trainer_domains([client]) if key not in known])
 
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """P^G, and at the end each domain's P^D."""
         keys = state[LISTED.name].tolist() if self._by_domain else []
         names = domain_names(keys, context.clients, None)
@@ -192,18 +182,18 @@ class FastPT(ContextMethod):
         own = {f"domain_prompts {row}: {name}": prompt for row, (name, prompt) in rows}
         return super().contexts(state, context, class_features) | own
 
-    def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
+    def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """What the phase needs; for an evaluation all there is."""
         return self.state_tensors() if phase is None else phase.down
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
     ) -> Tensors:
         """``global``: the weighted mean. ``domain_prompts``: the list, one a domain (the mean of merged ones)."""
         if phase.name == "global":
             return state | combine(updates)
         domain_of = {client.name: key for client in context.clients for key in trainer_domains([client])}
-        sent: dict[int, list[ClientUpdate]] = {}
+        sent: dict[int, list[pf.ClientUpdate]] = {}
         for update in updates:
             sent.setdefault(domain_of[update.client], []).append(update)
         listed = [key for key in state[DOMAINS.name].tolist() if key in sent]
@@ -219,9 +209,9 @@ class FastPT(ContextMethod):
 
     def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:
         """The own description must fit with every class name, as it has to for the others."""
-        template_features(backbone, domain.description, class_names)
+        pf.template_features(backbone, domain.description, class_names)
 
-    def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
+    def prepare(self, context: pf.ClientContext, private: Tensors) -> Tensors:
         """A transform to every other domain; those that are there stay as they are."""
         if not self.hyper.mst:
             return private
@@ -231,13 +221,13 @@ class FastPT(ContextMethod):
                 private = private | transfer.train(target)
         return private
 
-    def _targets(self, context: ClientContext) -> dict[int, Domain]:
+    def _targets(self, context: pf.ClientContext) -> dict[int, Domain]:
         """The domains to transfer to: the other trainers', and the evaluators' where the ablation wants them."""
         everybody = self.hyper.target_descriptions
         domains = described_domains(context.peers) if everybody else trainer_domains(context.peers)
         return {key: domain for key, domain in domains.items() if key != own_key(context) and fits(domain, context)}
 
-    def train(self, context: ClientContext, payload: Tensors, private: Tensors) -> TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """A phase's epochs: the domain prompt under the global one that came down, then P^G and φ."""
         metrics: dict[str, float] = {}
         if self._by_domain and (context.round > 1 or context.phase == "domain_prompts"):
@@ -245,7 +235,7 @@ class FastPT(ContextMethod):
             prompt, metrics["domain_loss"] = self._train_domain_prompt(context, payload, private)
             private = private | {PROMPT.name: prompt}
         if context.phase == "domain_prompts":
-            return TrainResult({PROMPT.name: private[PROMPT.name]}, private, metrics)
+            return pf.TrainResult({PROMPT.name: private[PROMPT.name]}, private, metrics)
         embedded = self._embedded(context, private)
         update: Tensors = {}
         if self._general:
@@ -255,9 +245,9 @@ class FastPT(ContextMethod):
             classifier, metrics["classifier_loss"] = self._train_classifier(context, payload, embedded)
             update |= classifier
         private, reported = self._report(context, private)
-        return TrainResult(update, private, metrics | reported)
+        return pf.TrainResult(update, private, metrics | reported)
 
-    def _embedded(self, context: ClientContext, private: Tensors) -> dict[int, tuple[Tensor, Tensor]]:
+    def _embedded(self, context: pf.ClientContext, private: Tensors) -> dict[int, tuple[Tensor, Tensor]]:
         """By domain: embeddings ``(N, d_e)`` and labels ``(N,)``, the client's own first, then the transferred ones."""
         labels = context.train.labels
         pairs = {own_key(context): (context.train.features(), labels)}
@@ -267,12 +257,12 @@ class FastPT(ContextMethod):
         return pairs
 
     def _train_classifier(
-        self, context: ClientContext, payload: Tensors, embedded: dict[int, tuple[Tensor, Tensor]]
+        self, context: pf.ClientContext, payload: Tensors, embedded: dict[int, tuple[Tensor, Tensor]]
     ) -> tuple[Tensors, float]:
         """E epochs of φ on the embeddings of all domains that have a row (Eq. 8); φ and the last epoch's loss."""
         row_of = {key: row for row, key in enumerate(payload[DOMAINS.name].tolist())}
         if own_key(context) not in row_of:
-            raise MethodError(
+            raise pf.MethodError(
                 f"the federation does not know the domain of {context.client!r}: enrol under another name"
             )
         known = {key: pair for key, pair in embedded.items() if key in row_of}
@@ -285,10 +275,12 @@ class FastPT(ContextMethod):
             return F.cross_entropy(F.linear(values[some], weight, bias), domains[some])
 
         training = context.training.model_copy(update={"learning_rate": self.hyper.classifier_learning_rate})
-        final = train(replace(context.with_terms(training=training), train=split), [weight, bias], loss)
+        final = pf.train(replace(context.with_terms(training=training), train=split), [weight, bias], loss)
         return {WEIGHT.name: weight.detach().cpu(), BIAS.name: bias.detach().cpu()}, final
 
-    def _train_domain_prompt(self, context: ClientContext, payload: Tensors, private: Tensors) -> tuple[Tensor, float]:
+    def _train_domain_prompt(
+        self, context: pf.ClientContext, payload: Tensors, private: Tensors
+    ) -> tuple[Tensor, float]:
         """E epochs of P^D on own embeddings under the fixed P^G (Eq. 6); P^D and the last epoch's loss."""
         backbone, own = context.backbone, own_domain(context)
         general = payload[GLOBAL.name].to(backbone.device) if self._general else None
@@ -304,17 +296,17 @@ class FastPT(ContextMethod):
             return value + contrastive_loss(learned, words, general) if self.hyper.contrastive else value
 
         # Batches of its own, since P^G's are drawn for the same task.
-        final = train(replace(context, phase=f"{context.phase}/{PROMPT.name}"), [learned], loss)
+        final = pf.train(replace(context, phase=f"{context.phase}/{PROMPT.name}"), [learned], loss)
         return learned.detach().cpu(), final
 
-    def _domain_prompt(self, context: ClientContext, private: Tensors) -> Tensor:
+    def _domain_prompt(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """``(m, d_t)`` this client's domain prompt, or the start that all clients have in common."""
         if PROMPT.name in private:
             return private[PROMPT.name]
         shape = self.hyper.m, context.backbone.d_t
         return torch.randn(shape, generator=generator(context.seed, PROMPT.name)) * INIT_STD
 
-    def _report(self, context: ClientContext, private: Tensors) -> tuple[Tensors, dict[str, float]]:
+    def _report(self, context: pf.ClientContext, private: Tensors) -> tuple[Tensors, dict[str, float]]:
         """What style transfer achieved, reported once with the first update after it."""
         metrics: dict[str, float] = {}
         if self.hyper.mst:
@@ -326,7 +318,7 @@ class FastPT(ContextMethod):
                 private = transfer.without_report(private, target)
         return private, metrics
 
-    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """At the end the mixture. Before, a trainer's own domain prompt behind P^G, and P^G alone for all others."""
         if self._ended(payload):
             return self._mixture(context, payload, self.hyper.mixture)
@@ -335,10 +327,10 @@ class FastPT(ContextMethod):
         whole = torch.cat(general + own)
         return TextPromptClassifier(context.backbone, whole, class_prompts(context, len(whole)))
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``global``: P^G alone, where the classifier is more; ``hard``: the hard mixture beside the soft one."""
         ended = self._ended(payload)
-        classifiers: dict[str, Classifier] = {}
+        classifiers: dict[str, pf.Classifier] = {}
         if self._general and self._by_domain and (ended or PROMPT.name in private):
             prompts = class_prompts(context, self.hyper.m)
             classifiers["global"] = TextPromptClassifier(context.backbone, payload[GLOBAL.name], prompts)
@@ -349,7 +341,7 @@ class FastPT(ContextMethod):
     def _ended(self, payload: Tensors) -> bool:
         return self._by_domain and len(payload[LISTED.name]) > 0
 
-    def _mixture(self, context: ClientContext, payload: Tensors, mixture: Mixture) -> MixtureClassifier:
+    def _mixture(self, context: pf.ClientContext, payload: Tensors, mixture: Mixture) -> MixtureClassifier:
         row_of = {key: row for row, key in enumerate(payload[DOMAINS.name].tolist())}
         rows = [row_of[key] for key in payload[LISTED.name].tolist()]
         weight, bias = payload[WEIGHT.name][rows], payload[BIAS.name][rows]

@@ -23,8 +23,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.messages import Domain
-from promptfed.shared.methods.core.interface.base import ClientContext, Hyperparameters, MethodError
-from promptfed.shared.methods.core.text_features import template_features
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.training import TaskCancelled, batches
 from promptfed.shared.methods.fast_pt.domains import domain_key, wording
 from promptfed.shared.seeds import generator
@@ -34,7 +33,7 @@ PARAMETERS = ("w1", "b1", "w2", "b2")
 REPORTED = ("alignment_before", "alignment_after", "consistency_before", "consistency_after")
 
 
-class StyleTransferHyper(Hyperparameters):
+class StyleTransferHyper(pf.Hyperparameters):
     """How the transforms are trained; the paper gives λ, the rate, the decay and d_e/2 hidden units."""
 
     mst_weight: Annotated[float, Field(ge=0, le=1, description="λ, the alignment term's share of MST's loss")] = 0.5
@@ -112,19 +111,19 @@ class EmbeddedSplit:
 
     def raw_features(self) -> Tensor:
         """Raises MethodError: transferred embeddings lie on the sphere."""
-        raise MethodError("transferred embeddings have no lengths")
+        raise pf.MethodError("transferred embeddings have no lengths")
 
     def images(self, indices: Tensor) -> Tensor:
         """Raises MethodError: only embeddings are transferred."""
-        raise MethodError("transferred embeddings have no images")
+        raise pf.MethodError("transferred embeddings have no images")
 
     def patches(self, indices: Tensor) -> Tensor:
         """Raises MethodError: only embeddings are transferred."""
-        raise MethodError("transferred embeddings have no patches")
+        raise pf.MethodError("transferred embeddings have no patches")
 
     def block_rows(self, indices: Tensor, start: int) -> Tensor:
         """There are none."""
-        raise MethodError("transferred embeddings have no rows")
+        raise pf.MethodError("transferred embeddings have no rows")
 
     @staticmethod
     def of(parts: Iterable[tuple[Tensor, Tensor]]) -> EmbeddedSplit:
@@ -136,9 +135,11 @@ class EmbeddedSplit:
 class StyleTransfer:
     """A client's transforms in its private state: one for each other domain, kept by the two descriptions."""
 
-    def __init__(self, context: ClientContext, hyper: StyleTransferHyper):
+    def __init__(self, context: pf.ClientContext, hyper: StyleTransferHyper):
         if context.domain is None:
-            raise MethodError(f"client {context.client!r} has no domain description, which style transfer starts from")
+            raise pf.MethodError(
+                f"client {context.client!r} has no domain description, which style transfer starts from"
+            )
         self._context = context.for_training()
         self._hyper = hyper
         self._own = context.domain.description
@@ -220,9 +221,9 @@ class StyleTransfer:
     def _texts(self, target: Domain) -> tuple[Tensor, Tensor]:
         """``(C, d_e)`` text directions T(t_j, y) − T(t_i, y), and the template's text features."""
         backbone, names = self._context.backbone, self._context.class_names
-        there = template_features(backbone, target.description, names)
-        here = template_features(backbone, self._own, names)
-        return there - here, template_features(backbone, self._context.template, names)
+        there = pf.template_features(backbone, target.description, names)
+        here = pf.template_features(backbone, self._own, names)
+        return there - here, pf.template_features(backbone, self._context.template, names)
 
     def _name(self, target: Domain, part: str) -> str:
         return f"transform.{domain_key(self._own):016x}.{domain_key(target.description):016x}.{part}"

@@ -113,7 +113,8 @@ class ClientUpdate:
     tensors: Mapping[str, Tensor]
 
 
-Combine = Callable[[Iterable[ClientUpdate]], Tensors]
+Updates = Iterable[ClientUpdate]
+Combine = Callable[[Updates], Tensors]
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ class Method(ABC):
         return {spec.name: (spec.resolve(dims), spec.dtype) for spec in phase.up}
 
     def aggregate(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: Phase, updates: Updates, combine: Combine, context: ServerContext
     ) -> Tensors:
         """The state after ``phase``. By default the combined updates replace the tensors of the same names.
 

@@ -5,7 +5,7 @@ A method offers one of these by having the member; who wants it asks with ``isin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from promptfed.shared.methods.core.interface.base import (
     Classifier,
     ClientContext,
-    ClientUpdate,
     Combine,
     Method,
     Phase,
     ServerContext,
+    Updates,
 )
 from promptfed.shared.tensors import Tensors
 
@@ -44,7 +44,7 @@ class MeasuresUpdates(Protocol):
     """A method with numbers for reports that only the updates tell, such as FedLoRA's error of averaging factors."""
 
     def aggregate_measured(
-        self, state: Tensors, phase: Phase, updates: Iterable[ClientUpdate], combine: Combine, context: ServerContext
+        self, state: Tensors, phase: Phase, updates: Updates, combine: Combine, context: ServerContext
     ) -> tuple[Tensors, Measured]:
         """The state of `Method.aggregate`, and finite numbers for the report of ``phase``.
 

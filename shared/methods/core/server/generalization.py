@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import row_of
-from promptfed.shared.methods.core.interface.base import ClientInfo, MethodError, ServerContext, Split
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -24,13 +24,13 @@ STEP = 0.2  # d in the first round
 HELD_OUT = 10  # one image in so many
 
 
-def start(context: ServerContext) -> Tensors:
+def start(context: pf.ServerContext) -> Tensors:
     """All alike, before the first round."""
     count = len(context.clients)
     return {WEIGHTS.name: torch.full((count,), 1 / max(1, count)), ROUND.name: torch.zeros((), dtype=torch.int64)}
 
 
-def joined(state: Tensors, client: ClientInfo, context: ServerContext) -> Tensors:
+def joined(state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
     """The state with a row for a newcomer, of the others' mean weight."""
     at, weights = row_of(client.name, context), state[WEIGHTS.name]
     own = weights.mean().reshape(1) if len(weights) else torch.ones(1)
@@ -39,7 +39,7 @@ def joined(state: Tensors, client: ClientInfo, context: ServerContext) -> Tensor
 
 
 def adjusted(
-    state: Mapping[str, Tensor], gaps: Mapping[str, float], context: ServerContext, *, centred: bool
+    state: Mapping[str, Tensor], gaps: Mapping[str, float], context: pf.ServerContext, *, centred: bool
 ) -> tuple[Tensors, dict[str, float]]:
     """The weights after this round's ``gaps`` by client, and each of these clients' share of the mean.
 
@@ -72,7 +72,7 @@ def held_out(seed: int, client: str, count: int) -> tuple[Tensor, Tensor]:
     Raises MethodError where nothing would be left to train on.
     """
     if count < 2:
-        raise MethodError(f"client {client!r} has {count} training images; weighting: ga holds one of them back")
+        raise pf.MethodError(f"client {client!r} has {count} training images; weighting: ga holds one of them back")
     order = torch.randperm(count, generator=generator(seed, client, "ga", "held-out"))
     size = max(1, count // HELD_OUT)
     return order[:size].sort().values, order[size:].sort().values
@@ -81,7 +81,7 @@ def held_out(seed: int, client: str, count: int) -> tuple[Tensor, Tensor]:
 class Subset:
     """Some images of a split."""
 
-    def __init__(self, split: Split, indices: Tensor):
+    def __init__(self, split: pf.Split, indices: Tensor):
         self._split, self._indices = split, indices
 
     @property

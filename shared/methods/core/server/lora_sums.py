@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from promptfed.shared.methods.core.interface.base import ClientUpdate
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.tensors import Tensors
 
 
-def product_sums(sums: Tensors, towers: Iterable[str], update: ClientUpdate) -> None:
+def product_sums(sums: Tensors, towers: Iterable[str], update: pf.ClientUpdate) -> None:
     """Adds an update's weighted products ``(k, q, d, d)`` to ``sums``, by tower, matrix by matrix."""
     for tower in towers:
         a, b = update.tensors[f"{tower}_a"], update.tensors[f"{tower}_b"]
@@ -32,7 +32,7 @@ def relative_error(towers: Iterable[str], factors: Mapping[str, Tensor], sums: M
     return (off / length) ** 0.5 if length > 0 else 0.0
 
 
-def best_of_rank(tower: str, updates: Sequence[ClientUpdate], rank: int) -> Tensors:
+def best_of_rank(tower: str, updates: Sequence[pf.ClientUpdate], rank: int) -> Tensors:
     """Factors A and B of ``rank`` whose products are the nearest to the weighted mean of the updates' products.
 
     The mean is (stacked w·B)(stacked A): after a QR of either its singular vectors are those of a small core. Of each
