@@ -12,6 +12,7 @@ from promptfed.client_service.training.data import TEST, Cancelled, ClientData
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Method, Mixes, Split
+from promptfed.shared.methods.core.interface.classifiers import Retargets
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier
@@ -75,7 +76,12 @@ class Evaluation:
             for name, context in self.contexts(own, template):
                 names = context.class_names
                 if names not in made:
-                    first = main if names == own.class_names else method.classifier(context, payload, private)
+                    if names == own.class_names:
+                        first = main
+                    elif isinstance(main, Retargets):
+                        first = main.among(context)
+                    else:
+                        first = method.classifier(context, payload, private)
                     further = method.variants(context, payload, private) if isinstance(method, HasVariants) else {}
                     made[names] = {"": first, **further}
                 for variant, classifier in made[names].items():

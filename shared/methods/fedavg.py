@@ -16,7 +16,6 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.fedsr import Representation
 from promptfed.shared.methods.core.server import generalization
 from promptfed.shared.methods.core.server.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
-from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.core.weights import CHANGE, WeightMethod, WeightsHyper
 from promptfed.shared.seeds import generator
@@ -165,23 +164,21 @@ class FedAvg(WeightMethod):
     def _trained(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         if not self.hyper.fedsr:
             return super().train(context, payload, private)
-        device, start = context.backbone.device, self.changes(context, payload, private)
-        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        device, tower = context.backbone.device, self.tower(context, payload, private).trainable()
         begun = self._representation(context, payload, private)
         head = begun.on(device, trainable=True)
-        context = self.shown(context, tower)
         labels = context.train.labels.to(device)
         draws = generator(context.seed, context.round, context.client, "fedsr")
 
         def loss(indices: Tensor) -> Tensor:
-            features = self.features(tower, context.train.images(indices))
+            features = self.features(tower, tower.read(context.train, indices))
             noise = torch.randn(len(indices), self.hyper.d_z, generator=draws).to(device)
             entropy, length, divergence = head.losses(features, labels[indices.to(device)], noise)
             return entropy + self.hyper.length_weight * length + self.hyper.divergence_weight * divergence
 
         groups = self.head_groups(context, list(head.tensors.values()))
         final = pf.train(context, list(tower.leaves.values()), loss, groups=groups)
-        update = self.sent(start, tower, None, None)
+        update = self.sent(tower)
         after = {name: tensor.detach().cpu() for name, tensor in head.tensors.items()}
         update |= {CHANGE + spec.name: after[spec.name] - begun.tensors[spec.name] for spec in fedsr.SHARED}
         return pf.TrainResult(update, {spec.name: after[spec.name] for spec in fedsr.REFERENCE}, {"loss": final})
@@ -189,15 +186,14 @@ class FedAvg(WeightMethod):
     def _representation(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Representation:
         return Representation.of(context.label_space or context.class_names, payload, private)
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """By FedSR's mean probabilities of twenty draws, or as all of these methods."""
         if not self.hyper.fedsr:
             return super().classifier(context, payload, private)
         device, tower = context.backbone.device, self.tower(context, payload, private)
         head = self._representation(context, payload, private).among(context.class_names).on(device)
         noise = fedsr.draws_for_images(context.seed, self.hyper.d_z)
-        kept = tower.first if self.hyper.cache_blocks else None
-        return ImageClassifier(lambda images: head.classified(self.features(tower, images), noise), kept)
+        return ImageClassifier(lambda inputs: head.classified(self.features(tower, inputs), noise), tower.read)
 
 
 def _without_gap(tensors: Mapping[str, Tensor]) -> Tensors:

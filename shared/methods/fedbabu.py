@@ -62,11 +62,10 @@ class FedBABU(PrivateHeadMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the tower."""
-        start = self.changes(context, payload, private)
-        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        tower = self.tower(context, payload, private).trainable()
         loss = self.fit(context, tower, self.start_head(context, payload, private), what="tower")
-        return pf.TrainResult(self.sent(start, tower, None, None), {}, {"loss": loss})
+        return pf.TrainResult(self.sent(tower), {}, {"loss": loss})
 
-    def kept(self, start: Tensors, tower: TrainedTower, head: Head) -> Tensors:
+    def kept(self, tower: TrainedTower, head: Head) -> Tensors:
         """Nothing."""
         return {}

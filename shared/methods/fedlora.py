@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from promptfed.shared.clip.towers.functional import LowRank
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.kept_blocks import CacheBlocks, KeptRows, are_rows, check_kept_blocks
+from promptfed.shared.methods.core.context import TextFeatureClassifier
+from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.server.lora_sums import best_of_rank, product_sums, relative_error
 from promptfed.shared.methods.core.text_features import spoken
@@ -231,12 +232,9 @@ class FedLoRA(pf.Method):
         with torch.no_grad():
             text = model.text_features(None)
         if VISUAL not in self.towers:
-            return _OverFeatures(text, context.backbone.logit_scale)
-        weights = model.merged()
-        scale = context.backbone.logit_scale
-        return ImageClassifier(
-            lambda images: scale * model.image_features(images, None, weights) @ text.T, model.kept_before
-        )
+            return TextFeatureClassifier(context.backbone.logit_scale, text)
+        weights, scale = model.merged(), context.backbone.logit_scale
+        return ImageClassifier(lambda inputs: scale * model.image_features(inputs, None, weights) @ text.T, model.read)
 
 
 class _Adapted:
@@ -257,40 +255,38 @@ class _Adapted:
         if self._visual is None:
             images = self._context.train.features()[indices.to(self._backbone.device)]
         else:
-            images = self.image_features(self.shown().images(indices), step)
+            images = self.image_features(self.read(self._context.train, indices), step)
         return self._backbone.logit_scale * images @ self.text_features(step).T
 
     @property
-    def kept_before(self) -> int | None:
-        """The block before which rows are kept; None where images are looked at."""
-        if self._visual is None or not self._hyper.cache_blocks:
-            return None
+    def _first(self) -> int:
+        """The image tower's first changed block."""
+        assert self._visual is not None
         return self._visual.layers - len(self._factors[_a(VISUAL).name])
 
-    def shown(self) -> pf.Split:
-        """The training images, or their rows."""
-        split, start = self._context.train, self.kept_before
-        return split if start is None else KeptRows(split, start)
+    def read(self, split: pf.Split, indices: Tensor) -> Tensor:
+        """The image tower's inputs at ``indices (B,)``: rows before the first changed block where kept, or images."""
+        return split.block_rows(indices, self._first) if self._hyper.cache_blocks else split.images(indices)
 
-    def image_features(self, images: Tensor, step: int | None, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """``(B, d_e)`` normalised; by the branches, or by merged ``weights``."""
-        tower, images = self._visual, self._backbone.image_input(images)
+    def image_features(self, inputs: Tensor, step: int | None, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """``(B, d_e)`` normalised, of inputs as `read` gives them; by the branches, or by merged ``weights``."""
+        tower, inputs = self._visual, self._backbone.image_input(inputs)
         assert tower is not None
 
         def encode(part: Tensor, number: int) -> Tensor:
             low_rank = None if weights is not None else self._low_rank(VISUAL, tower.layers, step, number)
             used = tower.weights if weights is None else weights
             with Towers(self._backbone, self._hyper).image_precision():
-                if are_rows(part):
-                    rows = tower.blocks(used, part, self.kept_before or 0, low_rank=low_rank)
+                if self._hyper.cache_blocks:
+                    rows = tower.blocks(used, part, self._first, low_rank=low_rank)
                 else:
                     rows = tower.blocks(used, tower.rows(used, part), low_rank=low_rank)
                 return F.normalize(tower.project(used, tower.pool(used, rows)).float(), dim=-1)
 
         size = self._hyper.checkpoint
         if size is None or not torch.is_grad_enabled():
-            return encode(images, 0)
-        parts = enumerate(torch.split(images, size))
+            return encode(inputs, 0)
+        parts = enumerate(torch.split(inputs, size))
         return torch.cat([checkpoint(encode, part, number, use_reentrant=False) for number, part in parts])
 
     def text_features(self, step: int | None) -> Tensor:
@@ -328,18 +324,6 @@ class _Adapted:
             )
         parts = enumerate(zip(a.unbind(0), b.unbind(0), strict=True))
         return {first + place: LowRank(own_a, own_b, self._gamma, rate, draws) for place, (own_a, own_b) in parts}
-
-
-class _OverFeatures:
-    """Scores kept image features by fixed text features."""
-
-    def __init__(self, text: Tensor, scale: float):
-        self._text, self._scale = text, scale
-
-    def logits(self, split: Any, indices: Tensor) -> Tensor:
-        """``(B, C)`` logits of the images at ``indices (B,)``."""
-        logits: Tensor = self._scale * split.features()[indices.to(self._text.device)] @ self._text.T
-        return logits
 
 
 def _a(tower: str) -> TensorSpec:

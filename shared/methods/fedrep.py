@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.heads import WEIGHT, LinearHead
+from promptfed.shared.methods.core.heads import LinearHead
 from promptfed.shared.methods.core.trained_tower import TrainedTower
-from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import TowerHyper, WeightMethod
 from promptfed.shared.tensors import Tensors
 
@@ -48,31 +50,23 @@ class PrivateHeadMethod(WeightMethod):
     personal = True
     takes_evaluators = False  # a head is made by training only
 
-    def __init__(self, hyper: TowerHyper):
-        super().__init__(hyper)
-        self._last: tuple[tuple[object, ...], tuple[TrainedTower, LinearHead]] | None = None
-
     @property
     def tuning(self) -> Tuning | None:
         """What a client trains for itself before it classifies; None: nothing."""
         return None
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
-        """Classifies with the tuned copy, which is made once for all label spaces of an evaluation."""
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
+        """Classifies with the tuned copy, which serves all label spaces of an evaluation."""
         if self.tuning is None:
             return super().classifier(context, payload, private)
-        given = payload[self.shared_kinds[0]], context.train, private.get(WEIGHT)
-        if self._last is None or any(ours is not theirs for ours, theirs in zip(self._last[0], given, strict=True)):
-            with torch.enable_grad():  # evaluations run without gradients
-                self._last = given, self._tuned(context, payload, private, self.tuning)
-        return self.classify(*self._last[1], context)
+        with torch.enable_grad():  # evaluations run without gradients
+            tower, head = self._tuned(context, payload, private, self.tuning)
+        return TunedTowerClassifier(partial(self.classify, tower, head), context)
 
     def _tuned(
         self, context: pf.ClientContext, payload: Tensors, private: Tensors, tuning: Tuning
     ) -> tuple[TrainedTower, LinearHead]:
-        rate = tuning.rate or context.training.learning_rate
-        settings = {"epochs": tuning.epochs, "learning_rate": rate, "schedule": "constant"}
-        own = context.for_training().with_terms(training=context.training.model_copy(update=settings))
+        own = context.for_tuning(tuning.epochs, tuning.rate or context.training.learning_rate)
         tower, begun = self.tower(own, payload, private), self.start_head(own, payload, private)
         assert isinstance(begun, LinearHead)
         head = begun.trainable(own.backbone.device)
@@ -90,6 +84,21 @@ class PrivateHeadMethod(WeightMethod):
         super().check_options(spec)
         if self.hyper.trainable == "none":
             raise pf.MethodError(f"{self.name} shares the tower: with trainable: none nothing is left; take another")
+
+
+class TunedTowerClassifier:
+    """Classifies with a copy that was tuned for it; ``make`` makes the classifier of the copy for a label space."""
+
+    def __init__(self, make: Callable[[pf.ClientContext], pf.Classifier], context: pf.ClientContext):
+        self._make, self._made = make, make(context)
+
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        return self._made.logits(split, indices)
+
+    def among(self, context: pf.ClientContext) -> TunedTowerClassifier:
+        """The same copy over ``context.class_names``."""
+        return TunedTowerClassifier(self._make, context)
 
 
 class FedRep(PrivateHeadMethod):
@@ -114,8 +123,7 @@ class FedRep(PrivateHeadMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """The head, whose features are computed once; then the tower. Two optimizers, in this order."""
-        start = self.changes(context, payload, private)
-        tower = TrainedTower.of(context.backbone, self.hyper, start)
+        tower = self.tower(context, payload, private)
         begun = self.start_head(context, payload, private)
         assert isinstance(begun, LinearHead)
         head = begun.trainable(context.backbone.device)
@@ -124,6 +132,6 @@ class FedRep(PrivateHeadMethod):
         moving = tower.trainable()
         loss = self.fit(context, moving, fixed, what="tower")
         metrics = {"loss": loss, "head_loss": head_loss}
-        return pf.TrainResult(self.sent(start, moving, None, None), fixed.private(), metrics)
+        return pf.TrainResult(self.sent(moving), fixed.private(), metrics)
 
     metrics = ("loss", "head_loss")

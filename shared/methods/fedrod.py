@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
-from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import TowerHyper, WeightMethod
 from promptfed.shared.tensors import Tensors
@@ -33,17 +32,16 @@ class FedRoD(WeightMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of both losses in the same steps."""
-        start, device = self.changes(context, payload, private), context.backbone.device
-        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        tower, device = self.tower(context, payload, private).trainable(), context.backbone.device
         begun = self.shared_head(context, payload)
         head = begun.trainable(device)
         own = own_head(begun, private).trainable(device)
-        context = self.shown(context, tower)
         labels = context.train.labels.to(device)
         shares = log_shares(labels, len(begun.names))
 
         def loss(indices: Tensor) -> Tensor:
-            features, wanted = self.features(tower, context.train.images(indices)), labels[indices.to(device)]
+            features = self.features(tower, tower.read(context.train, indices))
+            wanted = labels[indices.to(device)]
             generic = head.logits(features)
             personal = generic.detach() + own.logits(features.detach())
             return F.cross_entropy(generic + shares, wanted) + F.cross_entropy(personal, wanted)
@@ -51,7 +49,7 @@ class FedRoD(WeightMethod):
         groups = self.head_groups(context, [*head.parameters, *own.parameters])
         final = pf.train(context, list(tower.leaves.values()), loss, groups=groups)
         kept = {OWN_HEAD: own.weight.detach().cpu(), OWN_BIAS: own.bias.detach().cpu()}
-        return pf.TrainResult(self.sent(start, tower, head, begun), kept, {"loss": final})
+        return pf.TrainResult(self.sent(tower, head, begun), kept, {"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """By G + Q; by G where the client has no Q."""

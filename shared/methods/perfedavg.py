@@ -15,7 +15,6 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.training import TaskCancelled, batches, group_rate, learning_rate
-from promptfed.shared.methods.core.visual import ImageClassifier
 from promptfed.shared.methods.core.weights import Head, WeightMethod, WeightsHyper
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors
@@ -80,10 +79,9 @@ class PerFedAvg(WeightMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over pairs of batches; a last one without a partner is left out."""
-        start, device = self.changes(context, payload, private), context.backbone.device
-        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        tower = self.tower(context, payload, private).trainable()
         begun = self.start_head(context, payload, private)
-        head: Head = begun.trainable(device) if isinstance(begun, LinearHead) else begun
+        head = begun.trainable(context.backbone.device)
         count, size = len(context.train), context.training.batch_size
         if math.ceil(count / size) < 2:
             raise pf.MethodError(
@@ -105,9 +103,9 @@ class PerFedAvg(WeightMethod):
         mean = sum(values) / len(values)
         if not math.isfinite(mean):
             raise pf.MethodError(f"the loss is not finite in round {context.round}: lower training.learning_rate")
-        return pf.TrainResult(self.sent(start, tower, head, begun), self.kept(start, tower, head), {"loss": mean})
+        return pf.TrainResult(self.sent(tower, head, begun), self.kept(tower, head), {"loss": mean})
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With the copy that ``adapt_steps`` on own training images lead to; evaluators with the global weights."""
         if not len(context.train):
             return super().classifier(context, payload, private)
@@ -135,11 +133,10 @@ class PerFedAvg(WeightMethod):
         return [alpha] * len(tower.leaves) + own, [beta] * len(tower.leaves) + own
 
     def _loss(self, context: pf.ClientContext, tower: TrainedTower, head: Head) -> BatchLoss:
-        context = self.shown(context, tower)
         labels = context.train.labels.to(context.backbone.device)
 
         def loss(indices: Tensor) -> Tensor:
-            scores = head.logits(self.features(tower, context.train.images(indices)))
+            scores = head.logits(self.features(tower, tower.read(context.train, indices)))
             return F.cross_entropy(scores, labels[indices.to(labels.device)])
 
         return loss

@@ -66,6 +66,13 @@ def pooled(features: Tensor, width: int) -> Tensor:
     return features[..., places]
 
 
+def in_ties(rows: Tensor, at: int) -> Tensor:
+    """``(n,)`` squared distances of ``rows (n, m, d_t)`` from row ``at``, as whole numbers of ties, float64."""
+    wide = rows.double().flatten(1)
+    squares = (wide - wide[at]).square().sum(1)
+    return (squares / (TIE * squares.max().clamp_min(1e-300))).round()
+
+
 class Gate:
     """Multi-head attention from an image's feature to the class features of own context and experts (Eq. 3.1, 3.2)."""
 
@@ -132,11 +139,6 @@ class PFedMoAP(ClientRowsMethod):
         "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.002},
     }
 
-    def __init__(self, hyper: PFedMoAPHyper):
-        super().__init__(hyper)
-        # All payloads of a state are chosen by one matrix of distances.
-        self._last: tuple[Tensor, Tensor] | None = None
-
     @property
     def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """Contexts are handed on as they are."""
@@ -196,19 +198,9 @@ class PFedMoAP(ClientRowsMethod):
             draws = generator(context.seed, "experts", int(state[ANSWERED.name].max()), client.name)
             order = torch.randperm(len(others), generator=draws).tolist()
             return [others[place] for place in order[: self.hyper.experts]]
-        distances = self._distances(state[ROWS.name])[at]
+        distances = in_ties(state[ROWS.name], at)
         # The sort is stable and rows are in order of name.
         return sorted(others, key=lambda row: float(distances[row]))[: self.hyper.experts]
-
-    def _distances(self, rows: Tensor) -> Tensor:
-        """``(n, n)`` squared distances in units of a tie, float64."""
-        if self._last is None or self._last[0] is not rows:
-            flat = rows.double().flatten(1)
-            products = flat @ flat.T
-            squares = products.diagonal()
-            found = (squares[:, None] + squares[None, :] - 2 * products).clamp_min(0)
-            self._last = (rows, (found / (TIE * found.max().clamp_min(1e-300))).round())
-        return self._last[1]
 
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext

@@ -25,6 +25,18 @@ class PromptFLFTHyper(ContextHyper):
     ] = None
 
 
+class TunedClassifier(TextPromptClassifier):
+    """Classifies with a context ``(m, d_t)`` that was tuned for it."""
+
+    def __init__(self, context: pf.ClientContext, learned: Tensor):
+        super().__init__(context.backbone, learned, class_prompts(context, len(learned)))
+        self._learned = learned
+
+    def among(self, context: pf.ClientContext) -> TunedClassifier:
+        """The same context before other class names."""
+        return TunedClassifier(context, self._learned)
+
+
 class PromptFLFT(PromptFL):
     """Trains and aggregates as PromptFL; classifies with a context fine-tuned locally, which is not kept.
 
@@ -41,25 +53,16 @@ class PromptFLFT(PromptFL):
     Hyper = PromptFLFTHyper
     hyper: PromptFLFTHyper
 
-    def __init__(self, hyper: pf.Hyperparameters):
-        super().__init__(hyper)
-        # An evaluation asks for a classifier once per label space: they share one fine-tuning.
-        self._last: tuple[Tensor, pf.Split, Tensor] | None = None
-
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
         """Classifies with the fine-tuned context; where there is nothing to train on, with the global one."""
         learned = payload["context"]
         if len(context.train):
             learned = self._fine_tuned(context, learned)
-        return TextPromptClassifier(context.backbone, learned, class_prompts(context, self.hyper.m))
+        return TunedClassifier(context, learned)
 
     def _fine_tuned(self, context: pf.ClientContext, start: Tensor) -> Tensor:
         """The context ``(m, d_t)`` after the fine-tuning from the global one, ``start (m, d_t)``."""
-        if self._last is None or self._last[0] is not start or self._last[1] is not context.train:
-            rate = self.hyper.finetune_learning_rate or context.training.learning_rate
-            settings = {"epochs": self.hyper.finetune_epochs, "learning_rate": rate, "schedule": "constant"}
-            own = context.for_training().with_terms(training=context.training.model_copy(update=settings))
-            with torch.enable_grad():  # evaluations run without gradients
-                learned, _ = train_context(own, start)
-            self._last = (start, context.train, learned)
-        return self._last[2]
+        rate = self.hyper.finetune_learning_rate or context.training.learning_rate
+        with torch.enable_grad():  # evaluations run without gradients
+            learned, _ = train_context(context.for_tuning(self.hyper.finetune_epochs, rate), start)
+        return learned

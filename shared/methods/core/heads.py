@@ -55,6 +55,14 @@ class TextHead:
         """Nothing here is trained."""
         return []
 
+    def trainable(self, device: torch.device) -> TextHead:
+        """Itself: nothing here is trained."""
+        return self
+
+    def among(self, class_names: Sequence[str]) -> TextHead:
+        """Itself: it is made for the task's candidates."""
+        return self
+
     def logits(self, features: Tensor) -> Tensor:
         """``(B, C)`` logits of normalised features ``(B, d_e)``."""
         return self.scale * features @ self.text.T
@@ -158,6 +166,9 @@ class LinearHead:
     def private(self) -> Tensors:
         """The tensors that the client keeps: ``head_classes (4,)`` is a digest of the names that the rows stand for."""
         return {WEIGHT: self.weight.detach().cpu(), BIAS: self.bias.detach().cpu(), CLASSES: _digest(self.names)}
+
+
+Head = TextHead | LinearHead
 
 
 def head_groups(context: pf.ClientContext, parameters: Sequence[Tensor], rate: float | None) -> tuple[pf.Group, ...]:

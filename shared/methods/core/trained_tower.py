@@ -7,7 +7,7 @@ symbolic shapes depend on no tower. What travels and is kept is the change from 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.towers.functional import BLOCK_KINDS
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.kept_blocks import are_rows
-from promptfed.shared.methods.core.visual import Towers, VisualHyper
+from promptfed.shared.methods.core.visual import Towers
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
     from promptfed.shared.clip.towers.functional_vision import VisionTower
+    from promptfed.shared.methods.core.weights import TowerHyper
 
 Trainable = Literal["all", "last_k", "norms", "biases", "none"]
 
@@ -113,17 +113,19 @@ def own_dims(method: str, trainable: Trainable, k: int, context: pf.ClientContex
 class TrainedTower:
     """An image tower of which some weights are W = frozen + change, float32, the others the backbone's own.
 
-    ``leaves`` holds W by kind, of a block's stacked from block ``first`` on. What a tower lacks is left out.
+    ``leaves`` holds W by kind, of a block's stacked from block ``first`` on. What a tower lacks is left out. ``start``
+    has the change of each kind that it was made with.
     """
 
     backbone: Backbone
     tower: VisionTower
-    hyper: VisualHyper
+    hyper: TowerHyper
     first: int
     leaves: Tensors
+    start: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, backbone: Backbone, hyper: VisualHyper, changes: Mapping[str, Tensor]) -> TrainedTower:
+    def of(cls, backbone: Backbone, hyper: TowerHyper, changes: Mapping[str, Tensor]) -> TrainedTower:
         """With ``changes`` by kind added; copies, which take no gradient yet."""
         tower = backbone.vision_tower()
         stacked = [len(change) for kind, change in changes.items() if kind in BLOCK_KINDS]
@@ -133,19 +135,19 @@ class TrainedTower:
             frozen = _frozen(tower, kind, first)
             if frozen is not None:
                 leaves[kind] = frozen.float() + change.to(frozen.device)
-        return cls(backbone, tower, hyper, first, leaves)
+        return cls(backbone, tower, hyper, first, leaves, changes)
 
     def trainable(self) -> TrainedTower:
         """The same with leaves that take gradients."""
         leaves = {kind: leaf.detach().clone().requires_grad_() for kind, leaf in self.leaves.items()}
-        return TrainedTower(self.backbone, self.tower, self.hyper, self.first, leaves)
+        return replace(self, leaves=leaves)
 
-    def changes_from(self, start: Mapping[str, Tensor]) -> Tensors:
-        """Of every kind of ``start``, what W has changed since it was frozen + start; zero for what there is not."""
-        begun = TrainedTower.of(self.backbone, self.hyper, start).leaves
+    def changes(self) -> Tensors:
+        """By kind of ``start``, how far W has moved from frozen + start; zero for what the tower lacks."""
+        begun = TrainedTower.of(self.backbone, self.hyper, self.start).leaves
         return {
             kind: (self.leaves[kind].detach() - begun[kind]).cpu() if kind in self.leaves else torch.zeros_like(change)
-            for kind, change in start.items()
+            for kind, change in self.start.items()
         }
 
     def weights(self) -> dict[str, Tensor]:
@@ -159,26 +161,27 @@ class TrainedTower:
             weights |= {f"{self.first + place}.{kind}": part for place, part in enumerate(leaf.unbind(0))}
         return weights
 
-    def features(self, images: Tensor, *, projected: bool, normalize: bool) -> Tensor:
-        """`(B, d_e)` of images `(B, 3, H, W)`; `(B, d_v)` before the projection unless ``projected``.
+    def read(self, split: pf.Split, indices: Tensor) -> Tensor:
+        """The tower's inputs at ``indices (B,)``: with ``cache_blocks`` rows before block ``first``, else images."""
+        return split.block_rows(indices, self.first) if self.hyper.cache_blocks else split.images(indices)
 
-        Instead of images their rows `(B, S, d_v)` before block ``first`` will do.
-        """
-        weights, images = self.weights(), self.backbone.image_input(images)
+    def features(self, inputs: Tensor, *, projected: bool, normalize: bool) -> Tensor:
+        """``(B, d_e)`` of inputs as `read` gives them; ``(B, d_v)`` before the projection unless ``projected``."""
+        weights, inputs = self.weights(), self.backbone.image_input(inputs)
 
         def encode(part: Tensor) -> Tensor:
             with Towers(self.backbone, self.hyper).image_precision():
-                if are_rows(part):
+                if self.hyper.cache_blocks:
                     pooled = self.tower.pool(weights, self.tower.blocks(weights, part, self.first))
-                    found = (self.tower.project(weights, pooled) if projected else pooled).float()
+                    features = (self.tower.project(weights, pooled) if projected else pooled).float()
                 else:
-                    found = self.tower.encode(weights, part, projected=projected).float()
-            return torch.nn.functional.normalize(found, dim=-1) if normalize else found
+                    features = self.tower.encode(weights, part, projected=projected).float()
+            return torch.nn.functional.normalize(features, dim=-1) if normalize else features
 
         size = self.hyper.checkpoint
         if size is None or not torch.is_grad_enabled():
-            return encode(images)
-        parts = torch.split(images, size)
+            return encode(inputs)
+        parts = torch.split(inputs, size)
         return torch.cat([checkpoint(encode, part, use_reentrant=False) for part in parts])
 
 

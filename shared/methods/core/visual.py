@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.context import INIT_STD, text_width
-from promptfed.shared.methods.core.kept_blocks import KeptRows
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone, ClassPrompts
@@ -29,9 +28,19 @@ CHUNK = 32  # images in one pass where no gradient is kept
 NEEDS = pf.Needs(vision_transformer=True, cached_features=False)
 
 Logits = Callable[[Tensor], Tensor]
-"""Logits ``(B, C)`` of preprocessed images ``(B, 3, H, W)``."""
+"""Logits ``(B, C)`` of a tower's inputs, as `Read` gives them."""
+Read = Callable[[pf.Split, Tensor], Tensor]
+"""What a tower is given for the images at indices ``(B,)`` of a split.
+
+The preprocessed images ``(B, 3, H, W)``, or the rows ``(B, S, d_v)`` that are kept before one of its blocks.
+"""
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A term of the loss, of a batch's indices ``(B,)``, images ``(B, 3, H, W)`` and logits ``(B, C)``."""
+"""A term of the loss, of a batch's indices ``(B,)``, the tower's inputs and logits ``(B, C)``."""
+
+
+def images_of(split: pf.Split, indices: Tensor) -> Tensor:
+    """The preprocessed images themselves: the `Read` of a tower that changes from its first block on."""
+    return split.images(indices)
 
 
 class VisualHyper(pf.Hyperparameters):
@@ -92,18 +101,15 @@ class Towers:
 
 
 class ImageClassifier:
-    """Scores images by ``logits``, which is handed them in chunks and without gradients."""
+    """Scores images by ``logits``, which is handed what ``read`` gives in chunks and without gradients."""
 
-    def __init__(self, logits: Logits, rows_before: int | None = None):
-        """``rows_before``: ``logits`` takes the kept rows before this block instead of images."""
-        self._logits = logits
-        self._rows_before = rows_before
+    def __init__(self, logits: Logits, read: Read = images_of):
+        self._logits, self._read = logits, read
 
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
-        shown = split if self._rows_before is None else KeptRows(split, self._rows_before)
         with torch.no_grad():
-            return torch.cat([self._logits(shown.images(part)) for part in torch.split(indices, CHUNK)])
+            return torch.cat([self._logits(self._read(split, part)) for part in torch.split(indices, CHUNK)])
 
 
 def prompted_logits(towers: Towers, context: pf.ClientContext, text: Tensor, visual: Tensor) -> Logits:
@@ -122,18 +128,19 @@ def train_on_images(
     term: Term | None = None,
     *,
     groups: Sequence[pf.Group] = (),
+    read: Read = images_of,
 ) -> float:
-    """Minimise CE(logits) + term over ``parameters`` and ``groups`` in place; a batch's images are asked for once.
+    """Minimise CE(logits) + term over ``parameters`` and ``groups`` in place; a batch's inputs are read once.
 
     Returns the mean loss over the samples of the last epoch. Raises as `promptfed.shared.methods.core.training.train`.
     """
     labels = context.train.labels.to(context.backbone.device)
 
     def loss(indices: Tensor) -> Tensor:
-        images = context.train.images(indices)
-        scores = logits(images)
+        inputs = read(context.train, indices)
+        scores = logits(inputs)
         value = F.cross_entropy(scores, labels[indices.to(labels.device)])
-        return value if term is None else value + term(indices, images, scores)
+        return value if term is None else value + term(indices, inputs, scores)
 
     return pf.train(context, parameters, loss, groups=groups)
 

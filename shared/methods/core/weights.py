@@ -21,6 +21,7 @@ from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import (
     HEAD_RATE,
     SHARED_HEAD,
+    Head,
     HeadRate,
     LinearHead,
     TextHead,
@@ -30,7 +31,7 @@ from promptfed.shared.methods.core.heads import (
     head_width,
     shared_classes,
 )
-from promptfed.shared.methods.core.kept_blocks import CacheBlocks, KeptRows, check_kept_blocks
+from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import (
     NORMS,
@@ -47,7 +48,6 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 
 CHANGE = "change."  # before the names of what a client sends
 HEAD = tuple(spec.name for spec in SHARED_HEAD)
-Head = TextHead | LinearHead
 
 
 class TowerHyper(VisualHyper):
@@ -291,22 +291,15 @@ class WeightMethod(pf.Method):
         rate = None if self.hyper.trainable == "none" else self.hyper.head_learning_rate or HEAD_RATE
         return head_groups(context, parameters, rate)
 
-    def features(self, tower: TrainedTower, images: Tensor) -> Tensor:
+    def features(self, tower: TrainedTower, inputs: Tensor) -> Tensor:
         """What the head takes: normalised ``(B, d_e)``, or pooled as they are."""
-        return tower.features(images, projected=self.uses_projection, normalize=not self.is_linear)
+        return tower.features(inputs, projected=self.uses_projection, normalize=not self.is_linear)
 
     def fixed_features(self, context: pf.ClientContext, tower: TrainedTower) -> Tensor:
         """``(N, d)`` of all training images where no weight of the tower changes meanwhile; computed once."""
-        shown = self.shown(context, tower).train
         with torch.no_grad():
-            parts = torch.split(torch.arange(len(shown)), visual.CHUNK)
-            return torch.cat([self.features(tower, shown.images(part)) for part in parts])
-
-    def shown(self, context: pf.ClientContext, tower: TrainedTower) -> pf.ClientContext:
-        """The task with kept rows in the place of images, where the options say so."""
-        if not self.hyper.cache_blocks:
-            return context
-        return replace(context, train=KeptRows(context.train, tower.first))
+            parts = torch.split(torch.arange(len(context.train)), visual.CHUNK)
+            return torch.cat([self.features(tower, tower.read(context.train, part)) for part in parts])
 
     def fit(
         self,
@@ -322,10 +315,11 @@ class WeightMethod(pf.Method):
         parameters = list(tower.leaves.values()) if what != "head" else []
         groups = self.head_groups(context, head.parameters) if what != "tower" else ()
         if parameters:
-            shown = self.shown(context, tower)
-            return visual.train_on_images(
-                shown, parameters, lambda images: head.logits(self.features(tower, images)), extra, groups=groups
-            )
+
+            def logits(inputs: Tensor) -> Tensor:
+                return head.logits(self.features(tower, inputs))
+
+            return visual.train_on_images(context, parameters, logits, extra, groups=groups, read=tower.read)
         features, labels = self.fixed_features(context, tower), context.train.labels.to(context.backbone.device)
 
         def loss(indices: Tensor) -> Tensor:
@@ -336,9 +330,9 @@ class WeightMethod(pf.Method):
 
         return pf.train(context, parameters, loss, epochs=epochs, groups=groups)
 
-    def sent(self, start: Tensors, tower: TrainedTower, head: Head | None, begun: Head | None) -> Tensors:
-        """What goes up: the changes of all kinds that travel, and of a shared head."""
-        changes = tower.changes_from(start)
+    def sent(self, tower: TrainedTower, head: Head | None = None, begun: Head | None = None) -> Tensors:
+        """What goes up: the changes of all kinds that travel, and those of a shared ``head`` since ``begun``."""
+        changes = tower.changes()
         update = {CHANGE + kind: changes[kind] for kind in self.shared_kinds}
         if self.shares_head and head is not None:
             assert isinstance(head, LinearHead)
@@ -353,26 +347,24 @@ class WeightMethod(pf.Method):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the received weights; sends what they have changed."""
-        start = self.changes(context, payload, private)
-        tower = TrainedTower.of(context.backbone, self.hyper, start).trainable()
+        tower = self.tower(context, payload, private).trainable()
         begun = self.start_head(context, payload, private)
-        head = begun.trainable(context.backbone.device) if isinstance(begun, LinearHead) else begun
+        head = begun.trainable(context.backbone.device)
         loss = self.fit(context, tower, head, self.extra_loss(tower, head))
-        return pf.TrainResult(self.sent(start, tower, head, begun), self.kept(start, tower, head), {"loss": loss})
+        return pf.TrainResult(self.sent(tower, head, begun), self.kept(tower, head), {"loss": loss})
 
-    def kept(self, start: Tensors, tower: TrainedTower, head: Head) -> Tensors:
+    def kept(self, tower: TrainedTower, head: Head) -> Tensors:
         """What stays with the client: changes of its own, and a linear head that is not shared."""
-        changes = tower.changes_from(start) if self.private_kinds else {}
-        own = {kind: start[kind] + changes[kind] for kind in self.private_kinds}
+        changes = tower.changes() if self.private_kinds else {}
+        own = {kind: tower.start[kind] + changes[kind] for kind in self.private_kinds}
         return own if self.shares_head else own | head.private()
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with the global weights (and the client's own norms) and the head of all."""
         head = self.start_head(context, payload, private)
         return self.classify(self.tower(context, payload, private), head, context)
 
     def classify(self, tower: TrainedTower, head: Head, context: pf.ClientContext) -> ImageClassifier:
         """Classifies among ``context.class_names``."""
-        chosen = head.among(context.class_names) if isinstance(head, LinearHead) else head
-        kept = tower.first if self.hyper.cache_blocks else None
-        return ImageClassifier(lambda images: chosen.logits(self.features(tower, images)), kept)
+        chosen = head.among(context.class_names)
+        return ImageClassifier(lambda inputs: chosen.logits(self.features(tower, inputs)), tower.read)

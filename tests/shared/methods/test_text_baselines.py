@@ -13,6 +13,7 @@ from torch import Tensor
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import fedcocoop, make_method, promptfl_ft, resolve_spec
 from promptfed.shared.methods.core.interface.base import ClientContext, Method, ServerContext
+from promptfed.shared.methods.core.interface.classifiers import Retargets
 from promptfed.shared.methods.core.training import batches, learning_rate
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import BackboneShape, SpecError, TrainingSpec
@@ -154,8 +155,9 @@ def test_promptfl_ft_tunes_on_its_own_label_space_once_for_all_test_sets(
     other = replace(context, class_names=("paintbrush", "anvil", "comet"))
     method = fine_tuner(finetune_epochs=1, finetune_learning_rate=0.5)
     with torch.no_grad():
-        method.classifier(context, payload, {})
-        first = method.classifier(other, payload, {}).logits(context.train, torch.arange(3))
+        tuned = method.classifier(context, payload, {})
+        assert isinstance(tuned, Retargets)
+        first = tuned.among(other).logits(context.train, torch.arange(3))
         alone = fine_tuner(finetune_epochs=1, finetune_learning_rate=0.5).classifier(other, payload, {})
     assert torch.equal(first, alone.logits(context.train, torch.arange(3)))
     assert spaces == [NAMES, NAMES], "once by the first method, once by the second"

@@ -171,6 +171,11 @@ class ClientContext:
         """The same task with the label space of ``train`` as candidates, for classifiers that still learn."""
         return replace(self, class_names=self.label_space or self.class_names)
 
+    def for_tuning(self, epochs: int, rate: float) -> ClientContext:
+        """`for_training`, for so many epochs at a constant rate: a copy is tuned before it classifies."""
+        settings = {"epochs": epochs, "learning_rate": rate, "schedule": "constant"}
+        return self.for_training().with_terms(training=self.training.model_copy(update=settings))
+
 
 @dataclass(frozen=True)
 class TrainResult:
