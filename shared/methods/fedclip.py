@@ -91,18 +91,14 @@ class FedCLIP(pf.Method):
         "rounds": 300,
         "training": {"epochs": 1, "batch_size": 32, "optimizer": "adam", "learning_rate": 5e-5, "weight_decay": 0.2},
     }
-
-    @property
-    def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """What an adapter of image features carries back of them."""
-        return (
-            pf.AGGREGATE,
-            pf.Disclosed(
-                "operator",
-                "features of single images: the adapter's gradients are multiples of them, and a coordinator that "
-                "chooses the adapter can read them out of an update nearly exactly",
-            ),
-        )
+    disclosures = (
+        pf.AGGREGATE,
+        pf.Disclosed(
+            "operator",
+            "features of single images: the adapter's gradients are multiples of them, and a coordinator that "
+            "chooses the adapter can read them out of an update nearly exactly",
+        ),
+    )
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The adapter."""

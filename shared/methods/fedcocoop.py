@@ -49,18 +49,14 @@ class FedCoCoOp(SharedContextMethod):
     protects = True
     Hyper = FedCoCoOpHyper
     hyper: FedCoCoOpHyper
-
-    @property
-    def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """What a meta-net on image features carries back of them."""
-        return (
-            pf.AGGREGATE,
-            pf.Disclosed(
-                "operator",
-                "mixtures of image features, perhaps those of single images: the meta-net's gradients are made of "
-                "the features that it reads",
-            ),
-        )
+    disclosures = (
+        pf.AGGREGATE,
+        pf.Disclosed(
+            "operator",
+            "mixtures of image features, perhaps those of single images: the meta-net's gradients are made of "
+            "the features that it reads",
+        ),
+    )
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The context and the meta-net."""

@@ -95,17 +95,13 @@ class FedGDA(pf.Method):
         "rounds": 1,
         "aggregation": {"weighting": "samples", "max_weight_share": 1.0},
     }
-
-    @property
-    def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """Statistics of the images' features themselves."""
-        return (
-            pf.AGGREGATE,
-            pf.Disclosed(
-                "operator",
-                "once: how many images of each class you have, each class's mean feature, and the second moment of all",
-            ),
-        )
+    disclosures = (
+        pf.AGGREGATE,
+        pf.Disclosed(
+            "operator",
+            "once: how many images of each class you have, each class's mean feature, and the second moment of all",
+        ),
+    )
 
     def check(self, spec: pf.FederationSpec) -> None:
         """One round, a common list of classes, and means that are those of all images together."""

@@ -215,14 +215,10 @@ class FedMVP(pf.Method):
         },
         "aggregation": {"weighting": "uniform"},
     }
-
-    @property
-    def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """A generator that has seen the images' patches."""
-        return (
-            pf.AGGREGATE,
-            pf.Disclosed("operator", "changes of a generator that is trained on your images' patches"),
-        )
+    disclosures = (
+        pf.AGGREGATE,
+        pf.Disclosed("operator", "changes of a generator that is trained on your images' patches"),
+    )
 
     @property
     def _watched(self) -> bool:

@@ -38,25 +38,6 @@ class FedOTPHyper(ContextHyper):
     ] = 0.0
 
 
-class TransportLoss(PairLoss):
-    """CE of the transported similarities."""
-
-    def __init__(self, context: pf.ClientContext, m: int, transport: Transport):
-        self._backbone, self._split = context.backbone, context.train
-        self._prompts = class_prompts(context, m)
-        self._labels = context.train.labels.to(context.backbone.device)
-        self._logits = PatchTextLogits(context.backbone.logit_scale, transport)
-
-    def __call__(self, indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
-        """Both contexts ``(m, d_t)`` are encoded in one pass."""
-        text = self._backbone.encode_prompts(torch.stack([shared, local]), self._prompts, normalize=False)
-        return F.cross_entropy(self._logits(self._split, indices, text), self._labels[indices.to(self._labels.device)])
-
-    def metrics(self) -> dict[str, float]:
-        """How the plans came about."""
-        return self._logits.statistics.metrics()
-
-
 class FedOTP(PrivateContextMethod):
     """CE of q·Σ_pn T_pn·⟨g_p, z^n⟩ over both contexts n, T constant for gradients; the shared context is averaged.
 
@@ -83,9 +64,16 @@ class FedOTP(PrivateContextMethod):
         made = Transport(hyper.transport, hyper.gamma, hyper.epsilon, hyper.iterations, hyper.threshold)
         return replace(made, pooled_weight=hyper.pooled_weight)
 
-    def pair_loss(self, context: pf.ClientContext) -> TransportLoss:
-        """CE over the transported similarities."""
-        return TransportLoss(context, self.hyper.m, self.plans)
+    def pair_loss(self, context: pf.ClientContext) -> PairLoss:
+        """CE over the transported similarities; both contexts are encoded in one pass."""
+        backbone, prompts = context.backbone, class_prompts(context, self.hyper.m)
+        labels, logits = context.train.labels.to(backbone.device), PatchTextLogits(backbone.logit_scale, self.plans)
+
+        def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
+            text = backbone.encode_prompts(torch.stack([shared, local]), prompts, normalize=False)
+            return F.cross_entropy(logits(context.train, indices, text), labels[indices.to(labels.device)])
+
+        return PairLoss(loss, logits.statistics.metrics)
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> PatchTextClassifier:
         """With both contexts."""

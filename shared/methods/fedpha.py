@@ -87,7 +87,7 @@ def project(local: Tensor, basis: Tensor, projection: str) -> Tensor:
     return local - inside if projection == "complement" else inside
 
 
-class HeterogeneousLoss(PairLoss):
+class HeterogeneousLoss:
     """CE of both contexts, the pull to the projection and the push from the shared features."""
 
     def __init__(self, context: pf.ClientContext, hyper: FedPHAHyper, m_local: int):
@@ -180,9 +180,9 @@ class FedPHA(PrivateContextMethod):
             )
         return local
 
-    def pair_loss(self, context: pf.ClientContext) -> HeterogeneousLoss:
+    def pair_loss(self, context: pf.ClientContext) -> PairLoss:
         """The loss of one task."""
-        return HeterogeneousLoss(context, self.hyper, self.local_length(context))
+        return PairLoss(HeterogeneousLoss(context, self.hyper, self.local_length(context)))
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
         """Classifies with the private context alone."""

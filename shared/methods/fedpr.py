@@ -17,9 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.heads import LinearHead, head_groups
-from promptfed.shared.methods.core.visual import Towers, learned
+from promptfed.shared.methods.core.visual import learned
 from promptfed.shared.methods.fedvpt import PROMPTS, FedVPT, VptHyper
 from promptfed.shared.tensors import Tensors
 
@@ -104,19 +102,10 @@ class FedPR(FedVPT):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global prompts; in round 1, where these hold nothing yet, without the projection."""
-        towers = Towers(context.backbone, self.hyper)
-        prompts, head = learned(payload[PROMPTS.name], context.backbone), self._head(context, private)
-        if isinstance(head, LinearHead):
-            head = head.trainable(context.backbone.device)
-        space = NullSpace(prompts, self.hyper.rho, self.hyper.normalise) if context.round > 1 else None
-
-        def logits(images: Tensor) -> Tensor:
-            if space is not None:
-                space.settle()
-            return head.logits(self._features(towers, images, prompts))
-
-        groups = head_groups(context, head.parameters, self.hyper.head_learning_rate)
-        loss = visual.train_on_images(context, [prompts], logits, groups=groups)
-        if space is not None:
-            space.settle()
-        return pf.TrainResult({PROMPTS.name: prompts.detach().cpu()}, head.private(), {"loss": loss})
+        prompts, head = learned(payload[PROMPTS.name], context.backbone), self.head(context, private)
+        trained = self.under(context, head.trainable(context.backbone.device))
+        if context.round > 1:
+            loss = trained.train(context, prompts, NullSpace(prompts, self.hyper.rho, self.hyper.normalise).settle)
+        else:
+            loss = trained.train(context, prompts)
+        return pf.TrainResult({PROMPTS.name: prompts.detach().cpu()}, trained.head.private(), {"loss": loss})

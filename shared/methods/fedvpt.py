@@ -15,14 +15,8 @@ from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.heads import (
-    HeadRate,
-    LinearHead,
-    TextHead,
-    check_head_rate,
-    head_groups,
-    head_width,
-)
+from promptfed.shared.methods.core.heads import Head, HeadRate, LinearHead, TextHead, check_head_rate, head_width
+from promptfed.shared.methods.core.prompted_head import PromptedHead
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -95,36 +89,25 @@ class VisualPromptMethod(pf.Method):
         self, context: pf.ClientContext, start: Tensor, private: Tensors
     ) -> tuple[Tensor, Tensors, dict[str, float]]:
         """CE over prompts ``(depth, m, d_v)`` and a linear head: the trained prompts, the head's tensors, metrics."""
-        towers = Towers(context.backbone, self.hyper)
-        prompts, head = learned(start, context.backbone), self._head(context, private)
-        if isinstance(head, LinearHead):
-            head = head.trainable(context.backbone.device)
-
-        def logits(images: Tensor) -> Tensor:
-            return head.logits(self._features(towers, images, prompts))
-
-        groups = head_groups(context, head.parameters, self.hyper.head_learning_rate)
-        loss = visual.train_on_images(context, [prompts], logits, groups=groups)
-        return prompts.detach().cpu(), head.private(), {"loss": loss}
+        prompts, head = learned(start, context.backbone), self.head(context, private)
+        trained = self.under(context, head.trainable(context.backbone.device))
+        loss = trained.train(context, prompts)
+        return prompts.detach().cpu(), trained.head.private(), {"loss": loss}
 
     def classify(self, context: pf.ClientContext, prompts: Tensor, private: Tensors) -> ImageClassifier:
         """Classifies with ``prompts (depth, m, d_v)`` and the method's head."""
-        towers, head = Towers(context.backbone, self.hyper), self._head(context, private)
-        if isinstance(head, LinearHead):
-            head = head.among(context.class_names)
-        prompts = prompts.to(context.backbone.device)
-        return ImageClassifier(lambda images: head.logits(self._features(towers, images, prompts)))
+        return self.under(context, self.head(context, private).among(context.class_names)).classifier(context, prompts)
 
-    def _head(self, context: pf.ClientContext, private: Tensors) -> TextHead | LinearHead:
+    def head(self, context: pf.ClientContext, private: Tensors) -> Head:
+        """The template's texts, or the client's own linear head."""
         if self.hyper.head == "text":
             return TextHead.of(context)
         return LinearHead.of(context, private, head_width(context.backbone, self.hyper.projected))
 
-    def _features(self, towers: Towers, images: Tensor, prompts: Tensor) -> Tensor:
-        """What the head takes: normalised ``(B, d_e)``, or pooled as they are."""
-        if self.hyper.head == "text":
-            return towers.images(images, prompts)
-        return towers.images(images, prompts, pooled=not self.hyper.projected, normalize=False)
+    def under(self, context: pf.ClientContext, head: Head) -> PromptedHead:
+        """Prompts under ``head``, as the options say."""
+        towers = Towers(context.backbone, self.hyper)
+        return PromptedHead(towers, head, self.hyper.projected, self.hyper.head_learning_rate)
 
 
 class FedVPT(VisualPromptMethod):

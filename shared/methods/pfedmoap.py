@@ -138,18 +138,14 @@ class PFedMoAP(ClientRowsMethod):
         "rounds": 10,
         "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.002},
     }
-
-    @property
-    def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """Contexts are handed on as they are."""
-        return (
-            pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
-            pf.Disclosed(
-                "sites",
-                "this client's last uploaded context, without its name; those whose own is most like it get it first, "
-                "and with two sites the sender is plain",
-            ),
-        )
+    disclosures = (
+        pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
+        pf.Disclosed(
+            "sites",
+            "this client's last uploaded context, without its name; those whose own is most like it get it first, "
+            "and with two sites the sender is plain",
+        ),
+    )
 
     # Server half
 

@@ -20,16 +20,11 @@ from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.heads import HeadRate, LinearHead, head_groups, head_width
+from promptfed.shared.methods.core.client_rows import row_of
+from promptfed.shared.methods.core.heads import HeadRate, LinearHead, head_width
+from promptfed.shared.methods.core.prompted_head import PromptedHead
 from promptfed.shared.methods.core.server.row_optimizers import MEAN, SQUARE, STEPS, adam, sgd
-from promptfed.shared.methods.core.visual import (
-    ImageClassifier,
-    Towers,
-    VisualHyper,
-    learned,
-    train_on_images,
-    vpt_bound,
-)
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
 from promptfed.shared.seeds import generator as draws_for
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -170,16 +165,10 @@ class PFedPG(pf.Method):
         "rounds": 100,
         "training": {"epochs": 5, "batch_size": 64, "learning_rate": 0.25, "weight_decay": 1e-3},
     }
-
-    @property
-    def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """Each client has a place of its own at the coordinator; nobody is given another's prompts."""
-        return (
-            pf.Disclosed(
-                "operator", "a descriptor of this client, by which those with like images stand near each other"
-            ),
-            pf.Disclosed("sites", "what the generator has learned from all, in the prompts that it makes for each"),
-        )
+    disclosures = (
+        pf.Disclosed("operator", "a descriptor of this client, by which those with like images stand near each other"),
+        pf.Disclosed("sites", "what the generator has learned from all, in the prompts that it makes for each"),
+    )
 
     # Server half
 
@@ -257,7 +246,7 @@ class PFedPG(pf.Method):
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A row for the newcomer where its name stands: the mean descriptor, and no optimizer steps yet."""
-        at = _row(client.name, context)
+        at = row_of(client.name, context)
         rows = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] == DESCRIPTORS}
         joined = {}
         for name, tensor in rows.items():
@@ -282,7 +271,7 @@ class PFedPG(pf.Method):
         self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
     ) -> Tensors:
         """The client's own prompts P_n, to train from as to be evaluated with."""
-        return {PROMPTS.name: self.prompts_of(state, [_row(client.name, context)])[0]}
+        return {PROMPTS.name: self.prompts_of(state, [row_of(client.name, context)])[0]}
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """As `payload`."""
@@ -303,7 +292,7 @@ class PFedPG(pf.Method):
         """One step of the optimizer on the sum over the clients that answered; their weights play no part."""
         rows, deltas = [], []
         for update in updates:
-            rows.append(_row(update.client, context))
+            rows.append(row_of(update.client, context))
             deltas.append(update.tensors[DELTA.name])
         slopes = gradients(self.hyper.generator, state, self._descriptors(state, rows), torch.stack(deltas))
         rate = self.hyper.generator_learning_rate
@@ -319,21 +308,16 @@ class PFedPG(pf.Method):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of CE(H_n(F*([c, P_n, z])), y) over prompts and head together (Eq. 2); sends ΔP_n."""
-        backbone, towers = context.backbone, Towers(context.backbone, self.hyper)
+        backbone = context.backbone
         start = payload[PROMPTS.name].to(backbone.device)
-        prompts = learned(start, backbone)
-        head = self._head(context, private).trainable(backbone.device)
-
-        def logits(images: Tensor) -> Tensor:
-            return head.logits(self._features(towers, images, prompts))
-
-        groups = head_groups(context, head.parameters, self.hyper.head_learning_rate)
-        loss = train_on_images(context, [prompts], logits, groups=groups)
-        adapted = prompts.detach()
+        prompts = learned(start.unsqueeze(0), backbone)
+        trained = self._under(context, self._head(context, private).trainable(backbone.device))
+        loss = trained.train(context, prompts)
+        adapted = prompts.detach()[0]
         delta = adapted - start
         return pf.TrainResult(
             update={DELTA.name: delta.cpu()},
-            private={**head.private(), ADAPTED: adapted.cpu()},
+            private={**trained.head.private(), ADAPTED: adapted.cpu()},
             metrics={"loss": loss, "delta_norm": float(delta.norm())},
         )
 
@@ -346,19 +330,12 @@ class PFedPG(pf.Method):
         return {"adapted": self._classifier(context, private[ADAPTED], private)} if ADAPTED in private else {}
 
     def _classifier(self, context: pf.ClientContext, prompts: Tensor, private: Tensors) -> ImageClassifier:
-        towers = Towers(context.backbone, self.hyper)
         head = self._head(context, private).among(context.class_names)
-        prompts = prompts.to(context.backbone.device)
-        return ImageClassifier(lambda images: head.logits(self._features(towers, images, prompts)))
+        return self._under(context, head).classifier(context, prompts.unsqueeze(0))
 
     def _head(self, context: pf.ClientContext, private: Tensors) -> LinearHead:
         return LinearHead.of(context, private, head_width(context.backbone, self.hyper.projected))
 
-    def _features(self, towers: Towers, images: Tensor, prompts: Tensor) -> Tensor:
-        """``(B, d)`` pooled features of images ``(B, 3, H, W)`` under prompts ``(m, d_v)`` at the input."""
-        return towers.images(images, prompts.unsqueeze(0), pooled=not self.hyper.projected, normalize=False)
-
-
-def _row(name: str, context: pf.ServerContext) -> int:
-    """Where the client's descriptor stands: the roster is in order of name."""
-    return [client.name for client in context.clients].index(name)
+    def _under(self, context: pf.ClientContext, head: LinearHead) -> PromptedHead:
+        towers = Towers(context.backbone, self.hyper)
+        return PromptedHead(towers, head, self.hyper.projected, self.hyper.head_learning_rate)

@@ -78,17 +78,13 @@ class PromptFLAMP(ClientRowsMethod):
     protects = True
     Hyper = PromptFLAMPHyper
     hyper: PromptFLAMPHyper
-
-    @property
-    def disclosures(self) -> tuple[pf.Disclosed, ...]:
-        """Mixtures are made of single clients' contexts."""
-        return (
-            pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
-            pf.Disclosed(
-                "sites",
-                "mixtures in which this client's last context has a part; with two sites the other can work it out",
-            ),
-        )
+    disclosures = (
+        pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
+        pf.Disclosed(
+            "sites",
+            "mixtures in which this client's last context has a part; with two sites the other can work it out",
+        ),
+    )
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round: the mixture down, the client's own context up."""

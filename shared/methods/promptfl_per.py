@@ -29,18 +29,6 @@ class PromptFLPerHyper(ContextHyper):
     ] = None
 
 
-class SplitLoss(PairLoss):
-    """CE(τ⁻¹·I(x)·T([shared; private], y))."""
-
-    def __init__(self, context: pf.ClientContext, m: int):
-        self._backbone = context.backbone
-        self._prompts, self._cross_entropy = class_prompts(context, m), BatchCrossEntropy(context)
-
-    def __call__(self, indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
-        """Of the context's two parts, ``(m_s, d_t)`` and ``(m - m_s, d_t)``."""
-        return self._cross_entropy(indices, self._backbone.encode_prompts(torch.cat([shared, local]), self._prompts))
-
-
 class PromptFLPer(PrivateContextMethod):
     """PromptFL's training over [shared; private]; the mean is of the shared part, the other never leaves its client.
 
@@ -79,9 +67,14 @@ class PromptFLPer(PrivateContextMethod):
         """The private vectors, which stand next to the class name."""
         return self.hyper.m - self.shared_length
 
-    def pair_loss(self, context: pf.ClientContext) -> SplitLoss:
-        """PromptFL's loss of the whole context."""
-        return SplitLoss(context, self.hyper.m)
+    def pair_loss(self, context: pf.ClientContext) -> PairLoss:
+        """CE(τ⁻¹·I(x)·T([shared; private], y)): PromptFL's loss of the whole context."""
+        prompts, cross_entropy = class_prompts(context, self.hyper.m), BatchCrossEntropy(context)
+
+        def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
+            return cross_entropy(indices, context.backbone.encode_prompts(torch.cat([shared, local]), prompts))
+
+        return PairLoss(loss)
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
         """Classifies with the whole context."""

@@ -31,19 +31,6 @@ def mixed(text: Tensor, theta: float) -> Tensor:
     return (1 - theta) * text[0] + theta * text[1]
 
 
-class MixtureLoss(PairLoss):
-    """CE of τ⁻¹·⟨I(x), h⟩."""
-
-    def __init__(self, context: pf.ClientContext, m: int, theta: float):
-        self._backbone, self._theta = context.backbone, theta
-        self._prompts, self._cross_entropy = class_prompts(context, m), BatchCrossEntropy(context)
-
-    def __call__(self, indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
-        """Both contexts ``(m, d_t)`` are encoded in one pass."""
-        text = self._backbone.encode_prompts(torch.stack([shared, local]), self._prompts)
-        return self._cross_entropy(indices, mixed(text, self._theta))
-
-
 class PromptFolio(PrivateContextMethod):
     """CE of τ⁻¹·⟨I(x), (1 − θ)·z^G + θ·z^L⟩, trained over both contexts; the shared one is averaged."""
 
@@ -58,9 +45,15 @@ class PromptFolio(PrivateContextMethod):
         "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.002},
     }
 
-    def pair_loss(self, context: pf.ClientContext) -> MixtureLoss:
-        """CE over the mixture's logits."""
-        return MixtureLoss(context, self.hyper.m, self.hyper.theta)
+    def pair_loss(self, context: pf.ClientContext) -> PairLoss:
+        """CE of τ⁻¹·⟨I(x), h⟩; both contexts are encoded in one pass."""
+        prompts, cross_entropy = class_prompts(context, self.hyper.m), BatchCrossEntropy(context)
+
+        def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
+            text = context.backbone.encode_prompts(torch.stack([shared, local]), prompts)
+            return cross_entropy(indices, mixed(text, self.hyper.theta))
+
+        return PairLoss(loss)
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextFeatureClassifier:
         """Logits (1 − θ)·logit^G + θ·logit^L."""

@@ -6,7 +6,9 @@ PromptFolio, FedPHA. They differ in the loss and in how they classify.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,16 +22,15 @@ LOCAL = "local_context"
 MOST_VECTORS = 64  # of any context: a private one starts with the first rows of one draw of so many
 
 
-class PairLoss(ABC):
-    """The loss of one task, as a function of a batch and both contexts."""
+@dataclass(frozen=True)
+class PairLoss:
+    """The loss of one task, and what the task is reported with beside it after training.
 
-    @abstractmethod
-    def __call__(self, indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
-        """Of the images at ``indices (B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``."""
+    ``of`` takes indices ``(B,)``, the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``.
+    """
 
-    def metrics(self) -> dict[str, float]:
-        """What the task is reported with beside its loss, after training."""
-        return {}
+    of: Callable[[Tensor, Tensor, Tensor], Tensor]
+    metrics: Callable[[], dict[str, float]] = dict
 
 
 class PrivateContextMethod(SharedContextMethod):
@@ -71,7 +72,7 @@ class PrivateContextMethod(SharedContextMethod):
         device, batch_loss = context.backbone.device, self.pair_loss(context)
         shared = payload[self.shared.name].to(device).clone().requires_grad_()
         local = self.local_context(context, private).to(device).clone().requires_grad_()
-        final = pf.train(context, [shared, local], lambda indices: batch_loss(indices, shared, local))
+        final = pf.train(context, [shared, local], lambda indices: batch_loss.of(indices, shared, local))
         update, kept = {self.shared.name: shared.detach().cpu()}, {LOCAL: local.detach().cpu()}
         return pf.TrainResult(update, kept, {"loss": final} | batch_loss.metrics())
 
