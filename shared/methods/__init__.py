@@ -1,115 +1,41 @@
 """The methods by name, and the resolved form of a spec.
 
-Adding a method is adding its file and a line here, or installing a package that brings one (`registry`).
+Adding a method is adding its file here, or installing a package that brings one (`registry`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from pydantic import ValidationError
 
-from promptfed.shared.methods.coop import CoOp
 from promptfed.shared.methods.core.checks.client_checks import with_noise
 from promptfed.shared.methods.core.checks.distributed_checks import with_parts
 from promptfed.shared.methods.core.checks.privacy_checks import check_privacy
 from promptfed.shared.methods.core.checks.rule_checks import check_rule
 from promptfed.shared.methods.core.checks.secure_checks import check_secure
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
-from promptfed.shared.methods.diprompt import DiPrompt
-from promptfed.shared.methods.dpfpl import DPFPL
-from promptfed.shared.methods.fast_pt.method import FastPT
-from promptfed.shared.methods.fedapt import FedAPT
-from promptfed.shared.methods.fedavg import FedAvg
-from promptfed.shared.methods.fedbabu import FedBABU
-from promptfed.shared.methods.fedclip import FedCLIP
-from promptfed.shared.methods.fedcocoop import FedCoCoOp
-from promptfed.shared.methods.fedgda import FedGDA
-from promptfed.shared.methods.fedkgcoop import FedKgCoOp
-from promptfed.shared.methods.fedlora import FedLoRA
-from promptfed.shared.methods.fedmaple import FedMaple
-from promptfed.shared.methods.fedmgp import FedMGP
-from promptfed.shared.methods.fedmvp import FedMVP
-from promptfed.shared.methods.fedotp import FedOTP
-from promptfed.shared.methods.fedpgp import FedPGP
-from promptfed.shared.methods.fedpha import FedPHA
-from promptfed.shared.methods.fedplot import FedPLOT
-from promptfed.shared.methods.fedpr import FedPR
-from promptfed.shared.methods.fedprograd import FedProGrad
-from promptfed.shared.methods.fedprox import FedProx
-from promptfed.shared.methods.fedrep import FedRep
-from promptfed.shared.methods.fedrod import FedRoD
-from promptfed.shared.methods.fedtpg import FedTPG
-from promptfed.shared.methods.fedvpt import FedVPT
-from promptfed.shared.methods.fedvpt_deep import FedVPTDeep
-from promptfed.shared.methods.perfedavg import PerFedAvg
-from promptfed.shared.methods.pfedmma import PFedMMA
-from promptfed.shared.methods.pfedmoap import PFedMoAP
-from promptfed.shared.methods.pfedpg import PFedPG
-from promptfed.shared.methods.pfedprompt import PFedPrompt
-from promptfed.shared.methods.plan import Plan
-from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.methods.promptfl_amp import PromptFLAMP
-from promptfed.shared.methods.promptfl_ft import PromptFLFT
-from promptfed.shared.methods.promptfl_per import PromptFLPer
-from promptfed.shared.methods.promptfl_prox import PromptFLProx
-from promptfed.shared.methods.promptfolio import PromptFolio
 from promptfed.shared.methods.rates import swept_rate
 from promptfed.shared.methods.registry import MethodRegistry, UnusableMethod, description
-from promptfed.shared.methods.singleset_full import SingleSetFull
-from promptfed.shared.methods.singleset_vpt import SingleSetVPT
-from promptfed.shared.methods.tip_adapter import TipAdapter
-from promptfed.shared.methods.zero_shot import ZeroShot
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, SpecError, TrainingSpec, merged, parse_spec
 
-_KINDS: tuple[type[Method], ...] = (
-    ZeroShot,
-    CoOp,
-    PromptFL,
-    PromptFLProx,
-    PromptFLFT,
-    FedKgCoOp,
-    FedCoCoOp,
-    FastPT,
-    FedCLIP,
-    FedPGP,
-    DPFPL,
-    FedOTP,
-    PromptFolio,
-    PFedMoAP,
-    FedPHA,
-    PromptFLPer,
-    PromptFLAMP,
-    PFedPrompt,
-    FedProGrad,
-    FedPLOT,
-    FedTPG,
-    Plan,
-    FedMaple,
-    FedVPT,
-    FedVPTDeep,
-    SingleSetVPT,
-    FedAvg,
-    FedProx,
-    SingleSetFull,
-    FedRep,
-    FedBABU,
-    FedRoD,
-    PerFedAvg,
-    FedLoRA,
-    PFedPG,
-    TipAdapter,
-    FedGDA,
-    FedMGP,
-    FedAPT,
-    PFedMMA,
-    FedPR,
-    FedMVP,
-    DiPrompt,
-)
-METHODS = MethodRegistry({kind.name: kind for kind in _KINDS})
+
+def _own_methods() -> dict[str, type[Method]]:
+    """The methods by name that the modules and packages of this folder define: subclasses with a name of their own."""
+    kinds: list[type[Method]] = []
+    for module in iter_modules(__path__, f"{__name__}."):
+        members = vars(import_module(module.name)).values()
+        found = [member for member in members if isinstance(member, type) and issubclass(member, Method)]
+        own = [kind for kind in found if f"{kind.__module__}.".startswith(f"{module.name}.")]
+        kinds += [kind for kind in own if "name" in vars(kind)]
+    return {kind.name: kind for kind in kinds}
+
+
+METHODS = MethodRegistry(_own_methods())
 
 
 class UnknownMethod(SpecError):

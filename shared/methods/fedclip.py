@@ -61,7 +61,7 @@ def attended_each(adapters: Sequence[Tensor], features: Tensor) -> Tensor:
     return F.normalize(attention * features, dim=-1)
 
 
-class AdapterClassifier:
+class AttentionClassifier:
     """Cosine logits of adapted image features against the template's text features: τ⁻¹·cos(a(I) ⊙ I, T(y))."""
 
     def __init__(self, context: pf.ClientContext, adapter: Tensors, read: Read):
@@ -136,9 +136,9 @@ class FedCLIP(pf.Method):
             {name: tensor.detach().cpu() for name, tensor in adapter.items()}, metrics={"loss": final}
         )
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> AdapterClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> AttentionClassifier:
         """Classifies with the global adapter."""
-        return AdapterClassifier(context, payload, self._read)
+        return AttentionClassifier(context, payload, self._read)
 
     def _read(self, split: pf.Split) -> Tensor:
         return split.raw_features() if self.hyper.features == "raw" else split.features()

@@ -16,7 +16,13 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import CONTEXT, ContextHyper, SharedContextMethod, class_prompts
+from promptfed.shared.methods.core.context import (
+    CONTEXT,
+    ContextHyper,
+    FeatureClassifier,
+    SharedContextMethod,
+    class_prompts,
+)
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -111,32 +117,21 @@ class FedCoCoOp(SharedContextMethod):
         final = pf.train(context, list(learned.values()), loss, objective=pf.Objective(units))
         return pf.TrainResult({name: value.detach().cpu() for name, value in learned.items()}, metrics={"loss": final})
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ConditionalClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies each image under a context of its own."""
-        return ConditionalClassifier(context.backbone, payload, class_prompts(context, self.hyper.m))
+        backbone, prompts = context.backbone, class_prompts(context, self.hyper.m)
+        state = {name: value.to(backbone.device) for name, value in payload.items()}
+
+        def logits(features: Tensor) -> Tensor:
+            parts = chunks(features, len(prompts))
+            return torch.cat([conditional_logits(backbone, state, part, prompts) for part in parts])
+
+        return FeatureClassifier(logits)
 
 
-class ConditionalClassifier:
-    """Cosine logits of image features against text features that depend on the image."""
-
-    def __init__(self, backbone: Backbone, state: Tensors, prompts: ClassPrompts):
-        self._backbone, self._prompts = backbone, prompts
-        self._state = {name: value.to(backbone.device) for name, value in state.items()}
-
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """``(B, C)`` logits of the images at ``indices (B,)``."""
-        features = split.features()
-        with torch.no_grad():
-            parts = [
-                conditional_logits(self._backbone, self._state, features[rows], self._prompts)
-                for rows in chunks(indices.to(features.device), len(self._prompts))
-            ]
-        return torch.cat(parts)
-
-
-def chunks(indices: Tensor, classes: int) -> Iterator[Tensor]:
-    """Parts of ``indices (B,)`` whose images have at most ``TEXTS_AT_ONCE`` prompted texts together."""
-    yield from torch.split(indices, max(1, TEXTS_AT_ONCE // classes))
+def chunks(images: Tensor, classes: int) -> Iterator[Tensor]:
+    """Parts of ``images (B, ...)``, indices or features, that have at most ``TEXTS_AT_ONCE`` prompted texts."""
+    yield from torch.split(images, max(1, TEXTS_AT_ONCE // classes))
 
 
 def conditional_logits(backbone: Backbone, state: Tensors, features: Tensor, prompts: ClassPrompts) -> Tensor:

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core.context import FeatureClassifier
 from promptfed.shared.methods.core.server.gaussians import ClassGaussians, discriminants, statistics
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -50,22 +51,6 @@ class FedGDAHyper(pf.Hyperparameters):
             description="images of a class under which a client sends nothing of it: of one, the mean is its feature",
         ),
     ] = 2
-
-
-class GaussianClassifier:
-    """(S4) the Gaussians' scores and the template's, brought together; logits."""
-
-    def __init__(self, context: pf.ClientContext, gaussians: ClassGaussians, precision: Tensor, hyper: FedGDAHyper):
-        self._text = pf.template_features(context.backbone, context.template, context.class_names)
-        self._scale, self._hyper = context.backbone.logit_scale, hyper
-        self._gaussians, self._precision = gaussians, precision
-
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """``(B, C)`` logits of the images at ``indices (B,)``."""
-        features = split.features()
-        some = features[indices.to(features.device)]
-        image = discriminants(self._gaussians, self._precision, some.cpu()).to(some.device, some.dtype)
-        return fused(self._scale * some @ self._text.T, image, self._hyper)
 
 
 def fused(text: Tensor, image: Tensor, hyper: FedGDAHyper) -> Tensor:
@@ -201,7 +186,14 @@ class FedGDA(pf.Method):
                 )
             return TemplateClassifier(context)
         chosen = ClassGaussians(gaussians.counts[rows], gaussians.means[rows], gaussians.scatter)
-        return GaussianClassifier(context, chosen, precision, self.hyper)
+        text = pf.template_features(context.backbone, context.template, context.class_names)
+
+        def logits(features: Tensor) -> Tensor:
+            """(S4) the Gaussians' scores and the template's, brought together."""
+            image = discriminants(chosen, precision, features.cpu()).to(features.device, features.dtype)
+            return fused(context.backbone.logit_scale * features @ text.T, image, self.hyper)
+
+        return FeatureClassifier(logits)
 
 
 def pooled_gaussians(state: Tensors) -> ClassGaussians:

@@ -20,6 +20,7 @@ from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRows
 from promptfed.shared.methods.core.context import (
     CONTEXT,
     ContextHyper,
+    FeatureClassifier,
     TextPromptClassifier,
     class_prompts,
     train_context,
@@ -104,20 +105,6 @@ class Gate:
             feature, mixed = F.normalize(feature, dim=-1), F.normalize(mixed, dim=-1)
         score = torch.einsum("bg,bcg->bc", feature, mixed) + self._hyper.local_weight * images @ texts[0].T
         return self._scale * score
-
-
-class GatedClassifier:
-    """Classifies with own context, experts and gate; plain code has no use for its texts."""
-
-    def __init__(self, gate: Gate, texts: Tensor):
-        """texts: ``(1 + E, C, d_e)``, the own context's first."""
-        self._gate, self._texts = gate, texts
-
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """``(B, C)`` logits of the images at ``indices (B,)``."""
-        images = split.features()[indices.to(self._texts.device)]
-        at_once = max(1, MOST_ENTRIES // max(1, self._texts.shape[1] * len(self._gate.parameters["query.bias"])))
-        return torch.cat([self._gate.logits(part, self._texts) for part in torch.split(images, at_once)])
 
 
 class PFedMoAP(ClientRowsMethod):
@@ -254,5 +241,8 @@ class PFedMoAP(ClientRowsMethod):
         experts, own = payload[EXPERTS.name], private.get(OWN, payload[CONTEXT.name])
         if not len(experts) or not any(name.startswith(GATE) for name in private):
             return TextPromptClassifier(context.backbone, own, class_prompts(context, self.hyper.m))
-        texts = self._texts(context, torch.cat([own.unsqueeze(0), experts]))
-        return GatedClassifier(self._gate(context, private), texts)
+        texts, gate = self._texts(context, torch.cat([own.unsqueeze(0), experts])), self._gate(context, private)
+        at_once = max(1, MOST_ENTRIES // max(1, texts.shape[1] * len(gate.parameters["query.bias"])))
+        return FeatureClassifier(
+            lambda images: torch.cat([gate.logits(part, texts) for part in torch.split(images, at_once)])
+        )

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import cosine_logits
+from promptfed.shared.methods.core.context import FeatureClassifier
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -64,22 +64,6 @@ class Cache:
         found = torch.unique(self.labels)
         means = torch.stack([self.keys[self.labels == label].mean(0) for label in found])
         return Cache(F.normalize(means, dim=-1), found)
-
-
-class CacheClassifier:
-    """(T1) τ⁻¹·I·Tᵀ + a·exp(−b(1 − I·Fᵀ))·Y."""
-
-    def __init__(self, context: pf.ClientContext, cache: Cache, alpha: float, beta: float):
-        self._text = pf.template_features(context.backbone, context.template, context.class_names)
-        self._scale = context.backbone.logit_scale
-        self._cache, self._alpha, self._beta = cache, alpha, beta
-
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """``(B, C)`` logits of the images at ``indices (B,)``."""
-        features = split.features()
-        plain = cosine_logits(self._scale, features, indices, self._text)
-        some = features[indices.to(features.device)]
-        return plain + self._alpha * self._cache.votes(some, self._beta, len(self._text))
 
 
 class TipAdapter(pf.Method):
@@ -133,8 +117,15 @@ class TipAdapter(pf.Method):
         else:
             return TemplateClassifier(context)
         device = context.backbone.device
-        cache = Cache(keys.to(device), among(context, labels).to(device))
-        return CacheClassifier(context, cache, *blend)
+        cache, (alpha, beta) = Cache(keys.to(device), among(context, labels).to(device)), blend
+        text = pf.template_features(context.backbone, context.template, context.class_names)
+
+        def logits(features: Tensor) -> Tensor:
+            """(T1) τ⁻¹·I·Tᵀ + a·exp(−b(1 − I·Fᵀ))·Y."""
+            plain = context.backbone.logit_scale * features @ text.T
+            return plain + alpha * cache.votes(features, beta, len(text))
+
+        return FeatureClassifier(logits)
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """None: zero-shot is in every report."""

@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import cosine_logits
+from promptfed.shared.methods.core.context import TextFeatureClassifier, cosine_logits
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 
@@ -16,26 +16,18 @@ class ZeroShotHyper(pf.Hyperparameters):
     """None of its own: the template is the spec's."""
 
 
-class TemplateClassifier:
+class TemplateClassifier(TextFeatureClassifier):
     """Cosine logits of image features against the template's text features, τ⁻¹·I(x)·T(template(y))."""
 
     def __init__(self, context: pf.ClientContext):
+        text = pf.template_features(context.backbone, context.template, context.class_names)
+        super().__init__(context.backbone.logit_scale, text)
         self._backbone = context.backbone
-        self._text = pf.template_features(context.backbone, context.template, context.class_names)
-        self._scale = context.backbone.logit_scale
-
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
-        """``(B, C)`` logits of the images at ``indices (B,)``."""
-        return cosine_logits(self._scale, split.features(), indices, self._text)
 
     def of_images(self, images: Tensor) -> Tensor:
         """``(B, C)`` logits of preprocessed images ``(B, 3, H, W)``, through the image tower."""
         features = self._backbone.encode_images(images)
         return cosine_logits(self._scale, features, torch.arange(len(features)), self._text)
-
-    def weights(self) -> Tensors:
-        """The template's text features."""
-        return {"class_weights": self._text}
 
 
 class ZeroShot(pf.Method):

@@ -40,6 +40,19 @@ def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor)
     return logits
 
 
+class FeatureClassifier:
+    """Logits ``(B, C)`` of normalised image features ``(B, d_e)``, by a function that takes no gradients."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]):
+        self._of = of
+
+    @torch.no_grad()
+    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
+        """``(B, C)`` logits of the images at ``indices (B,)``."""
+        features = split.features()
+        return self._of(features[indices.to(features.device)])
+
+
 class TextFeatureClassifier:
     """Logits τ⁻¹·I(x)·t of image features against one vector ``t`` for each class, ``text (C, d_e)``."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.transport import Plan, average, balanced, unbalanced
+from promptfed.shared.methods.core.transport import TransportPlan, average, balanced, unbalanced
 
 MOST_ENTRIES = 1 << 23  # of a plan that is made at once: images are scored in parts
 
@@ -30,7 +30,7 @@ class Transport:
     threshold: float
     pooled_weight: float = 0.0
 
-    def plan(self, similarities: Tensor) -> Plan:
+    def plan(self, similarities: Tensor) -> TransportPlan:
         """Of similarities ``(..., M, N)``."""
         if self.kind == "average":
             return average(similarities)
@@ -49,7 +49,7 @@ class PlanStatistics:
     patches: int = 0
     capped: int = 0
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: TransportPlan) -> None:
         """Count the problems of one step."""
         self.problems += plan.iterations.numel()
         self.iterations += int(plan.iterations.sum())

@@ -16,7 +16,7 @@ TINY = 1e-37  # a row of the kernel that float32 has lost: no mass goes there
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransportPlan:
     """Plans of many problems. None of it has a gradient.
 
     ``masses (..., M, N)``; ``iterations (...)`` pairs of steps, int64; ``converged (...)``, before they were used up;
@@ -32,7 +32,7 @@ class Plan:
 @torch.no_grad()
 def unbalanced(
     similarities: Tensor, mass: float, epsilon: float, *, iterations: int = 100, threshold: float = 1e-3
-) -> Plan:
+) -> TransportPlan:
     """argmin ⟨1 − S, T⟩ − εH(T), at most 1/M from every patch and exactly mass/N to every prompt.
 
     Scaling: u ← min(1/M ⊘ (Kv), 1), v ← (mass/N) ⊘ (Kᵀu), a problem's last step always v's.
@@ -46,7 +46,7 @@ def unbalanced(
 
 
 @torch.no_grad()
-def balanced(similarities: Tensor, epsilon: float, *, iterations: int = 100, threshold: float = 1e-2) -> Plan:
+def balanced(similarities: Tensor, epsilon: float, *, iterations: int = 100, threshold: float = 1e-2) -> TransportPlan:
     """argmin ⟨1 − S, T⟩ − εH(T) with exactly 1/M from every patch and 1/N to every prompt (Sinkhorn's scaling)."""
     patches = similarities.shape[-2]
 
@@ -57,10 +57,10 @@ def balanced(similarities: Tensor, epsilon: float, *, iterations: int = 100, thr
     return replace(plan, capped=torch.ones_like(plan.capped))
 
 
-def average(similarities: Tensor) -> Plan:
+def average(similarities: Tensor) -> TransportPlan:
     """The same mass everywhere: ⟨T, S⟩ is the mean similarity."""
     shape, device = similarities.shape, similarities.device
-    return Plan(
+    return TransportPlan(
         torch.full_like(similarities.detach(), 1 / (shape[-2] * shape[-1])),
         torch.zeros(shape[:-2], dtype=torch.int64, device=device),
         torch.ones(shape[:-2], dtype=torch.bool, device=device),
@@ -77,7 +77,7 @@ def _scaled(
     u_of: Callable[[Tensor], Tensor],
     *,
     start_with_u: bool,
-) -> Plan:
+) -> TransportPlan:
     """T = diag(u)·K·diag(v), u and v in turn, each problem until max |v − v'| ≤ threshold·v, or ``iterations``."""
     given = similarities.detach().flatten(0, -3) if similarities.dim() > 3 else similarities.detach()
     if given.dim() == 2:
@@ -108,7 +108,7 @@ def _scaled(
     converged[active] = False
     lead = similarities.shape[:-2]
     masses = u.unsqueeze(-1) * kernel * v.unsqueeze(-2)
-    return Plan(
+    return TransportPlan(
         masses.reshape(similarities.shape),
         used.reshape(lead),
         converged.reshape(lead),
