@@ -12,7 +12,7 @@ from promptfed.client_service.training.data import TEST, Cancelled, ClientData
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.messages import SplitResult
 from promptfed.shared.methods.core.interface.base import Classifier, ClientContext, Method, Mixes, Split
-from promptfed.shared.methods.core.interface.classifiers import Retargets
+from promptfed.shared.methods.core.interface.hooks import Retargets
 from promptfed.shared.methods.core.interface.insights import HasVariants
 from promptfed.shared.methods.core.training import TaskCancelled
 from promptfed.shared.methods.zero_shot import TemplateClassifier

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.heads import LinearHead, head_width
-from promptfed.shared.methods.core.trained_tower import TrainedTower
-from promptfed.shared.methods.core.weights import Head, TowerHyper
+from promptfed.shared.methods.core.heads import Head, LinearHead, head_width
+from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.fedrep import PrivateHeadMethod, Tuning
 from promptfed.shared.tensors import Tensors
 

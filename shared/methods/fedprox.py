@@ -10,8 +10,9 @@ from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import visual
+from promptfed.shared.methods.core.heads import Head
 from promptfed.shared.methods.core.trained_tower import TrainedTower
-from promptfed.shared.methods.core.weights import Head, WeightMethod, WeightsHyper
+from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 
 
 class FedProxHyper(WeightsHyper):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
-from promptfed.shared.methods.core.trained_tower import TrainedTower
-from promptfed.shared.methods.core.weights import TowerHyper, WeightMethod
+from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
+from promptfed.shared.methods.core.weights import WeightMethod
 from promptfed.shared.tensors import Tensors
 
 

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import LinearHead
+from promptfed.shared.methods.core.trained_tower import TowerHyper
 from promptfed.shared.methods.core.visual import ImageClassifier
-from promptfed.shared.methods.core.weights import TowerHyper, WeightMethod
+from promptfed.shared.methods.core.weights import WeightMethod
 from promptfed.shared.tensors import Tensors
 
 OWN_HEAD, OWN_BIAS = "own_head", "own_bias"  # Q's (C, d_h) and (C,): rows in the order of the shared head's

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.heads import LinearHead
+from promptfed.shared.methods.core.heads import Head, LinearHead
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.training import TaskCancelled, batches, group_rate, learning_rate
-from promptfed.shared.methods.core.weights import Head, WeightMethod, WeightsHyper
+from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.clip.towers.functional import BLOCK_KINDS
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.visual import Towers
+from promptfed.shared.methods.core.heads import HeadRate
+from promptfed.shared.methods.core.kept_blocks import CacheBlocks
+from promptfed.shared.methods.core.visual import Towers, VisualHyper
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
     from promptfed.shared.clip.towers.functional_vision import VisionTower
-    from promptfed.shared.methods.core.weights import TowerHyper
 
 Trainable = Literal["all", "last_k", "norms", "biases", "none"]
 
@@ -52,6 +54,28 @@ _OTHER_SHAPES: dict[str, tuple[str | int, ...]] = {
 }
 NORMS = frozenset(kind for kind in (*_BLOCK_SHAPES, *_OTHER_SHAPES) if kind.startswith("ln_"))
 _LAST = ("ln_post_weight", "ln_post_bias", "proj")
+
+
+class TowerHyper(VisualHyper):
+    """Which weights of the image tower are trained, and how changes travel."""
+
+    trainable: Annotated[
+        Trainable,
+        Field(
+            description="all: every weight of the image tower; last_k: its last k blocks and what follows them; norms: "
+            "the layer norms; biases: all biases; none: the linear head alone (a linear probe)"
+        ),
+    ] = "all"
+    k: Annotated[int, Field(ge=1, le=256, description="last_k: how many blocks, counted from the last")] = 1
+    projected: Annotated[
+        bool, Field(description="the linear head stands on the feature behind the image tower's projection")
+    ] = False
+    head_learning_rate: HeadRate = None
+    transport: Annotated[
+        Literal["float32", "bfloat16"],
+        Field(description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits"),
+    ] = "float32"
+    cache_blocks: CacheBlocks = False
 
 
 def trained_kinds(trainable: Trainable, projected: bool) -> tuple[str, ...]:

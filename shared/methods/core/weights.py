@@ -22,7 +22,6 @@ from promptfed.shared.methods.core.heads import (
     HEAD_RATE,
     SHARED_HEAD,
     Head,
-    HeadRate,
     LinearHead,
     TextHead,
     check_head_rate,
@@ -31,11 +30,11 @@ from promptfed.shared.methods.core.heads import (
     head_width,
     shared_classes,
 )
-from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_blocks
+from promptfed.shared.methods.core.kept_blocks import check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import (
     NORMS,
-    Trainable,
+    TowerHyper,
     TrainedTower,
     kind_norms,
     own_dims,
@@ -48,28 +47,6 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 
 CHANGE = "change."  # before the names of what a client sends
 HEAD = tuple(spec.name for spec in SHARED_HEAD)
-
-
-class TowerHyper(VisualHyper):
-    """Which weights of the image tower are trained, and how changes travel."""
-
-    trainable: Annotated[
-        Trainable,
-        Field(
-            description="all: every weight of the image tower; last_k: its last k blocks and what follows them; norms: "
-            "the layer norms; biases: all biases; none: the linear head alone (a linear probe)"
-        ),
-    ] = "all"
-    k: Annotated[int, Field(ge=1, le=256, description="last_k: how many blocks, counted from the last")] = 1
-    projected: Annotated[
-        bool, Field(description="the linear head stands on the feature behind the image tower's projection")
-    ] = False
-    head_learning_rate: HeadRate = None
-    transport: Annotated[
-        Literal["float32", "bfloat16"],
-        Field(description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits"),
-    ] = "float32"
-    cache_blocks: CacheBlocks = False
 
 
 class HeadHyper(TowerHyper):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from promptfed.shared.methods.core.checks.mean_checks import check_one_mean, distinct_phases
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
 from promptfed.shared.privacy.accounting import (
     PrivacyError,
@@ -22,24 +23,30 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 def check_central(method: Method, spec: FederationSpec) -> None:
     """Raise MethodError where ``spec`` asks for what noise at the coordinator cannot protect."""
     given, rule, part = spec.privacy, spec.aggregation, spec.participation
-    _check_phases(method, spec)
-    if given.clip is None:
-        raise MethodError("give clip, the longest that one client's change may be, such as the median of plain rounds")
+    check_one_mean(method, spec.rounds, "protect", "no noise fits them")
+    check_client_level(spec)
     if given.noise_multiplier is None and given.epsilon is None:
         raise MethodError("give noise_multiplier, or epsilon, from which it follows, or both: then rounds end in time")
     if rule.rule != "mean" or rule.clip_norm is not None:
         raise MethodError("the noise is for a mean of changes that are clipped already: take rule mean, no clip_norm")
-    if rule.weighting != "uniform" or rule.max_weight_share not in (None, 1.0):
-        raise MethodError("each client counts the same: take aggregation.weighting uniform, and max_weight_share 1")
     if spec.secure_aggregation is not None:
         raise MethodError("central noise needs each update, and secure sums hide them: take noise distributed")
     if given.evaluation == "noisy":
         raise MethodError("noisy counts are of level sample: at level client take evaluation plain or withheld")
-    if given.unit == "group":
-        raise MethodError("unit: group is of level sample: a whole client is protected here")
     if part.sampling == "poisson" and any(len(phases) > 1 for phases in _rounds(method, spec)):
         text = f"{method.name} asks the same clients in several phases of a round"
         raise MethodError(f"{text}: no accountant amplifies that, take participation.sampling fixed")
+
+
+def check_client_level(spec: FederationSpec) -> None:
+    """Raise MethodError where ``spec`` asks for what no noise at level client can protect."""
+    given, rule = spec.privacy, spec.aggregation
+    if given.clip is None:
+        raise MethodError("give clip, the longest that one client's change may be, such as the median of plain rounds")
+    if rule.weighting != "uniform" or rule.max_weight_share not in (None, 1.0):
+        raise MethodError("each client counts the same: take aggregation.weighting uniform, and max_weight_share 1")
+    if given.unit == "group":
+        raise MethodError("unit: group is of level sample: a whole client is protected here")
 
 
 def check_sampling(spec: FederationSpec) -> None:
@@ -51,21 +58,6 @@ def check_sampling(spec: FederationSpec) -> None:
 def _rounds(method: Method, spec: FederationSpec) -> list[tuple[object, ...]]:
     """The phases of a first, a second and a last round."""
     return [method.phases(round, spec.rounds) for round in sorted({1, min(2, spec.rounds), spec.rounds})]
-
-
-def _check_phases(method: Method, spec: FederationSpec) -> None:
-    phases = {phase.name: phase for round in (1, 2, spec.rounds) for phase in method.phases(round, spec.rounds)}
-    if not any(phase.up for phase in phases.values()):
-        raise MethodError(f"{method.name} sends nothing up: there is nothing to protect")
-    others = [name for name, phase in phases.items() if not phase.mean]
-    if others:
-        raise MethodError(f"{method.name} makes of its updates something else than a mean in its phase {others[0]!r}")
-    if not method.one_payload:
-        raise MethodError(f"{method.name} gives each client another payload: what they change is no one mean")
-    if type(method).expected_update is not Method.expected_update:
-        raise MethodError(f"{method.name} asks clients for different tensors: they have no mean")
-    if any(tensor.dtype != "float32" for phase in phases.values() for tensor in phase.up):
-        raise MethodError(f"{method.name} sends tensors that are no real numbers: no noise can be added to them")
 
 
 def noised_phases(method: Method, rounds: int, total: int) -> int:
@@ -184,7 +176,7 @@ def expected_clients(spec: FederationSpec, clients: int) -> float:
 def drowned(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> Drowned:
     """How much the noise leaves of a mean over ``clients`` trainers. Raises MethodError as ``dims`` does."""
     dims = method.dims(context)
-    phases = [phase for round in (1, 2, spec.rounds) for phase in method.phases(round, spec.rounds)]
+    phases = distinct_phases(method, spec.rounds)
     numbers = max(sum(math.prod(tensor.resolve(dims)) for tensor in phase.up) for phase in phases)
     expected, z = expected_clients(spec, clients), spec.privacy.noise_multiplier or 0.0
     if spec.privacy.adaptive_clip is not None:

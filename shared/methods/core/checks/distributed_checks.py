@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from promptfed.shared.methods.core.checks.client_checks import honest_parts, noised_phases, partial_noise, spent
+from promptfed.shared.methods.core.checks.client_checks import (
+    check_client_level,
+    honest_parts,
+    noised_phases,
+    partial_noise,
+    spent,
+)
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.privacy.accounting import PrivacyError, check_delta, default_delta
 from promptfed.shared.privacy.distributed import calibrate_sums
@@ -12,19 +18,14 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 
 def check_distributed(spec: FederationSpec) -> None:
     """Raise MethodError where ``spec`` asks for what the clients' noise in a sum cannot protect."""
-    given, rule = spec.privacy, spec.aggregation
+    given = spec.privacy
     if spec.secure_aggregation is None:
         raise MethodError("noise: distributed is enough only where nobody sees its parts: give secure_aggregation")
-    if given.clip is None:
-        raise MethodError("give clip, the longest that one client's change may be, such as the median of plain rounds")
+    check_client_level(spec)
     if given.noise_multiplier is None and given.epsilon is None:
         raise MethodError("give noise_multiplier, or epsilon, from which it follows")
-    if rule.weighting != "uniform" or rule.max_weight_share not in (None, 1.0):
-        raise MethodError("each client counts the same: take aggregation.weighting uniform, and max_weight_share 1")
     if spec.evaluations != "withheld":
         raise MethodError("accuracies depend on all records of a client, and its noise does not cover them: withhold")
-    if given.unit == "group":
-        raise MethodError("unit: group is of level sample: a whole client is protected here")
     if given.adaptive_clip is not None:
         raise MethodError("adaptive_clip needs each change's length, which nobody sees: leave it out")
     if spec.admission.max_update_norm is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from promptfed.shared.methods.core.checks.mean_checks import distinct_phases
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.spec.spec_aggregation import AggregationSpec
@@ -20,11 +21,6 @@ def check_rule(method: Method, spec: FederationSpec) -> None:
     try:
         # With f = floor(tolerate * K) what holds for the fewest updates holds for more.
         check_krum(spec.aggregation, least)
-    except MethodError as error:
-        raise MethodError(
-            f"{error}, and a phase may close with {least}: raise participation.min_clients or quorum, or choose median"
-        ) from None
-    try:
         check_flame(spec.aggregation, least)
     except MethodError as error:
         raise MethodError(
@@ -42,7 +38,7 @@ def check_flame_noise(given: AggregationSpec, method: Method, rounds: int, dims:
     """Raise MethodError where FLAME's default noise, λ·√D medians long, would be longer than the updates."""
     if given.rule != "flame" or given.flame_noise is not None:
         return
-    for phase in (phase for round in sorted({1, 2, rounds}) for phase in method.phases(round, rounds)):
+    for phase in distinct_phases(method, rounds):
         numbers = sum(math.prod(spec.resolve(dims)) for spec in phase.up)
         length = given.flame_level * math.sqrt(numbers)
         if length > 1:
@@ -61,10 +57,10 @@ def check_means(method: Method, spec: FederationSpec) -> None:
         wanted = f"the server optimizer {given.server.optimizer}"
     else:
         wanted = f"the rule {given.rule}" if given.rule != "mean" else "clip_norm"
-    phases = {phase.name: phase for round in (1, 2, spec.rounds) for phase in method.phases(round, spec.rounds)}
-    if not any(phase.up for phase in phases.values()):
+    phases = distinct_phases(method, spec.rounds)
+    if not any(phase.up for phase in phases):
         raise MethodError(f"{wanted} has nothing to work on: {method.name} sends nothing up; leave it out")
-    others = [name for name, phase in phases.items() if not phase.mean]
+    others = [phase.name for phase in phases if not phase.mean]
     if others:
         raise MethodError(
             f"{wanted} cannot take the mean's place: {method.name} makes of its updates something else than a mean in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from promptfed.shared.methods.core.checks.mean_checks import check_one_mean
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.spec.spec import FederationSpec
 
@@ -13,7 +14,7 @@ def check_secure(method: Method, spec: FederationSpec) -> None:
     given = spec.secure_aggregation
     if given is None:
         return
-    _check_method(method, spec)
+    check_one_mean(method, spec.rounds, "sum", "they cannot be summed, and only their sum is known")
     rule = spec.aggregation
     if rule.rule != "mean":
         raise MethodError(f"the rule {rule.rule} needs each update, and only their sum is known: take rule mean")
@@ -29,19 +30,3 @@ def check_secure(method: Method, spec: FederationSpec) -> None:
         raise MethodError(f"{text} at least: raise min_clients to {given.minimum}")
     if spec.participation.min_clients > MOST_CLIENTS:
         raise MethodError(f"a sum is of {MOST_CLIENTS} clients at most: lower participation.min_clients")
-
-
-def _check_method(method: Method, spec: FederationSpec) -> None:
-    phases = {phase.name: phase for round in (1, 2, spec.rounds) for phase in method.phases(round, spec.rounds)}
-    if not any(phase.up for phase in phases.values()):
-        raise MethodError(f"{method.name} sends nothing up: there is nothing to sum")
-    others = [name for name, phase in phases.items() if not phase.mean]
-    if others:
-        text = f"{method.name} makes of its updates something else than a mean in its phase {others[0]!r}"
-        raise MethodError(f"{text}, and only their sum is known")
-    if not method.one_payload:
-        raise MethodError(f"{method.name} gives each client another payload: what they change cannot be summed")
-    if type(method).expected_update is not Method.expected_update:
-        raise MethodError(f"{method.name} asks clients for different tensors: they cannot be summed")
-    if any(spec.dtype != "float32" for phase in phases.values() for spec in phase.up):
-        raise MethodError(f"{method.name} sends tensors that are no real numbers: they cannot be summed")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from promptfed.shared.tensors import Tensors
-
-if TYPE_CHECKING:
-    from promptfed.shared.methods.core.interface.base import ClientContext
 
 
 class Split(Protocol):
@@ -62,14 +59,6 @@ class Fixed(Protocol):
         takes the one at the argmax of I·``domain_weight (k, d_e)``ᵀ + ``domain_bias (k,)``. None where texts depend
         on the image in another way.
         """
-
-
-@runtime_checkable
-class Retargets(Protocol):
-    """A classifier that was tuned for itself, and serves other candidates without being tuned again."""
-
-    def among(self, context: ClientContext) -> Classifier:
-        """The same classifier over ``context.class_names``."""
 
 
 @runtime_checkable

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientInfo, Method, MethodError, ServerContext
+from promptfed.shared.methods.core.interface.classifiers import Classifier
 from promptfed.shared.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -78,6 +79,14 @@ class Prepares(Protocol):
 
     def prepare(self, context: ClientContext, private: Tensors) -> Tensors:
         """Private state before training: made once, and again when the peers change."""
+
+
+@runtime_checkable
+class Retargets(Protocol):
+    """A classifier that was tuned for itself, and serves other candidates without being tuned again."""
+
+    def among(self, context: ClientContext) -> Classifier:
+        """The same classifier over ``context.class_names``."""
 
 
 def check_admission(
