@@ -5,12 +5,11 @@ from __future__ import annotations
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import ContextMethod, TextPromptClassifier, class_prompts, train_context
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 
-class CoOp(ContextMethod):
+class CoOp(pf.ContextMethod):
     """The local baseline: cross-entropy of cosine logits over a private context, nothing sent either way."""
 
     name = "coop"
@@ -35,10 +34,10 @@ class CoOp(ContextMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's own context; sends no tensor."""
-        learned, loss = train_context(context, self.current(context, private))
+        learned, loss = pf.train_context(context, self.current(context, private))
         return pf.TrainResult(update={}, private={"context": learned}, metrics={"loss": loss})
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """Classifies with the client's own context; an evaluator, which trains none, has the start."""
-        prompts = class_prompts(context, self.hyper.m)
-        return TextPromptClassifier(context.backbone, self.current(context, private), prompts)
+        prompts = pf.class_prompts(context, self.hyper.m)
+        return pf.TextPromptClassifier(context.backbone, self.current(context, private), prompts)

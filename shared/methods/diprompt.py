@@ -10,7 +10,7 @@ an ensemble. What is here fits that; nothing is claimed about the paper's figure
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import AfterValidator, Field
@@ -18,7 +18,6 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import INIT_STD, class_prompts, text_width
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -46,21 +45,17 @@ Candidate = Annotated[str, Field(max_length=200), AfterValidator(_with_one_slot)
 class DiPromptHyper(pf.Hyperparameters):
     """The prompts, and the domains that there may be."""
 
-    m: Annotated[int, Field(ge=1, le=64, description="vectors of each prompt")] = 4
-    candidates: Annotated[
-        list[Candidate],
-        Field(
-            min_length=2,
-            max_length=64,
-            description="descriptions of the M candidate domains, which need be nobody's, with '{}' for the class name",
-        ),
-    ] = ["a photo of a {}", "a painting of a {}", "a sketch of a {}"]  # noqa: RUF012 (pydantic copies it)
-    beta: Annotated[
-        float, Field(ge=0, lt=1, description="β of the domain prompts' moving average at the coordinator")
-    ] = 0.5
-    query: Annotated[
-        Literal["learned", "fixed"], Field(description="fixed: domains are told apart by their descriptions alone")
-    ] = "learned"
+    m: int = Field(4, ge=1, le=64, description="vectors of each prompt")
+    candidates: list[Candidate] = Field(
+        ["a photo of a {}", "a painting of a {}", "a sketch of a {}"],
+        min_length=2,
+        max_length=64,
+        description="descriptions of the M candidate domains, which need be nobody's, with '{}' for the class name",
+    )
+    beta: float = Field(0.5, ge=0, lt=1, description="β of the domain prompts' moving average at the coordinator")
+    query: Literal["learned", "fixed"] = Field(
+        "learned", description="fixed: domains are told apart by their descriptions alone"
+    )
 
 
 class EnsembleClassifier:
@@ -95,10 +90,7 @@ class DiPrompt(pf.Method):
     metrics = ("loss", "query_loss", "domain_share_*")
     Hyper = DiPromptHyper
     hyper: DiPromptHyper
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 20,
-        "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.005},
-    }
+    defaults = pf.defaults(20, epochs=5, batch_size=16, learning_rate=0.005)
 
     @property
     def _learned(self) -> bool:
@@ -111,13 +103,14 @@ class DiPrompt(pf.Method):
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``M``, ``m`` and the text tower's width ``d_t``."""
         sizes = {"M": len(self.hyper.candidates), "m": self.hyper.m}
-        return sizes | {"d_t": text_width(self.name, self.hyper.m, context)}
+        return sizes | {"d_t": pf.text_width(self.name, self.hyper.m, context)}
 
     def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Every row drawn from N(0, 0.02²)."""
         dims = self.dims(context)
         return {
-            spec.name: torch.randn(spec.resolve(dims), generator=generator) * INIT_STD for spec in self.state_tensors()
+            spec.name: torch.randn(spec.resolve(dims), generator=generator) * pf.INIT_STD
+            for spec in self.state_tensors()
         }
 
     def aggregate(
@@ -127,10 +120,14 @@ class DiPrompt(pf.Method):
         after, beta = combine(updates), self.hyper.beta
         return after | {DOMAIN.name: beta * state[DOMAIN.name] + (1 - beta) * after[DOMAIN.name]}
 
+    @property
+    def prompt_length(self) -> int:
+        """As many as ``m``."""
+        return self.hyper.m
+
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
         """Class names must fit behind the prompts and into every candidate's description."""
         super().check_texts(backbone, class_names, template)
-        backbone.class_prompts(class_names, self.hyper.m)
         backbone.class_prompts(self._words, self.hyper.m)
         for description in self.hyper.candidates:
             pf.template_features(backbone, description, class_names)
@@ -190,7 +187,7 @@ class DiPrompt(pf.Method):
     def _train_prompts(self, context: pf.ClientContext, payload: Tensors, chosen: Tensor) -> tuple[Tensors, float]:
         backbone, device = context.backbone, context.backbone.device
         common, domains = (payload[spec.name].to(device).clone().requires_grad_() for spec in (GLOBAL, DOMAIN))
-        prompts = class_prompts(context, self.hyper.m)
+        prompts = pf.class_prompts(context, self.hyper.m)
         features, labels = context.train.features(), context.train.labels.to(device)
 
         def loss(indices: Tensor) -> Tensor:
@@ -208,6 +205,6 @@ class DiPrompt(pf.Method):
         """The ensemble."""
         whole = torch.cat([payload[GLOBAL.name].unsqueeze(0), payload[DOMAIN.name]])
         with torch.no_grad():
-            texts = context.backbone.encode_prompts(whole, class_prompts(context, self.hyper.m))
+            texts = context.backbone.encode_prompts(whole, pf.class_prompts(context, self.hyper.m))
             queries = self.queries(context.backbone, payload.get(QUERY.name))
         return EnsembleClassifier(context, texts, queries, self._words)

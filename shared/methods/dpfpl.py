@@ -12,53 +12,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import (
-    INIT_STD,
-    BatchCrossEntropy,
-    ContextHyper,
-    SharedContextMethod,
-    TextPromptClassifier,
-    class_prompts,
-)
 from promptfed.shared.methods.core.private_context import LOCAL
 from promptfed.shared.methods.core.training import Reparameterisation, train_by, train_through
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 SHORTER = 10.0  # the released code divides the factors' gradients by it
 PAPER_DELTA = 1e-5  # δ in the released code's noise
 
 
-class DPFPLHyper(ContextHyper):
+class DPFPLHyper(pf.ContextHyper):
     """A learned context, the factors of the private one, and the paper's noise."""
 
-    b: Annotated[int, Field(ge=1, le=64, description="rank b of the private context's factors u·v")] = 8
-    factorise: Annotated[
-        Literal["every_step", "every_task"],
-        Field(
-            description="every_step: the released update, by gradients of both factors, the residual constant; "
-            "every_task: factors once per task, then factors and residual are all trained"
-        ),
-    ] = "every_step"
-    paper_epsilon: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1e6,
-            description="ε in the released code's noise on the gradients of u and v (its --noise): smaller is noisier; "
-            "it guarantees nothing, and is not for privacy.level sample",
-        ),
-    ] = None
-    paper_clip: Annotated[
-        float, Field(gt=0, le=1000, description="with paper_epsilon: length to which gradients are shortened")
-    ] = 10.0
+    b: int = Field(8, ge=1, le=64, description="rank b of the private context's factors u·v")
+    factorise: Literal["every_step", "every_task"] = Field(
+        "every_step",
+        description="every_step: the released update, by gradients of both factors, the residual constant; "
+        "every_task: factors once per task, then factors and residual are all trained",
+    )
+    paper_epsilon: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="ε in the released code's noise on the gradients of u and v (its --noise): smaller is noisier; "
+        "it guarantees nothing, and is not for privacy.level sample",
+    )
+    paper_clip: float = Field(
+        10.0, gt=0, le=1000, description="with paper_epsilon: length to which gradients are shortened"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -69,7 +56,7 @@ class DPFPLHyper(ContextHyper):
         return given
 
 
-class DPFPL(SharedContextMethod):
+class DPFPL(pf.SharedContextMethod):
     """L = CE(p_G + p_L) with p_L = u·v + r; p_G is averaged, p_L stays at its client."""
 
     name = "dpfpl"
@@ -80,10 +67,7 @@ class DPFPL(SharedContextMethod):
     Hyper = DPFPLHyper
     hyper: DPFPLHyper
     shared = TensorSpec("global_context", ("m", "d_t"))
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 100,
-        "training": {"epochs": 1, "learning_rate": 0.001},
-    }
+    defaults = pf.defaults(100, epochs=1, learning_rate=0.001)
 
     def check(self, spec: pf.FederationSpec) -> None:
         """The paper's noise beside the sound one would protect nothing more."""
@@ -98,8 +82,8 @@ class DPFPL(SharedContextMethod):
         """The client's ``p_L (m, d_t)``: what it has trained, or its own start from N(0, 0.02²)."""
         if LOCAL in private:
             return private[LOCAL]
-        draws = generator(context.seed, self.name, context.client)
-        return torch.randn(self.hyper.m, context.backbone.d_t, generator=draws) * INIT_STD
+        draws = pf.generator(context.seed, self.name, context.client)
+        return torch.randn(self.hyper.m, context.backbone.d_t, generator=draws) * pf.INIT_STD
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over both contexts; sends the shared one alone."""
@@ -114,7 +98,7 @@ class DPFPL(SharedContextMethod):
 
     def _by_step(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> tuple[Tensor, float]:
         """The released update: p_L by `step_along` new factors of itself. Returns p_L and the loss."""
-        draws = generator(context.seed, self.name, context.client, context.round, "factors")
+        draws = pf.generator(context.seed, self.name, context.client, context.round, "factors")
         rank, noise = min(self.hyper.b, *local.shape), self._noise(context)
         u, v = (torch.zeros_like(part, requires_grad=True) for part in (local[:, :rank], local[:rank]))
         r = torch.zeros_like(local)
@@ -134,7 +118,7 @@ class DPFPL(SharedContextMethod):
 
     def _by_task(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> tuple[Tensor, float]:
         """Factors once, then p_G, u, v and r all trained. Returns p_L and the loss."""
-        draws = generator(context.seed, self.name, context.client, context.round, "factors")
+        draws = pf.generator(context.seed, self.name, context.client, context.round, "factors")
         own = [part.requires_grad_() for part in exact_factors(local, self.hyper.b, draws)]
         parameters, noise = [shared, *own], self._noise(context)
         loss, objective = self._losses(context, parameters)
@@ -156,7 +140,7 @@ class DPFPL(SharedContextMethod):
         self, context: pf.ClientContext, tensors: Sequence[Tensor], *constant: Tensor
     ) -> tuple[Any, pf.Objective]:
         """The batch's loss over ``tensors``, and each image's over copies of them; ``constant`` r is copied nowhere."""
-        prompts, cross_entropy = class_prompts(context, self.hyper.m), BatchCrossEntropy(context)
+        prompts, cross_entropy = pf.class_prompts(context, self.hyper.m), pf.BatchCrossEntropy(context)
 
         def loss(indices: Tensor) -> Tensor:
             return cross_entropy(indices, context.backbone.encode_prompts(personal(*tensors, *constant), prompts))
@@ -170,7 +154,7 @@ class DPFPL(SharedContextMethod):
         """From a batch's gradients of p_G, u and v the released code's: all shortened, u's and v's with noise."""
         if self.hyper.paper_epsilon is None or context.protection is not None:
             return None
-        draws = generator(context.seed, self.name, context.client, context.round, "paper's noise")
+        draws = pf.generator(context.seed, self.name, context.client, context.round, "paper's noise")
         clip = self.hyper.paper_clip
         std = paper_std(self.hyper.paper_epsilon, clip, context.rounds, context.training.batch_size)
 
@@ -185,7 +169,7 @@ class DPFPL(SharedContextMethod):
         learned = payload[self.shared.name]
         if private or len(context.train):
             learned = learned + self.local_context(context, private)
-        return TextPromptClassifier(context.backbone, learned, class_prompts(context, self.hyper.m))
+        return pf.TextPromptClassifier(context.backbone, learned, pf.class_prompts(context, self.hyper.m))
 
 
 def personal(shared: Tensor, u: Tensor, v: Tensor, r: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
@@ -19,9 +19,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import INIT_STD, class_prompts, text_width
 from promptfed.shared.methods.fast_pt.domains import domain_key
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -39,18 +37,18 @@ ALONE = 1e-6  # what other domains may share in an image that is taken for one d
 class FedAPTHyper(pf.Hyperparameters):
     """The prompt, and how an image's domains are found and used."""
 
-    m: Annotated[int, Field(ge=1, le=64, description="context vectors of each class")] = 16
-    class_specific: Annotated[bool, Field(description="a context for every class, or one for all")] = True
-    adaptive: Annotated[
-        bool, Field(description="keys are mixed for each image by its domains; false: everybody's is their mean")
-    ] = True
-    mixture: Annotated[
-        Literal["soft", "hard"], Field(description="soft: keys mixed by how likely; hard: the likeliest domain's")
-    ] = "soft"
-    t: Annotated[float, Field(gt=0, le=1000, description="temperature of the softmax over standardised scores")] = 0.01
-    query_scale: Annotated[
-        float, Field(gt=0, le=1000, description="s, length of the features that the query is trained on")
-    ] = 10.0
+    m: int = Field(16, ge=1, le=64, description="context vectors of each class")
+    class_specific: bool = Field(True, description="a context for every class, or one for all")
+    adaptive: bool = Field(
+        True, description="keys are mixed for each image by its domains; false: everybody's is their mean"
+    )
+    mixture: Literal["soft", "hard"] = Field(
+        "soft", description="soft: keys mixed by how likely; hard: the likeliest domain's"
+    )
+    t: float = Field(0.01, gt=0, le=1000, description="temperature of the softmax over standardised scores")
+    query_scale: float = Field(
+        10.0, gt=0, le=1000, description="s, length of the features that the query is trained on"
+    )
 
 
 def scaled(prompt: Tensor, key: Tensor) -> Tensor:
@@ -75,7 +73,7 @@ class AdaptiveClassifier:
         """prompt: with the rows of ``context.class_names``; keys ``(n, m, d_t)``; of one key nothing is mixed."""
         device = context.backbone.device
         self._backbone, self._method = context.backbone, method
-        self._prompts = class_prompts(context, method.hyper.m)
+        self._prompts = pf.class_prompts(context, method.hyper.m)
         self._prompt, self._query, self._keys = prompt.to(device), query.to(device), keys.to(device)
         with torch.no_grad():
             self._texts = torch.stack([self._text(key) for key in self._keys])  # (n, C, d_e)
@@ -123,12 +121,14 @@ class FedAPT(pf.Method):
     hyper: FedAPTHyper
     needs = pf.Needs(join_when_extended=False)
     metrics = ("loss",)
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 50,
-        "training": {"epochs": 1, "batch_size": 256, "learning_rate": 0.01, "weight_decay": 1e-5},
-        "participation": {"min_clients": 2},
-        "aggregation": {"weighting": "uniform"},
-    }
+    defaults = pf.defaults(
+        50,
+        {"participation": {"min_clients": 2}, "aggregation": {"weighting": "uniform"}},
+        epochs=1,
+        batch_size=256,
+        learning_rate=0.01,
+        weight_decay=1e-5,
+    )
 
     @property
     def disclosures(self) -> tuple[pf.Disclosed, ...]:
@@ -165,7 +165,7 @@ class FedAPT(pf.Method):
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``classes``, ``m``, the widths, and the number n of domains."""
-        sizes = {"m": self.hyper.m, "d_t": text_width(self.name, self.hyper.m, context), "d_e": context.shape.d_e}
+        sizes = {"m": self.hyper.m, "d_t": pf.text_width(self.name, self.hyper.m, context), "d_e": context.shape.d_e}
         return sizes | {"classes": len(context.class_names or ()), "n": len(domains_of(context.clients))}
 
     def admit(self, client: pf.ClientInfo, former: pf.ClientInfo | None, context: pf.ServerContext) -> None:
@@ -190,7 +190,7 @@ class FedAPT(pf.Method):
         """P from N(0, 0.02²), Q uniform in ±1/√d_e, each key from its domain and the seed."""
         dims = self.dims(context)
         domains = domains_of(context.clients)
-        prompt = torch.randn(self.meta.resolve(dims), generator=generator) * INIT_STD
+        prompt = torch.randn(self.meta.resolve(dims), generator=generator) * pf.INIT_STD
         query = (torch.rand(QUERY.resolve(dims), generator=generator) * 2 - 1) / math.sqrt(dims["d_e"])
         keys = [self._key(context.seed, domain, dims) for domain in domains]
         empty = torch.zeros(0, dims["m"], dims["d_t"])
@@ -226,14 +226,14 @@ class FedAPT(pf.Method):
 
     def _key(self, seed: int, domain: int, dims: dict[str, int]) -> Tensor:
         """K ``(m, d_t)`` uniform in [0, 1), whoever else there is."""
-        return torch.rand(dims["m"], dims["d_t"], generator=generator(seed, self.name, str(domain)))
+        return torch.rand(dims["m"], dims["d_t"], generator=pf.generator(seed, self.name, str(domain)))
 
     # Client half
 
-    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
-        """Every class name must fit behind the context, and into the template."""
-        super().check_texts(backbone, class_names, template)
-        backbone.class_prompts(class_names, self.hyper.m)
+    @property
+    def prompt_length(self) -> int:
+        """As many as ``m``."""
+        return self.hyper.m
 
     def encode(self, backbone: Backbone, prompt: Tensor, prompts: Any) -> Tensor:
         """``(..., C, d_e)`` text features under a context for each class, or one for all."""
@@ -242,7 +242,7 @@ class FedAPT(pf.Method):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of CE(A1) for P and (A2) for Q, which share no parameter."""
         backbone, device = context.backbone, context.backbone.device
-        prompts, scale = class_prompts(context, self.hyper.m), backbone.logit_scale
+        prompts, scale = pf.class_prompts(context, self.hyper.m), backbone.logit_scale
         prompt, query = (payload[name].to(device).clone().requires_grad_() for name in (META, QUERY.name))
         key, row = payload[KEY.name].to(device), self._own_row(context, payload)
         features, labels = context.train.features(), context.train.labels.to(device)

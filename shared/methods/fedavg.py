@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -18,32 +18,27 @@ from promptfed.shared.methods.core.server import generalization
 from promptfed.shared.methods.core.server.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.core.weights import CHANGE, WeightMethod, WeightsHyper
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 
 class FedAvgHyper(WeightsHyper):
     """Which weights are trained under which head, and two ways to generalise to domains that nobody has."""
 
-    fedsr: Annotated[
-        bool,
-        Field(
-            description="FedSR: behind the tower a normal distribution of a representation z, on which the linear head "
-            "stands, kept short and near what its class alone would say"
-        ),
-    ] = False
-    d_z: Annotated[int, Field(ge=1, le=8192, description="fedsr: numbers of z")] = 512
-    length_weight: Annotated[float, Field(ge=0, le=1000, description="fedsr: weight of the mean of ‖z‖²")] = 0.01
-    divergence_weight: Annotated[float, Field(ge=0, le=1000, description="fedsr: weight of the divergence")] = 0.0005
-    weighting: Annotated[
-        Literal["samples", "ga"],
-        Field(
-            description="samples: as the spec's aggregation says; ga: FedDG-GA's weights, larger for clients who are "
-            "worse off with the mean than with their own last update; each tells that gap in loss, on a tenth of its "
-            "training images that is not trained on"
-        ),
-    ] = "samples"
-    centred: Annotated[bool, Field(description="ga: the gaps less their mean, as the paper has it")] = True
+    fedsr: bool = Field(
+        False,
+        description="FedSR: behind the tower a normal distribution of a representation z, on which the linear head "
+        "stands, kept short and near what its class alone would say",
+    )
+    d_z: int = Field(512, ge=1, le=8192, description="fedsr: numbers of z")
+    length_weight: float = Field(0.01, ge=0, le=1000, description="fedsr: weight of the mean of ‖z‖²")
+    divergence_weight: float = Field(0.0005, ge=0, le=1000, description="fedsr: weight of the divergence")
+    weighting: Literal["samples", "ga"] = Field(
+        "samples",
+        description="samples: as the spec's aggregation says; ga: FedDG-GA's weights, larger for clients who are "
+        "worse off with the mean than with their own last update; each tells that gap in loss, on a tenth of its "
+        "training images that is not trained on",
+    )
+    centred: bool = Field(True, description="ga: the gaps less their mean, as the paper has it")
 
 
 class FedAvg(WeightMethod):
@@ -153,13 +148,12 @@ class FedAvg(WeightMethod):
     def _loss(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> float:
         """The mean cross-entropy of a state's classifier on ``context.train``."""
         scorer, labels = self.classifier(context.for_training(), payload, private), context.train.labels
-        parts = torch.split(torch.arange(len(context.train)), CHUNK)
-        losses = []
-        for rows in parts:
+        total = 0.0
+        for rows in torch.split(torch.arange(len(labels)), CHUNK):
             scores = scorer.logits(context.train, rows)
             loss = F.cross_entropy(scores, labels[rows.to(labels.device)].to(scores.device))
-            losses.append((float(loss), len(rows)))
-        return generalization.mean_loss(losses)
+            total += float(loss) * len(rows)
+        return total / len(labels)
 
     def _trained(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         if not self.hyper.fedsr:
@@ -168,7 +162,7 @@ class FedAvg(WeightMethod):
         begun = self._representation(context, payload, private)
         head = begun.on(device, trainable=True)
         labels = context.train.labels.to(device)
-        draws = generator(context.seed, context.round, context.client, "fedsr")
+        draws = pf.generator(context.seed, context.round, context.client, "fedsr")
 
         def loss(indices: Tensor) -> Tensor:
             features = self.features(tower, tower.read(context.train, indices))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,16 +16,15 @@ from promptfed.shared.tensors import Tensors
 class FedBABUHyper(TowerHyper):
     """What is trained of the tower, and the fine-tuning before an evaluation."""
 
-    finetune: Annotated[
-        Literal["all", "head"], Field(description="what is fine-tuned on the client's own training images")
-    ] = "all"
-    finetune_epochs: Annotated[
-        int, Field(ge=1, le=10_000, description="epochs over the client's training images before an evaluation")
-    ] = 5
-    finetune_learning_rate: Annotated[
-        float | None,
-        Field(gt=0, le=1000, description="the tower's rate in the fine-tuning; default: training.learning_rate"),
-    ] = None
+    finetune: Literal["all", "head"] = Field(
+        "all", description="what is fine-tuned on the client's own training images"
+    )
+    finetune_epochs: int = Field(
+        5, ge=1, le=10_000, description="epochs over the client's training images before an evaluation"
+    )
+    finetune_learning_rate: float | None = Field(
+        None, gt=0, le=1000, description="the tower's rate in the fine-tuning; default: training.learning_rate"
+    )
 
 
 class FedBABU(PrivateHeadMethod):

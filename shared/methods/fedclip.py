@@ -13,7 +13,7 @@ Source: Lu et al., "FedCLIP: Fast Generalization and Personalization for CLIP in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -21,7 +21,6 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import cosine_logits
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 Read = Callable[[pf.Split], Tensor]
@@ -38,12 +37,10 @@ ADAPTER = (
 class FedCLIPHyper(pf.Hyperparameters):
     """What the adapter sees; it is as wide as the embeddings."""
 
-    features: Annotated[
-        Literal["raw", "normalized"],
-        Field(
-            description="image features as the tower gives them, which the released code adapts, or on the unit sphere"
-        ),
-    ] = "raw"
+    features: Literal["raw", "normalized"] = Field(
+        "raw",
+        description="image features as the tower gives them, which the released code adapts, or on the unit sphere",
+    )
 
 
 def attended(adapter: Tensors, features: Tensor) -> Tensor:
@@ -75,7 +72,7 @@ class AttentionClassifier:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = self._read(split)
         adapted = attended(self._adapter, features[indices.to(features.device)])
-        return cosine_logits(self._scale, adapted, torch.arange(len(adapted)), self._text)
+        return pf.cosine_logits(self._scale, adapted, torch.arange(len(adapted)), self._text)
 
 
 class FedCLIP(pf.Method):
@@ -87,10 +84,7 @@ class FedCLIP(pf.Method):
     protects = True
     Hyper = FedCLIPHyper
     hyper: FedCLIPHyper
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 300,
-        "training": {"epochs": 1, "batch_size": 32, "optimizer": "adam", "learning_rate": 5e-5, "weight_decay": 0.2},
-    }
+    defaults = pf.defaults(300, epochs=1, batch_size=32, optimizer="adam", learning_rate=5e-5, weight_decay=0.2)
     disclosures = (
         pf.AGGREGATE,
         pf.Disclosed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
@@ -16,13 +16,6 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import (
-    CONTEXT,
-    ContextHyper,
-    FeatureClassifier,
-    SharedContextMethod,
-    class_prompts,
-)
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -34,19 +27,19 @@ META_NET = (
     TensorSpec("meta_net.widen.weight", ("d_t", "hidden")),
     TensorSpec("meta_net.widen.bias", ("d_t",)),
 )
-STATE = (CONTEXT, *META_NET)
+STATE = (pf.CONTEXT, *META_NET)
 TEXTS_AT_ONCE = 512  # prompted texts in one pass: bounds the memory, never the result
 
 
-class FedCoCoOpHyper(ContextHyper):
+class FedCoCoOpHyper(pf.ContextHyper):
     """A learned context and the size of the meta-net."""
 
-    reduction: Annotated[
-        int, Field(ge=1, le=1024, description="the meta-net's hidden layer has d_e / reduction units; CoCoOp's is 16")
-    ] = 16
+    reduction: int = Field(
+        16, ge=1, le=1024, description="the meta-net's hidden layer has d_e / reduction units; CoCoOp's is 16"
+    )
 
 
-class FedCoCoOp(SharedContextMethod):
+class FedCoCoOp(pf.SharedContextMethod):
     """CE of cosine logits under the contexts v_i + h(I(x)), one set for each image x; h is Linear-ReLU-Linear."""
 
     name = "fedcocoop"
@@ -94,7 +87,7 @@ class FedCoCoOp(SharedContextMethod):
         """E epochs over context and meta-net; sends both."""
         backbone = context.backbone
         learned = {name: value.to(backbone.device).clone().requires_grad_() for name, value in payload.items()}
-        prompts = class_prompts(context, self.hyper.m)
+        prompts = pf.class_prompts(context, self.hyper.m)
         features, labels = context.train.features(), context.train.labels.to(backbone.device)
 
         def loss(indices: Tensor) -> Tensor:
@@ -119,14 +112,14 @@ class FedCoCoOp(SharedContextMethod):
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies each image under a context of its own."""
-        backbone, prompts = context.backbone, class_prompts(context, self.hyper.m)
+        backbone, prompts = context.backbone, pf.class_prompts(context, self.hyper.m)
         state = {name: value.to(backbone.device) for name, value in payload.items()}
 
         def logits(features: Tensor) -> Tensor:
             parts = chunks(features, len(prompts))
             return torch.cat([conditional_logits(backbone, state, part, prompts) for part in parts])
 
-        return FeatureClassifier(logits)
+        return pf.FeatureClassifier(logits)
 
 
 def chunks(images: Tensor, classes: int) -> Iterator[Tensor]:

@@ -8,14 +8,13 @@ follow TOFA (AAAI 2026), of which only a summary could be read. Notation as in `
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Generator, Tensor
+from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import FeatureClassifier
 from promptfed.shared.methods.core.server.gaussians import ClassGaussians, discriminants, statistics
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -32,25 +31,21 @@ SENT = (SHARE, SUM, MOMENT)
 class FedGDAHyper(pf.Hyperparameters):
     """The prior's strength and how the Gaussians and the template are brought together."""
 
-    rho: Annotated[
-        float, Field(ge=0, le=1e6, description="ρ: what an image of the federation counts beside a trainer's own")
-    ] = 1.0
-    fusion: Annotated[
-        Literal["adaptive", "fixed", "text", "image"],
-        Field(
-            description="adaptive: probabilities of both, weighed by how sure each is (TOFA); fixed: the template's "
-            "logits + λ·g (CLIP-GDA); or one of them alone"
-        ),
-    ] = "adaptive"
-    fixed_weight: Annotated[float, Field(ge=0, le=1000, description="λ of fusion: fixed")] = 1.0
-    min_count: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=1000,
-            description="images of a class under which a client sends nothing of it: of one, the mean is its feature",
-        ),
-    ] = 2
+    rho: float = Field(
+        1.0, ge=0, le=1e6, description="ρ: what an image of the federation counts beside a trainer's own"
+    )
+    fusion: Literal["adaptive", "fixed", "text", "image"] = Field(
+        "adaptive",
+        description="adaptive: probabilities of both, weighed by how sure each is (TOFA); fixed: the template's "
+        "logits + λ·g (CLIP-GDA); or one of them alone",
+    )
+    fixed_weight: float = Field(1.0, ge=0, le=1000, description="λ of fusion: fixed")
+    min_count: int = Field(
+        2,
+        ge=1,
+        le=1000,
+        description="images of a class under which a client sends nothing of it: of one, the mean is its feature",
+    )
 
 
 def fused(text: Tensor, image: Tensor, hyper: FedGDAHyper) -> Tensor:
@@ -76,10 +71,7 @@ class FedGDA(pf.Method):
     metrics = ()
     Hyper = FedGDAHyper
     hyper: FedGDAHyper
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 1,
-        "aggregation": {"weighting": "samples", "max_weight_share": 1.0},
-    }
+    defaults = pf.defaults(1, {"aggregation": {"weighting": "samples", "max_weight_share": 1.0}})
     disclosures = (
         pf.AGGREGATE,
         pf.Disclosed(
@@ -105,7 +97,7 @@ class FedGDA(pf.Method):
             )
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """The statistics, and of how many images they are."""
+        """The statistics, and of how many images they are: zero at the start, when everybody classifies zero-shot."""
         return (*SENT, TOTAL)
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
@@ -115,13 +107,6 @@ class FedGDA(pf.Method):
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``classes`` and ``d_e``."""
         return {"classes": len(context.class_names or ()), "d_e": context.shape.d_e}
-
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
-        """Zero: nothing is known, and everybody classifies zero-shot."""
-        dims = self.dims(context)
-        return {spec.name: torch.zeros(spec.resolve(dims)) for spec in SENT} | {
-            TOTAL.name: torch.zeros((), dtype=torch.int64)
-        }
 
     def aggregate(
         self, state: Tensors, phase: pf.Phase, updates: pf.Updates, combine: pf.Combine, context: pf.ServerContext
@@ -193,7 +178,7 @@ class FedGDA(pf.Method):
             image = discriminants(chosen, precision, features.cpu()).to(features.device, features.dtype)
             return fused(context.backbone.logit_scale * features @ text.T, image, self.hyper)
 
-        return FeatureClassifier(logits)
+        return pf.FeatureClassifier(logits)
 
 
 def pooled_gaussians(state: Tensors) -> ClassGaussians:

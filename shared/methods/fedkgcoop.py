@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import ContextHyper, Penalty
 from promptfed.shared.methods.promptfl import PromptFL
 
 
-class FedKgCoOpHyper(ContextHyper):
+class FedKgCoOpHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the weight of the knowledge-guided term."""
 
-    w: Annotated[
-        float, Field(ge=0, le=1e6, description="weight of 1 − mean cosine to the template's text features; KgCoOp's λ")
-    ] = 8.0
+    w: float = Field(
+        8.0, ge=0, le=1e6, description="weight of 1 − mean cosine to the template's text features; KgCoOp's λ"
+    )
 
 
 class FedKgCoOp(PromptFL):
@@ -34,7 +31,7 @@ class FedKgCoOp(PromptFL):
     Hyper = FedKgCoOpHyper
     hyper: FedKgCoOpHyper
 
-    def penalty(self, context: pf.ClientContext, start: Tensor) -> Penalty:
+    def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty:
         """w·(1 − mean cosine) of text features ``(C, d_e)``."""
         known = pf.template_features(context.backbone, context.template, context.class_names)
         return lambda learned, text: self.hyper.w * (1 - (text * known).sum(dim=-1).mean())

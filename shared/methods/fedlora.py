@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -19,13 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from promptfed.shared.clip.towers.functional import LowRank
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.context import TextFeatureClassifier
 from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.server.lora_sums import best_of_rank, product_sums, relative_error
 from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -38,29 +36,27 @@ VISUAL, TEXT = "visual", "text"
 class FedLoRAHyper(VisualHyper):
     """Where changes of low rank are, how large they are, and how the coordinator makes them one."""
 
-    r: Annotated[int, Field(ge=1, le=256, description="rank of each change")] = 2
-    alpha: Annotated[float, Field(gt=0, le=1000, description="α of the factor γ before B·A")] = 1.0
-    scaling: Annotated[
-        Literal["root", "rank"], Field(description="γ = α/√r, as CLIP-LoRA's released code has it, or α/r, as LoRA")
-    ] = "root"
-    matrices: Annotated[
-        Literal["qkv", "qkvo"], Field(description="which matrices of attention: query, key, value (and output)")
-    ] = "qkv"
-    blocks: Annotated[Literal["all", "last_k"], Field(description="which blocks of a tower")] = "all"
-    k: Annotated[int, Field(ge=1, le=256, description="last_k: how many blocks, counted from the last")] = 1
-    towers: Annotated[Literal["both", "visual", "text"], Field(description="which towers are adapted")] = "both"
-    dropout: Annotated[
-        float, Field(ge=0, lt=1, description="of the input of A in training, a mask of its own for each matrix")
-    ] = 0.25
+    r: int = Field(2, ge=1, le=256, description="rank of each change")
+    alpha: float = Field(1.0, gt=0, le=1000, description="α of the factor γ before B·A")
+    scaling: Literal["root", "rank"] = Field(
+        "root", description="γ = α/√r, as CLIP-LoRA's released code has it, or α/r, as LoRA"
+    )
+    matrices: Literal["qkv", "qkvo"] = Field(
+        "qkv", description="which matrices of attention: query, key, value (and output)"
+    )
+    blocks: Literal["all", "last_k"] = Field("all", description="which blocks of a tower")
+    k: int = Field(1, ge=1, le=256, description="last_k: how many blocks, counted from the last")
+    towers: Literal["both", "visual", "text"] = Field("both", description="which towers are adapted")
+    dropout: float = Field(
+        0.25, ge=0, lt=1, description="of the input of A in training, a mask of its own for each matrix"
+    )
     cache_blocks: CacheBlocks = False
-    aggregation: Annotated[
-        Literal["average", "freeze_a", "alternate", "svd"],
-        Field(
-            description="average: of A and of B, which is not the average of B·A (reported); freeze_a: all keep the A "
-            "that they draw, B alone travels; alternate: B in odd rounds, A in even ones; svd: the nearest B·A of rank "
-            "r to the average product. The last three are exact, svd up to its rank"
-        ),
-    ] = "average"
+    aggregation: Literal["average", "freeze_a", "alternate", "svd"] = Field(
+        "average",
+        description="average: of A and of B, which is not the average of B·A (reported); freeze_a: all keep the A "
+        "that they draw, B alone travels; alternate: B in odd rounds, A in even ones; svd: the nearest B·A of rank "
+        "r to the average product. The last three are exact, svd up to its rank",
+    )
 
 
 class FedLoRA(pf.Method):
@@ -77,16 +73,7 @@ class FedLoRA(pf.Method):
     Hyper = FedLoRAHyper
     hyper: FedLoRAHyper
     needs = visual.NEEDS
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 50,
-        "training": {
-            "optimizer": "adamw",
-            "learning_rate": 2e-4,
-            "weight_decay": 0.01,
-            "batch_size": 32,
-            "epochs": 1,
-        },
-    }
+    defaults = pf.defaults(50, optimizer="adamw", learning_rate=2e-4, weight_decay=0.01, batch_size=32, epochs=1)
 
     def __init__(self, hyper: FedLoRAHyper):
         super().__init__(hyper)
@@ -232,7 +219,7 @@ class FedLoRA(pf.Method):
         with torch.no_grad():
             text = model.text_features(None)
         if VISUAL not in self.towers:
-            return TextFeatureClassifier(context.backbone.logit_scale, text)
+            return pf.TextFeatureClassifier(context.backbone.logit_scale, text)
         weights, scale = model.merged(), context.backbone.logit_scale
         return ImageClassifier(lambda inputs: scale * model.image_features(inputs, None, weights) @ text.T, model.read)
 
@@ -320,7 +307,7 @@ class _Adapted:
             about = self._context
             rate, draws = (
                 self._hyper.dropout,
-                generator(about.seed, about.round, about.client, "dropout", tower, step, number),
+                pf.generator(about.seed, about.round, about.client, "dropout", tower, step, number),
             )
         parts = enumerate(zip(a.unbind(0), b.unbind(0), strict=True))
         return {first + place: LowRank(own_a, own_b, self._gamma, rate, draws) for place, (own_a, own_b) in parts}
@@ -342,7 +329,7 @@ def _start(specs: Iterable[TensorSpec], dims: Mapping[str, int], seed: int) -> T
         if spec.name.endswith("_b"):
             made[spec.name] = torch.zeros(shape)
         else:
-            drawn = torch.rand(shape, generator=generator(seed, "lora", spec.name))
+            drawn = torch.rand(shape, generator=pf.generator(seed, "lora", spec.name))
             made[spec.name] = (drawn * 2 - 1) / math.sqrt(shape[-1])
     return made
 

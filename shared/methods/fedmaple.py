@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -18,9 +17,6 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.tensors import Tensors, TensorSpec
-
-if TYPE_CHECKING:
-    from promptfed.shared.clip import Backbone
 
 MAPLE_DEPTH = 9  # of twelve blocks
 TEXT = TensorSpec("text_prompts", ("depth", "m", "d_t"))
@@ -32,11 +28,10 @@ STATE = (TEXT, WEIGHT, BIAS)
 class FedMapleHyper(VisualHyper):
     """MaPLe's hyperparameters, with as many tokens as the methods that it is compared with here."""
 
-    m: Annotated[int, Field(ge=1, le=64, description="prompt tokens in each block, text and visual alike")] = 8
-    depth: Annotated[
-        int | None,
-        Field(ge=1, le=256, description="blocks with prompts (J); default: 9, or all of the tower that has fewer"),
-    ] = None
+    m: int = Field(8, ge=1, le=64, description="prompt tokens in each block, text and visual alike")
+    depth: int | None = Field(
+        None, ge=1, le=256, description="blocks with prompts (J); default: 9, or all of the tower that has fewer"
+    )
 
 
 def coupled(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -55,10 +50,7 @@ class FedMaple(pf.Method):
     Hyper = FedMapleHyper
     hyper: FedMapleHyper
     needs = visual.NEEDS
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 20,
-        "training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.0035},
-    }
+    defaults = pf.defaults(20, epochs=1, batch_size=32, learning_rate=0.0035)
 
     # Server half
 
@@ -76,10 +68,10 @@ class FedMaple(pf.Method):
         seen = visual.vision_dims(self.name, depth, context)
         return {"m": hyper.m, "depth": text["depth_t"], "d_t": text["d_t"], "d_v": seen["d_v"]}
 
-    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
-        """Every class name must fit behind the prompts, and into the template."""
-        super().check_texts(backbone, class_names, template)
-        backbone.class_prompts(class_names, self.hyper.m)
+    @property
+    def prompt_length(self) -> int:
+        """As many as ``m``."""
+        return self.hyper.m
 
     def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Prompts N(0, 0.02²); maps uniform in ±1/√d_t."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -22,10 +22,8 @@ from torch.nn import functional as F
 from promptfed.shared.clip.errors import BackboneError
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.context import INIT_STD, text_width
 from promptfed.shared.methods.core.visual import CHUNK, Towers, VisualHyper, drawn
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -41,33 +39,29 @@ WORDS_STD = 0.01  # of what is added to the words' embeddings, so that groups di
 class FedMGPHyper(VisualHyper):
     """How many groups, how they are kept apart, and which are shared."""
 
-    groups: Annotated[int, Field(ge=1, le=32, description="G, pairs of prompts of a client")] = 5
-    shared: Annotated[int, Field(ge=1, le=32, description="s, pairs that it shares each round")] = 2
-    m: Annotated[int, Field(ge=1, le=64, description="vectors of each prompt")] = 2
-    context_init: Annotated[
-        str | None,
-        Field(
-            max_length=200,
-            description="words whose first m token embeddings start each text prompt; the others stand between it and "
-            "the class name; null: random, and no words",
-        ),
-    ] = "a photo of a"
-    modalities: Annotated[
-        Literal["both", "text", "visual"], Field(description="which prompts there are; text: no image tower is trained")
-    ] = "both"
-    diversity: Annotated[
-        Literal["cos", "l1", "l2", "none"], Field(description="what of two groups' features is made small")
-    ] = "cos"
-    diversity_weight: Annotated[float, Field(ge=0, le=1000, description="λ of the diversity term")] = 1.0
-    select: Annotated[
-        Literal["similar", "random", "fixed", "all"],
-        Field(description="similar: drawn by likeness to the global ones; fixed: the first s; all: of s = G, each"),
-    ] = "similar"
-    temperature: Annotated[float, Field(gt=0, le=1000, description="τ_s of select: similar")] = 1.0
-    inference: Annotated[
-        Literal["mean", "max", "features"],
-        Field(description="of the groups' logits the mean or the largest, or the logits of their mean features"),
-    ] = "mean"
+    groups: int = Field(5, ge=1, le=32, description="G, pairs of prompts of a client")
+    shared: int = Field(2, ge=1, le=32, description="s, pairs that it shares each round")
+    m: int = Field(2, ge=1, le=64, description="vectors of each prompt")
+    context_init: str | None = Field(
+        "a photo of a",
+        max_length=200,
+        description="words whose first m token embeddings start each text prompt; the others stand between it and "
+        "the class name; null: random, and no words",
+    )
+    modalities: Literal["both", "text", "visual"] = Field(
+        "both", description="which prompts there are; text: no image tower is trained"
+    )
+    diversity: Literal["cos", "l1", "l2", "none"] = Field(
+        "cos", description="what of two groups' features is made small"
+    )
+    diversity_weight: float = Field(1.0, ge=0, le=1000, description="λ of the diversity term")
+    select: Literal["similar", "random", "fixed", "all"] = Field(
+        "similar", description="similar: drawn by likeness to the global ones; fixed: the first s; all: of s = G, each"
+    )
+    temperature: float = Field(1.0, gt=0, le=1000, description="τ_s of select: similar")
+    inference: Literal["mean", "max", "features"] = Field(
+        "mean", description="of the groups' logits the mean or the largest, or the logits of their mean features"
+    )
 
 
 Prompts = dict[str, Tensor]
@@ -191,10 +185,7 @@ class FedMGP(pf.Method):
     Hyper = FedMGPHyper
     hyper: FedMGPHyper
     needs = visual.NEEDS
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 10,
-        "training": {"epochs": 2, "batch_size": 8, "learning_rate": 0.001},
-    }
+    defaults = pf.defaults(10, epochs=2, batch_size=8, learning_rate=0.001)
 
     def __init__(self, hyper: FedMGPHyper):
         super().__init__(hyper)
@@ -223,22 +214,20 @@ class FedMGP(pf.Method):
             log.warning("fedmgp under %s: the first group of one client may be unlike another's", spec.aggregation.rule)
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
-        """The global groups of each modality. (G4) their mean over clients goes rank by rank."""
+        """The global groups of each modality. (G4) their mean over clients goes rank by rank.
+
+        Zero at the start, which means none: clients draw their groups themselves.
+        """
         return tuple(TensorSpec(shared(kind), ("s", "m", WIDTHS[kind])) for kind in self.kinds)
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``s``, ``m`` and the towers' widths."""
         sizes = {"s": self.hyper.shared, "m": self.hyper.m}
         if TEXT in self.kinds:
-            sizes["d_t"] = text_width(self.name, self.hyper.m, context)
+            sizes["d_t"] = pf.text_width(self.name, self.hyper.m, context)
         if VISUAL in self.kinds:
             sizes["d_v"] = visual.vision_width(self.name, context)
         return sizes
-
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
-        """Zero, which means none: clients draw their groups themselves."""
-        dims = self.dims(context)
-        return {spec.name: torch.zeros(spec.resolve(dims)) for spec in self.state_tensors()}
 
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
         """Every class name must fit behind the prompts, and into the template."""
@@ -265,11 +254,11 @@ class FedMGP(pf.Method):
         """``(G, m, d)`` before any training, the same for all clients."""
         hyper = self.hyper
         width = backbone.d_t if kind == TEXT else backbone.d_v
-        noise = drawn(generator(seed, self.name, kind), hyper.groups, hyper.m, width)
+        noise = drawn(pf.generator(seed, self.name, kind), hyper.groups, hyper.m, width)
         if kind == VISUAL or hyper.context_init is None:
             return noise
         words = backbone.embed_words(hyper.context_init).detach().float().cpu()[: hyper.m]
-        started: Tensor = words + noise * (WORDS_STD / INIT_STD)
+        started: Tensor = words + noise * (WORDS_STD / pf.INIT_STD)
         return started
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
@@ -298,7 +287,7 @@ class FedMGP(pf.Method):
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """(G3) by modality, and numbers for the report."""
         hyper = self.hyper
-        draws = generator(context.seed, context.round, context.client, "groups")
+        draws = pf.generator(context.seed, context.round, context.client, "groups")
         if hyper.select in ("fixed", "all"):
             return dict.fromkeys(self.kinds, torch.arange(hyper.shared)), {}
         alike = torch.full((hyper.groups,), 1 / hyper.groups, dtype=torch.float64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field, Json
@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import ImageClassifier, drawn
-from promptfed.shared.seeds import generator
 from promptfed.shared.spec.class_descriptions import ClassDescriptions, texts_of
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -56,48 +55,40 @@ class FedMVPHyper(pf.Hyperparameters):
     """The generator, what images are compared with, and when its low-rank part takes over."""
 
     label_space: pf.LabelSpace = "client"
-    m: Annotated[int, Field(ge=1, le=512, description="prompts of an image")] = 4
-    heads: Annotated[int, Field(ge=1, le=256, description="attention heads of the generator; must divide d_v")] = 4
-    queries: Annotated[
-        Literal["patches", "mean"],
-        Field(
-            description="patches: each looks at the texts, and what a run of them finds is averaged; mean: a run is "
-            "averaged first, so that m queries look instead of one for each patch"
-        ),
-    ] = "patches"
-    texts: Annotated[
-        Literal["attributes", "joined", "template"],
-        Field(
-            description="what images are compared with: the mean of a class's descriptions (code), the template "
-            "and the descriptions in one text (paper), or the template"
-        ),
-    ] = "attributes"
-    consistency: Annotated[
-        float, Field(ge=0, le=1000, description="α of 1 − cos with the frozen tower's feature; 0: without it")
-    ] = 10.0
-    flip: Annotated[
-        bool, Field(description="the frozen tower sees the image mirrored half of the time; false: its kept feature")
-    ] = True
-    lora: Annotated[
-        Literal["switch", "off"],
-        Field(description="switch: once the mean loss is under `sigma`, only a low-rank part trains; off: never"),
-    ] = "switch"
-    sigma: Annotated[float, Field(gt=0, le=1e6, description="σ, the loss under which the federation switches")] = 0.5
-    lora_from: Annotated[
-        int | None,
-        Field(
-            ge=2, le=100_000, description="switch in this round instead; from then on only the low-rank part is sent"
-        ),
-    ] = None
-    r: Annotated[int, Field(ge=1, le=1024, description="rank of the low-rank part")] = 8
+    m: int = Field(4, ge=1, le=512, description="prompts of an image")
+    heads: int = Field(4, ge=1, le=256, description="attention heads of the generator; must divide d_v")
+    queries: Literal["patches", "mean"] = Field(
+        "patches",
+        description="patches: each looks at the texts, and what a run of them finds is averaged; mean: a run is "
+        "averaged first, so that m queries look instead of one for each patch",
+    )
+    texts: Literal["attributes", "joined", "template"] = Field(
+        "attributes",
+        description="what images are compared with: the mean of a class's descriptions (code), the template "
+        "and the descriptions in one text (paper), or the template",
+    )
+    consistency: float = Field(
+        10.0, ge=0, le=1000, description="α of 1 − cos with the frozen tower's feature; 0: without it"
+    )
+    flip: bool = Field(
+        True, description="the frozen tower sees the image mirrored half of the time; false: its kept feature"
+    )
+    lora: Literal["switch", "off"] = Field(
+        "switch", description="switch: once the mean loss is under `sigma`, only a low-rank part trains; off: never"
+    )
+    sigma: float = Field(0.5, gt=0, le=1e6, description="σ, the loss under which the federation switches")
+    lora_from: int | None = Field(
+        None, ge=2, le=100_000, description="switch in this round instead; from then on only the low-rank part is sent"
+    )
+    r: int = Field(8, ge=1, le=1024, description="rank of the low-rank part")
 
 
 class FedMVPOwn(pf.OwnOptions):
     """What a client chooses for itself."""
 
-    class_descriptions: Annotated[
-        Json[ClassDescriptions] | None, Field(description="descriptions of this client's classes, as JSON")
-    ] = None
+    class_descriptions: Json[ClassDescriptions] | None = Field(
+        None, description="descriptions of this client's classes, as JSON"
+    )
 
 
 def bins(count: int, m: int) -> list[slice]:
@@ -204,17 +195,15 @@ class FedMVP(pf.Method):
     own: FedMVPOwn
     needs = visual.NEEDS
     metrics = ("loss", "lora_active")
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 100,
-        "training": {
-            "epochs": 1,
-            "batch_size": 128,
-            "learning_rate": 0.003,
-            "weight_decay": 1e-5,
-            "schedule": "cosine",
-        },
-        "aggregation": {"weighting": "uniform"},
-    }
+    defaults = pf.defaults(
+        100,
+        {"aggregation": {"weighting": "uniform"}},
+        epochs=1,
+        batch_size=128,
+        learning_rate=0.003,
+        weight_decay=1e-5,
+        schedule="cosine",
+    )
     disclosures = (
         pf.AGGREGATE,
         pf.Disclosed("operator", "changes of a generator that is trained on your images' patches"),
@@ -304,7 +293,7 @@ class FedMVP(pf.Method):
         images, texts = PromptedImages(context.backbone), ClassTexts(context, hyper, self._own_descriptions)
         if not texts.described:
             log.warning("%s: no class is described, and prompts are made from the template's texts", context.client)
-        flips = generator(context.seed, context.round, context.client, "flips")
+        flips = pf.generator(context.seed, context.round, context.client, "flips")
         prompted: list[Tensor] = []
 
         def logits(batch: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Source: Li et al., "Global and Local Prompts Cooperation via Optimal Transport f
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -15,27 +15,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import ContextHyper, class_prompts
 from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
 
 
-class FedOTPHyper(ContextHyper):
+class FedOTPHyper(pf.ContextHyper):
     """A learned context, and how patches and prompts are matched."""
 
-    gamma: Annotated[float, Field(gt=0, le=1, description="γ, the mass that goes to the prompts: 1 is balanced")] = 0.8
-    epsilon: Annotated[float, Field(ge=0.01, le=10, description="weight ε of the plan's entropy")] = 0.1
-    iterations: Annotated[int, Field(ge=1, le=10_000, description="most pairs of scaling steps of a plan")] = 100
-    threshold: Annotated[
-        float, Field(ge=0, lt=1, description="relative change of a plan's column scaling at which it is done")
-    ] = 1e-3
-    transport: Annotated[
-        Literal["unbalanced", "balanced", "average"],
-        Field(description="the paper's plan, or its ablations: classical transport, or the mean similarity"),
-    ] = "unbalanced"
-    pooled_weight: Annotated[
-        float, Field(ge=0, le=1e3, description="weight of the pooled feature's logit beside the patches'; not FedOTP's")
-    ] = 0.0
+    gamma: float = Field(0.8, gt=0, le=1, description="γ, the mass that goes to the prompts: 1 is balanced")
+    epsilon: float = Field(0.1, ge=0.01, le=10, description="weight ε of the plan's entropy")
+    iterations: int = Field(100, ge=1, le=10_000, description="most pairs of scaling steps of a plan")
+    threshold: float = Field(
+        1e-3, ge=0, lt=1, description="relative change of a plan's column scaling at which it is done"
+    )
+    transport: Literal["unbalanced", "balanced", "average"] = Field(
+        "unbalanced", description="the paper's plan, or its ablations: classical transport, or the mean similarity"
+    )
+    pooled_weight: float = Field(
+        0.0, ge=0, le=1e3, description="weight of the pooled feature's logit beside the patches'; not FedOTP's"
+    )
 
 
 class FedOTP(PrivateContextMethod):
@@ -52,10 +50,7 @@ class FedOTP(PrivateContextMethod):
     Hyper = FedOTPHyper
     hyper: FedOTPHyper
     metrics = ("loss", *PLAN_METRICS)
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 10,
-        "training": {"epochs": 5, "batch_size": 32, "learning_rate": 0.001},
-    }
+    defaults = pf.defaults(10, epochs=5, batch_size=32, learning_rate=0.001)
 
     @property
     def plans(self) -> Transport:
@@ -66,7 +61,7 @@ class FedOTP(PrivateContextMethod):
 
     def pair_loss(self, context: pf.ClientContext) -> PairLoss:
         """CE over the transported similarities; both contexts are encoded in one pass."""
-        backbone, prompts = context.backbone, class_prompts(context, self.hyper.m)
+        backbone, prompts = context.backbone, pf.class_prompts(context, self.hyper.m)
         labels, logits = context.train.labels.to(backbone.device), PatchTextLogits(backbone.logit_scale, self.plans)
 
         def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
@@ -85,6 +80,6 @@ class FedOTP(PrivateContextMethod):
 
     def _with(self, context: pf.ClientContext, contexts: Tensor) -> PatchTextClassifier:
         with torch.no_grad():
-            prompts = class_prompts(context, self.hyper.m)
+            prompts = pf.class_prompts(context, self.hyper.m)
             text = context.backbone.encode_prompts(contexts, prompts, normalize=False)
         return PatchTextClassifier(context, self.plans, text)

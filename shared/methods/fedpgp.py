@@ -7,46 +7,35 @@ equation numbers below are the paper's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import (
-    INIT_STD,
-    BatchCrossEntropy,
-    ContextHyper,
-    SharedContextMethod,
-    TextPromptClassifier,
-    class_prompts,
-)
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 Pairs = Literal["both", "positive_only", "negative_only"]
 
 
-class FedPGPHyper(ContextHyper):
+class FedPGPHyper(pf.ContextHyper):
     """A learned context, its low-rank adaptation and the weight of the contrastive loss."""
 
-    b: Annotated[int, Field(ge=1, le=64, description="bottleneck: rank of the adaptation U·V (Eq. 9)")] = 8
-    mu: Annotated[float, Field(ge=0, le=1e6, description="weight μ of the contrastive loss (Eq. 13)")] = 1.0
-    tau_con: Annotated[float, Field(gt=0, le=1e3, description="temperature of the contrastive loss (Eq. 12)")] = 0.5
-    pairs: Annotated[
-        Pairs,
-        Field(
-            description="the contrastive loss (both), or an ablation: 1 − cos(z_G, z_C) alone (positive_only), "
-            "cos(z_G, z_i) alone (negative_only)"
-        ),
-    ] = "both"
-    full_rank: Annotated[
-        bool, Field(description="ablation: an adaptation of full rank in the place of U·V; b is not used then")
-    ] = False
+    b: int = Field(8, ge=1, le=64, description="bottleneck: rank of the adaptation U·V (Eq. 9)")
+    mu: float = Field(1.0, ge=0, le=1e6, description="weight μ of the contrastive loss (Eq. 13)")
+    tau_con: float = Field(0.5, gt=0, le=1e3, description="temperature of the contrastive loss (Eq. 12)")
+    pairs: Pairs = Field(
+        "both",
+        description="the contrastive loss (both), or an ablation: 1 − cos(z_G, z_C) alone (positive_only), "
+        "cos(z_G, z_i) alone (negative_only)",
+    )
+    full_rank: bool = Field(
+        False, description="ablation: an adaptation of full rank in the place of U·V; b is not used then"
+    )
 
 
-class FedPGP(SharedContextMethod):
+class FedPGP(pf.SharedContextMethod):
     """L = CE(p_G + U·V) + μ·L_con (Eq. 13), trained over p_G, U and V; only p_G travels."""
 
     name = "fedpgp"
@@ -57,10 +46,7 @@ class FedPGP(SharedContextMethod):
     Hyper = FedPGPHyper
     hyper: FedPGPHyper
     shared = TensorSpec("global_context", ("m", "d_t"))
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 25,
-        "training": {"epochs": 2, "learning_rate": 0.001},
-    }
+    defaults = pf.defaults(25, epochs=2, learning_rate=0.001)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over the global context and the client's own adaptation; sends the global context alone."""
@@ -70,7 +56,7 @@ class FedPGP(SharedContextMethod):
             name: value.to(backbone.device).clone().requires_grad_()
             for name, value in self.adaptation(context, private).items()
         }
-        prompts, cross_entropy = class_prompts(context, hyper.m), BatchCrossEntropy(context)
+        prompts, cross_entropy = pf.class_prompts(context, hyper.m), pf.BatchCrossEntropy(context)
         template = pf.template_features(backbone, context.template, context.class_names)
 
         def loss(indices: Tensor) -> Tensor:
@@ -100,19 +86,19 @@ class FedPGP(SharedContextMethod):
         shapes = self._shapes(context.backbone.d_t)
         if private:
             return {name: private[name] for name in shapes}
-        draws = generator(context.seed, "fedpgp", context.client)
-        return {name: torch.randn(shape, generator=draws) * INIT_STD for name, shape in shapes.items()}
+        draws = pf.generator(context.seed, "fedpgp", context.client)
+        return {name: torch.randn(shape, generator=draws) * pf.INIT_STD for name, shape in shapes.items()}
 
     def _shapes(self, d_t: int) -> dict[str, tuple[int, int]]:
         m, b = self.hyper.m, self.hyper.b
         return {"D": (m, d_t)} if self.hyper.full_rank else {"U": (m, b), "V": (b, d_t)}
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """Classifies with the personal context p_i (Eq. 10); with p_G where there is nothing to train on."""
         learned = payload[self.shared.name]
         if private or len(context.train):
             learned = learned + delta(self.adaptation(context, private))
-        return TextPromptClassifier(context.backbone, learned, class_prompts(context, self.hyper.m))
+        return pf.TextPromptClassifier(context.backbone, learned, pf.class_prompts(context, self.hyper.m))
 
 
 def delta(adaptation: Tensors) -> Tensor:

@@ -7,20 +7,13 @@ Adaptation", ICML 2025.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import (
-    BatchCrossEntropy,
-    ContextHyper,
-    TextPromptClassifier,
-    class_prompts,
-    text_width,
-)
 from promptfed.shared.methods.core.private_context import MOST_VECTORS, PairLoss, PrivateContextMethod
 from promptfed.shared.tensors import Tensors
 
@@ -32,32 +25,31 @@ RANK = 1e-12  # of the largest eigenvalue: a direction under it is none
 ROUNDING = 1e-9  # of m·(1 − ρ), which binary arithmetic may leave under a whole number
 
 
-class FedPHAHyper(ContextHyper):
+class FedPHAHyper(pf.ContextHyper):
     """The shared context's length, the clients' own ones, and the terms of the loss."""
 
-    local_lengths: Annotated[
-        dict[str, Length] | None,
-        Field(description="vectors of the private context by client; a client's own `m_local` comes first, m last"),
-    ] = None
-    ratio: Annotated[
-        float, Field(ge=0, le=1, description="ρ: the ⌊m·(1 − ρ)⌋ leading directions of the shared context are removed")
-    ] = 0.8
-    projection: Annotated[
-        Literal["complement", "span"],
-        Field(description="onto all that is orthogonal to these, or onto the shared context's other directions alone"),
-    ] = "complement"
-    pull: Annotated[float, Field(ge=0, le=1e6, description="weight w₁ of mean (z^L − ẑ^L)²")] = 1.0
-    push: Annotated[float, Field(ge=0, le=1e6, description="weight w₂ of mean ReLU(α − ‖z^L − z^G‖)")] = 1.0
-    alpha: Annotated[float, Field(ge=0, le=2, description="distance α up to which features are pushed apart")] = 1.0
-    global_loss: Annotated[
-        bool, Field(description="whether the shared context has a cross-entropy of its own; else the push trains it")
-    ] = True
+    local_lengths: dict[str, Length] | None = Field(
+        None, description="vectors of the private context by client; a client's own `m_local` comes first, m last"
+    )
+    ratio: float = Field(
+        0.8, ge=0, le=1, description="ρ: the ⌊m·(1 − ρ)⌋ leading directions of the shared context are removed"
+    )
+    projection: Literal["complement", "span"] = Field(
+        "complement",
+        description="onto all that is orthogonal to these, or onto the shared context's other directions alone",
+    )
+    pull: float = Field(1.0, ge=0, le=1e6, description="weight w₁ of mean (z^L − ẑ^L)²")
+    push: float = Field(1.0, ge=0, le=1e6, description="weight w₂ of mean ReLU(α − ‖z^L − z^G‖)")
+    alpha: float = Field(1.0, ge=0, le=2, description="distance α up to which features are pushed apart")
+    global_loss: bool = Field(
+        True, description="whether the shared context has a cross-entropy of its own; else the push trains it"
+    )
 
 
 class FedPHAOwn(pf.OwnOptions):
     """What a client chooses for itself."""
 
-    m_local: Annotated[Length | None, Field(description="vectors of this client's private context")] = None
+    m_local: Length | None = Field(None, description="vectors of this client's private context")
 
 
 def removed(m: int, ratio: float) -> int:
@@ -93,8 +85,11 @@ class HeterogeneousLoss:
     def __init__(self, context: pf.ClientContext, hyper: FedPHAHyper, m_local: int):
         self._backbone: Backbone = context.backbone
         self._hyper, self._same = hyper, m_local == hyper.m
-        self._shared_prompts, self._local_prompts = class_prompts(context, hyper.m), class_prompts(context, m_local)
-        self._cross_entropy = BatchCrossEntropy(context)
+        self._shared_prompts, self._local_prompts = (
+            pf.class_prompts(context, hyper.m),
+            pf.class_prompts(context, m_local),
+        )
+        self._cross_entropy = pf.BatchCrossEntropy(context)
 
     def __call__(self, indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
         """Of the shared context ``(m, d_t)`` and the private one ``(m_l, d_t)``."""
@@ -137,10 +132,7 @@ class FedPHA(PrivateContextMethod):
     hyper: FedPHAHyper
     Own = FedPHAOwn
     own: FedPHAOwn
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 50,
-        "training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.001},
-    }
+    defaults = pf.defaults(50, epochs=1, batch_size=32, learning_rate=0.001)
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -157,14 +149,13 @@ class FedPHA(PrivateContextMethod):
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m`` and the text tower's width ``d_t``; the clients' lengths must fit as well."""
         for m in self.lengths.values():
-            text_width(self.name, m, context)
+            pf.text_width(self.name, m, context)
         return super().dims(context)
 
-    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
-        """Every class name must fit behind the longest context that may stand before it."""
-        super().check_texts(backbone, class_names, template)
-        longest = self.own.m_local or max(self.lengths.values(), default=self.hyper.m)
-        backbone.class_prompts(class_names, longest)
+    @property
+    def prompt_length(self) -> int:
+        """The longest context that may stand before a class name."""
+        return max(self.hyper.m, self.own.m_local or max(self.lengths.values(), default=0))
 
     def local_length(self, context: pf.ClientContext) -> int:
         """The client's own choice, else the spec's for it, else m."""
@@ -184,6 +175,6 @@ class FedPHA(PrivateContextMethod):
         """The loss of one task."""
         return PairLoss(HeterogeneousLoss(context, self.hyper, self.local_length(context)))
 
-    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextPromptClassifier:
         """Classifies with the private context alone."""
-        return TextPromptClassifier(context.backbone, local, class_prompts(context, len(local)))
+        return pf.TextPromptClassifier(context.backbone, local, pf.class_prompts(context, len(local)))

@@ -6,7 +6,7 @@ Source: Chen et al., "PLOT: Prompt Learning with Optimal Transport for Vision-La
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -14,7 +14,6 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import ContextHyper, SharedContextMethod, class_prompts
 from promptfed.shared.methods.core.patch_texts import PLAN_METRICS, PatchTextClassifier, PatchTextLogits, Transport
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -22,24 +21,24 @@ if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
 
 
-class FedPLOTHyper(ContextHyper):
+class FedPLOTHyper(pf.ContextHyper):
     """Several learned contexts, and how patches and prompts are matched."""
 
-    prompts: Annotated[int, Field(ge=1, le=16, description="N, contexts that each class is described with")] = 4
-    epsilon: Annotated[float, Field(ge=0.01, le=10, description="weight ε of the plan's entropy")] = 0.1
-    iterations: Annotated[int, Field(ge=1, le=10_000, description="most pairs of scaling steps of a plan")] = 100
-    threshold: Annotated[
-        float, Field(ge=0, lt=1, description="relative change of a plan's column scaling at which it is done")
-    ] = 1e-2
-    transport: Annotated[
-        Literal["balanced", "average"], Field(description="PLOT's plan, or the mean similarity to all contexts")
-    ] = "balanced"
-    pooled_weight: Annotated[
-        float, Field(ge=0, le=1e3, description="weight of the pooled feature's logit; 1 in PLOT's ImageNet runs")
-    ] = 0.0
+    prompts: int = Field(4, ge=1, le=16, description="N, contexts that each class is described with")
+    epsilon: float = Field(0.1, ge=0.01, le=10, description="weight ε of the plan's entropy")
+    iterations: int = Field(100, ge=1, le=10_000, description="most pairs of scaling steps of a plan")
+    threshold: float = Field(
+        1e-2, ge=0, lt=1, description="relative change of a plan's column scaling at which it is done"
+    )
+    transport: Literal["balanced", "average"] = Field(
+        "balanced", description="PLOT's plan, or the mean similarity to all contexts"
+    )
+    pooled_weight: float = Field(
+        0.0, ge=0, le=1e3, description="weight of the pooled feature's logit; 1 in PLOT's ImageNet runs"
+    )
 
 
-class FedPLOT(SharedContextMethod):
+class FedPLOT(pf.SharedContextMethod):
     """CE of q·Σ_pn T_pn·⟨g_p, z^n⟩ over N shared contexts, T constant for gradients; the mean is index by index.
 
     Each context starts from a draw of its own (equal ones would stay equal), the same at every client.
@@ -53,7 +52,7 @@ class FedPLOT(SharedContextMethod):
     hyper: FedPLOTHyper
     metrics = ("loss", *PLAN_METRICS)
     shared = TensorSpec("contexts", ("N", "m", "d_t"))
-    defaults: ClassVar[dict[str, Any]] = {"training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.002}}
+    defaults = pf.defaults(epochs=1, batch_size=32, learning_rate=0.002)
 
     @property
     def plans(self) -> Transport:
@@ -88,7 +87,7 @@ class FedPLOT(SharedContextMethod):
         """E epochs from the shared contexts; sends the trained ones."""
         backbone, split = context.backbone, context.train
         learned = payload[self.shared.name].to(backbone.device).clone().requires_grad_()
-        prompts, labels = class_prompts(context, self.hyper.m), split.labels.to(backbone.device)
+        prompts, labels = pf.class_prompts(context, self.hyper.m), split.labels.to(backbone.device)
         logits = PatchTextLogits(backbone.logit_scale, self.plans)
 
         def loss(indices: Tensor) -> Tensor:
@@ -102,6 +101,6 @@ class FedPLOT(SharedContextMethod):
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With the shared contexts."""
         with torch.no_grad():
-            prompts = class_prompts(context, self.hyper.m)
+            prompts = pf.class_prompts(context, self.hyper.m)
             text = context.backbone.encode_prompts(payload[self.shared.name], prompts, normalize=False)
         return PatchTextClassifier(context, self.plans, text)

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.visual import learned
-from promptfed.shared.methods.fedvpt import PROMPTS, FedVPT, VptHyper
-from promptfed.shared.tensors import Tensors
+from promptfed.shared.methods.fedvpt import FedVPT, VptHyper
 
 ROUNDING = 1e-9  # of (1 − ρ)·d, which binary arithmetic may leave under a whole number
 
@@ -27,16 +24,12 @@ ROUNDING = 1e-9  # of (1 − ρ)·d, which binary arithmetic may leave under a w
 class FedPRHyper(VptHyper):
     """Prompts in every block, and how much of the space they may not move in."""
 
-    m: Annotated[int, Field(ge=1, le=512, description="prompt tokens in each block that has any")] = 8
-    depth: Annotated[
-        int | None, Field(ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
-    ] = None
-    rho: Annotated[
-        float, Field(gt=0, le=1, description="ρ, share of the directions in which prompts may move; 1: no projection")
-    ] = 0.8
-    normalise: Annotated[
-        bool, Field(description="steps are divided by √(ρ·d_v), the projection's length, as in the paper")
-    ] = True
+    m: int = Field(8, ge=1, le=512, description="prompt tokens in each block that has any")
+    depth: int | None = Field(None, ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
+    rho: float = Field(
+        0.8, gt=0, le=1, description="ρ, share of the directions in which prompts may move; 1: no projection"
+    )
+    normalise: bool = Field(True, description="steps are divided by √(ρ·d_v), the projection's length, as in the paper")
 
 
 def projection(prompts: Tensor, rho: float) -> Callable[[Tensor], Tensor]:
@@ -89,23 +82,10 @@ class FedPR(FedVPT):
     unprotected = "its steps are projected after the optimizer's, which the noise has not been fitted to"
     Hyper = FedPRHyper
     hyper: FedPRHyper
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 50,
-        "training": {
-            "epochs": 10,
-            "batch_size": 32,
-            "optimizer": "adam",
-            "learning_rate": 0.1,
-            "weight_decay": 0.0,
-        },
-    }
+    defaults = pf.defaults(50, epochs=10, batch_size=32, optimizer="adam", learning_rate=0.1, weight_decay=0.0)
 
-    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
-        """E epochs from the global prompts; in round 1, where these hold nothing yet, without the projection."""
-        prompts, head = learned(payload[PROMPTS.name], context.backbone), self.head(context, private)
-        trained = self.under(context, head.trainable(context.backbone.device))
-        if context.round > 1:
-            loss = trained.train(context, prompts, NullSpace(prompts, self.hyper.rho, self.hyper.normalise).settle)
-        else:
-            loss = trained.train(context, prompts)
-        return pf.TrainResult({PROMPTS.name: prompts.detach().cpu()}, trained.head.private(), {"loss": loss})
+    def settling(self, context: pf.ClientContext, prompts: Tensor) -> Callable[[], None]:
+        """The projection of each step; none in round 1, where the global prompts hold nothing yet."""
+        if context.round == 1:
+            return super().settling(context, prompts)
+        return NullSpace(prompts, self.hyper.rho, self.hyper.normalise).settle

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -10,22 +10,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import ContextHyper, class_prompts, cosine_logits
 from promptfed.shared.methods.core.training import train_by
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 
 
-class FedProGradHyper(ContextHyper):
+class FedProGradHyper(pf.ContextHyper):
     """PromptFL's hyperparameters, and how the template's predictions hold its gradient."""
 
-    weight: Annotated[
-        float, Field(ge=0, le=1e6, description="λ of the projection, or of the term in the loss (mode: penalty)")
-    ] = 1.0
-    mode: Annotated[
-        Literal["project", "penalty"],
-        Field(description="ProGrad's projection of the gradient, or λ·KL added to the loss and nothing projected"),
-    ] = "project"
+    weight: float = Field(
+        1.0, ge=0, le=1e6, description="λ of the projection, or of the term in the loss (mode: penalty)"
+    )
+    mode: Literal["project", "penalty"] = Field(
+        "project", description="ProGrad's projection of the gradient, or λ·KL added to the loss and nothing projected"
+    )
 
 
 def projected(g_ce: Tensor, g_kl: Tensor, weight: float) -> tuple[Tensor, bool]:
@@ -51,12 +49,12 @@ class TemplateLosses:
         with torch.no_grad():
             known = pf.template_features(backbone, context.template, context.class_names)
             everything = torch.arange(len(context.train))
-            self._known = cosine_logits(self._scale, self._features, everything, known).softmax(dim=-1)
+            self._known = pf.cosine_logits(self._scale, self._features, everything, known).softmax(dim=-1)
 
     def __call__(self, indices: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """Of the images at ``indices (B,)`` and text features ``(C, d_e)``."""
         rows = indices.to(self._labels.device)
-        logits = cosine_logits(self._scale, self._features, indices, text)
+        logits = pf.cosine_logits(self._scale, self._features, indices, text)
         return F.cross_entropy(logits, self._labels[rows]), F.cross_entropy(logits, self._known[rows])
 
 
@@ -79,7 +77,7 @@ class FedProGrad(PromptFL):
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""
         backbone, weight = context.backbone, self.hyper.weight
         learned = payload["context"].to(backbone.device).clone().requires_grad_()
-        prompts, losses = class_prompts(context, self.hyper.m), TemplateLosses(context)
+        prompts, losses = pf.class_prompts(context, self.hyper.m), TemplateLosses(context)
         conflicts: list[bool] = []
 
         def penalised(indices: Tensor) -> Tensor:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -18,9 +15,9 @@ from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 class FedProxHyper(WeightsHyper):
     """FedAvg's hyperparameters and the weight of the proximal term."""
 
-    mu: Annotated[
-        float, Field(ge=0, le=1000, description="weight of the proximal term; its paper tries 0.001, 0.01, 0.1 and 1")
-    ] = 0.01
+    mu: float = Field(
+        0.01, ge=0, le=1000, description="weight of the proximal term; its paper tries 0.001, 0.01, 0.1 and 1"
+    )
 
 
 class FedProx(WeightMethod):
@@ -39,20 +36,11 @@ class FedProx(WeightMethod):
         """The proximal term."""
         if self.hyper.mu == 0:
             return None
-        distance = squared_distance(tower, head, self.shared_kinds)
+        moving = [tower.leaves[kind] for kind in self.shared_kinds if kind in tower.leaves]
+        received = [(leaf, leaf.detach().clone()) for leaf in [*moving, *head.parameters]]
 
-        def term(indices: Tensor, images: Tensor, logits: Tensor) -> Tensor:
-            return self.hyper.mu / 2 * distance(indices, images, logits)
+        def term(indices: Tensor, inputs: Tensor, logits: Tensor) -> Tensor:
+            distance = torch.stack([(leaf - begun).square().sum() for leaf, begun in received]).sum()
+            return self.hyper.mu / 2 * distance
 
         return term
-
-
-def squared_distance(tower: TrainedTower, head: Head, kinds: Iterable[str]) -> visual.Term:
-    """Σ‖W − W^r‖² over ``kinds`` and a linear head, from where they are now."""
-    moving: Mapping[str, Tensor] = {kind: tower.leaves[kind] for kind in kinds if kind in tower.leaves}
-    pairs = [(leaf, leaf.detach().clone()) for leaf in [*moving.values(), *head.parameters]]
-
-    def term(indices: Tensor, images: Tensor, logits: Tensor) -> Tensor:
-        return torch.stack([(leaf - begun).square().sum() for leaf, begun in pairs]).sum()
-
-    return term

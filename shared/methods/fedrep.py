@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -21,18 +21,16 @@ from promptfed.shared.tensors import Tensors
 class FedRepHyper(TowerHyper):
     """What is trained of the tower, and how long the head is before it."""
 
-    head_epochs: Annotated[
-        int, Field(ge=1, le=10_000, description="E_h, epochs of the head under the received tower, before the tower's")
-    ] = 10
-    refit_epochs: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=10_000,
-            description="epochs of the client's head under the averaged tower before an evaluation, in a copy that is "
-            "not kept; 0: none",
-        ),
-    ] = 0
+    head_epochs: int = Field(
+        10, ge=1, le=10_000, description="E_h, epochs of the head under the received tower, before the tower's"
+    )
+    refit_epochs: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description="epochs of the client's head under the averaged tower before an evaluation, in a copy that is "
+        "not kept; 0: none",
+    )
 
 
 @dataclass(frozen=True)

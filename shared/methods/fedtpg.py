@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -19,18 +19,8 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import (
-    INIT_STD,
-    BatchCrossEntropy,
-    TextPromptClassifier,
-    class_prompts,
-    text_width,
-)
 from promptfed.shared.methods.core.text_features import name_features
 from promptfed.shared.tensors import Tensors, TensorSpec
-
-if TYPE_CHECKING:
-    from promptfed.shared.clip import Backbone
 
 FeedForward = Literal["relu", "geglu"]
 WIDTHS: dict[FeedForward, tuple[int, int]] = {"relu": (1, 1), "geglu": (8, 4)}
@@ -64,21 +54,17 @@ class FedTPGHyper(pf.Hyperparameters):
     """The generator's sizes."""
 
     label_space: pf.LabelSpace = "client"
-    m: Annotated[int, Field(ge=1, le=64, description="number of context vectors, and of learned queries")] = 4
-    heads: Annotated[int, Field(ge=1, le=64, description="heads of the attention; they divide the tower's width")] = 4
-    feedforward: Annotated[
-        FeedForward,
-        Field(
-            description="h_φ: two layers of d_t with ReLU (the paper's text), or d→8d→GEGLU→4d→d (its released code)"
-        ),
-    ] = "relu"
-    start: Annotated[
-        Literal["xavier", "normal"],
-        Field(
-            description="weights at the start: Xavier's uniform draws; normal: N(0, 0.02²), so small that all queries "
-            "attend to all classes alike and the m vectors of a task are one vector m times"
-        ),
-    ] = "xavier"
+    m: int = Field(4, ge=1, le=64, description="number of context vectors, and of learned queries")
+    heads: int = Field(4, ge=1, le=64, description="heads of the attention; they divide the tower's width")
+    feedforward: FeedForward = Field(
+        "relu",
+        description="h_φ: two layers of d_t with ReLU (the paper's text), or d→8d→GEGLU→4d→d (its released code)",
+    )
+    start: Literal["xavier", "normal"] = Field(
+        "xavier",
+        description="weights at the start: Xavier's uniform draws; normal: N(0, 0.02²), so small that all queries "
+        "attend to all classes alike and the m vectors of a task are one vector m times",
+    )
 
 
 class FedTPG(pf.Method):
@@ -91,19 +77,17 @@ class FedTPG(pf.Method):
     Hyper = FedTPGHyper
     hyper: FedTPGHyper
     metrics = ("loss", "context_cosine")
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 500,
-        "training": {
-            "epochs": 1,
-            "batch_size": 200,
-            "optimizer": "sgd",
-            "learning_rate": 0.003,
-            "momentum": 0.9,
-            "weight_decay": 1e-5,
-            "schedule": "cosine",
-        },
-        "aggregation": {"weighting": "uniform"},
-    }
+    defaults = pf.defaults(
+        500,
+        {"aggregation": {"weighting": "uniform"}},
+        epochs=1,
+        batch_size=200,
+        optimizer="sgd",
+        learning_rate=0.003,
+        momentum=0.9,
+        weight_decay=1e-5,
+        schedule="cosine",
+    )
 
     # Server half
 
@@ -113,7 +97,7 @@ class FedTPG(pf.Method):
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, both widths and the feed-forward's."""
-        d_t = text_width(self.name, self.hyper.m, context)
+        d_t = pf.text_width(self.name, self.hyper.m, context)
         if d_t % self.hyper.heads:
             raise pf.MethodError(
                 f"{self.hyper.heads} heads do not divide the text tower's width of {d_t}: choose heads that do"
@@ -132,7 +116,7 @@ class FedTPG(pf.Method):
         for spec in PARAMETERS:
             shape = spec.resolve(dims)
             if len(shape) == 2 and (self.hyper.start == "normal" or spec.name == QUERIES):
-                state[spec.name] = torch.randn(shape, generator=generator) * INIT_STD
+                state[spec.name] = torch.randn(shape, generator=generator) * pf.INIT_STD
             elif len(shape) == 2:
                 bound = math.sqrt(6 / sum(shape))
                 state[spec.name] = (torch.rand(shape, generator=generator) * 2 - 1) * bound
@@ -164,17 +148,17 @@ class FedTPG(pf.Method):
 
     # Client half
 
-    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
-        """Every class name must fit behind the context, and into the template."""
-        super().check_texts(backbone, class_names, template)
-        backbone.class_prompts(class_names, self.hyper.m)
+    @property
+    def prompt_length(self) -> int:
+        """As many as ``m``."""
+        return self.hyper.m
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over θ on the client's own task (Eq. 3-5); sends the trained θ."""
         backbone = context.backbone
         learned = {name: value.to(backbone.device).clone().requires_grad_() for name, value in payload.items()}
         classes = name_features(backbone, context.class_names)
-        prompts, cross_entropy = class_prompts(context, self.hyper.m), BatchCrossEntropy(context)
+        prompts, cross_entropy = pf.class_prompts(context, self.hyper.m), pf.BatchCrossEntropy(context)
 
         def loss(indices: Tensor) -> Tensor:
             return cross_entropy(indices, backbone.encode_prompts(self.context_of(learned, classes), prompts))
@@ -191,13 +175,13 @@ class FedTPG(pf.Method):
                 metrics["context_cosine"] = mean_cosine(self.context_of(learned, classes))
         return pf.TrainResult(update, metrics=metrics)
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """Classifies with the context that is generated for the very class names that are to be told apart."""
         device = context.backbone.device
         theta = {name: value.to(device) for name, value in payload.items()}
         with torch.no_grad():
             generated = self.context_of(theta, name_features(context.backbone, context.class_names))
-        return TextPromptClassifier(context.backbone, generated, class_prompts(context, self.hyper.m))
+        return pf.TextPromptClassifier(context.backbone, generated, pf.class_prompts(context, self.hyper.m))
 
     def context_of(self, theta: Tensors, classes: Tensor) -> Tensor:
         """P = f_θ(T) ``(m, d_t)`` (Eq. 1-2) for normalised text features T ``(C, d_e)`` of bare class names.

@@ -6,8 +6,9 @@ local form share is here too. Notation as in `visual.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -26,27 +27,18 @@ PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
 class VptHyper(VisualHyper):
     """Hyperparameters of visual prompt tuning; shallow unless told otherwise."""
 
-    m: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=512,
-            description="prompt tokens in each block that has any; 0: a linear head alone (singleset_vpt)",
-        ),
-    ] = 10
-    depth: Annotated[
-        int | None, Field(ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
-    ] = 1
-    head: Annotated[
-        Literal["text", "linear"],
-        Field(
-            description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
-            "feature, private to each client, as in pFedPG's tables"
-        ),
-    ] = "text"
-    projected: Annotated[
-        bool, Field(description="the linear head stands on the feature behind the image tower's projection")
-    ] = False
+    m: int = Field(
+        10, ge=0, le=512, description="prompt tokens in each block that has any; 0: a linear head alone (singleset_vpt)"
+    )
+    depth: int | None = Field(1, ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
+    head: Literal["text", "linear"] = Field(
+        "text",
+        description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
+        "feature, private to each client, as in pFedPG's tables",
+    )
+    projected: bool = Field(
+        False, description="the linear head stands on the feature behind the image tower's projection"
+    )
     head_learning_rate: HeadRate = None
 
 
@@ -56,7 +48,7 @@ class VisualPromptMethod(pf.Method):
     Hyper = VptHyper
     hyper: VptHyper
     needs = visual.NEEDS
-    defaults: ClassVar[dict[str, Any]] = {"rounds": 20, "training": {"epochs": 1, "batch_size": 32}}
+    defaults = pf.defaults(20, epochs=1, batch_size=32)
 
     def __init__(self, hyper: VptHyper):
         super().__init__(hyper)
@@ -91,8 +83,12 @@ class VisualPromptMethod(pf.Method):
         """CE over prompts ``(depth, m, d_v)`` and a linear head: the trained prompts, the head's tensors, metrics."""
         prompts, head = learned(start, context.backbone), self.head(context, private)
         trained = self.under(context, head.trainable(context.backbone.device))
-        loss = trained.train(context, prompts)
+        loss = trained.train(context, prompts, self.settling(context, prompts))
         return prompts.detach().cpu(), trained.head.private(), {"loss": loss}
+
+    def settling(self, context: pf.ClientContext, prompts: Tensor) -> Callable[[], None]:
+        """What is done to ``prompts (depth, m, d_v)`` after each of the optimizer's steps: nothing."""
+        return lambda: None
 
     def classify(self, context: pf.ClientContext, prompts: Tensor, private: Tensors) -> ImageClassifier:
         """Classifies with ``prompts (depth, m, d_v)`` and the method's head."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 
 from promptfed.shared.methods.fedvpt import FedVPT, VptHyper
@@ -12,10 +10,8 @@ from promptfed.shared.methods.fedvpt import FedVPT, VptHyper
 class FedVPTDeepHyper(VptHyper):
     """As in pFedPG's tables: one token in each of all blocks."""
 
-    m: Annotated[int, Field(ge=1, le=512, description="prompt tokens in each block that has any")] = 1
-    depth: Annotated[
-        int | None, Field(ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
-    ] = None
+    m: int = Field(1, ge=1, le=512, description="prompt tokens in each block that has any")
+    depth: int | None = Field(None, ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
 
 
 class FedVPTDeep(FedVPT):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -16,7 +16,6 @@ from promptfed.shared.methods.core.heads import Head, LinearHead
 from promptfed.shared.methods.core.trained_tower import TrainedTower
 from promptfed.shared.methods.core.training import TaskCancelled, batches, group_rate, learning_rate
 from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors
 
 BatchLoss = Callable[[Tensor], Tensor]
@@ -26,21 +25,17 @@ DELTA = 1e-3  # of the finite difference
 class PerFedAvgHyper(WeightsHyper):
     """FedAvg's hyperparameters, the two rates, and how long a client adapts."""
 
-    inner_learning_rate: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1000,
-            description="α, of the step that is looked ahead; default: the training's. A linear head has "
-            "head_learning_rate in both steps",
-        ),
-    ] = None
-    adapt_steps: Annotated[
-        int, Field(ge=1, le=1000, description="steps of rate α on own training images before a trainer classifies")
-    ] = 1
-    hessian: Annotated[
-        bool, Field(description="the Hessian's product with the gradient as well, by a finite difference")
-    ] = False
+    inner_learning_rate: float | None = Field(
+        None,
+        gt=0,
+        le=1000,
+        description="α, of the step that is looked ahead; default: the training's. A linear head has "
+        "head_learning_rate in both steps",
+    )
+    adapt_steps: int = Field(
+        1, ge=1, le=1000, description="steps of rate α on own training images before a trainer classifies"
+    )
+    hessian: bool = Field(False, description="the Hessian's product with the gradient as well, by a finite difference")
 
 
 class PerFedAvg(WeightMethod):
@@ -59,16 +54,9 @@ class PerFedAvg(WeightMethod):
     Hyper = PerFedAvgHyper
     hyper: PerFedAvgHyper
     personal = True
-    defaults: ClassVar[dict[str, Any]] = WeightMethod.defaults | {
-        "training": {
-            "optimizer": "sgd",
-            "learning_rate": 1e-3,
-            "momentum": 0.0,
-            "weight_decay": 0.0,
-            "batch_size": 32,
-            "epochs": 1,
-        }
-    }
+    defaults = WeightMethod.defaults | pf.defaults(
+        optimizer="sgd", learning_rate=1e-3, momentum=0.0, weight_decay=0.0, batch_size=32, epochs=1
+    )
 
     def check(self, spec: pf.FederationSpec) -> None:
         """The steps are plain ones."""
@@ -93,7 +81,7 @@ class PerFedAvg(WeightMethod):
         context.count_trained(sum(parameter.numel() for parameter in parameters))
         values: list[float] = []
         for epoch in range(context.training.epochs):
-            draws = generator(context.seed, context.round, context.phase, context.client, "batches", epoch)
+            draws = pf.generator(context.seed, context.round, context.phase, context.client, "batches", epoch)
             given = list(batches(count, size, 1, draws))
             values = []
             for first, second in zip(given[::2], given[1::2], strict=False):
@@ -115,7 +103,7 @@ class PerFedAvg(WeightMethod):
             begun = self.start_head(own, payload, private)
             head: Head = begun.trainable(own.backbone.device) if isinstance(begun, LinearHead) else begun
             loss, parameters = self._loss(own, tower, head), [*tower.leaves.values(), *head.parameters]
-            draws = generator(own.seed, own.round, own.client, "adapt")
+            draws = pf.generator(own.seed, own.round, own.client, "adapt")
             alphas, _ = self._rates(own, tower, head)
             endless = batches(len(own.train), own.training.batch_size, self.hyper.adapt_steps, draws)
             for _, indices in zip(range(self.hyper.adapt_steps), endless, strict=False):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
@@ -25,7 +25,6 @@ from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_bl
 from promptfed.shared.methods.core.text_features import spoken
 from promptfed.shared.methods.core.visual import CHUNK
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -42,22 +41,22 @@ class PFedMMAHyper(pf.Hyperparameters):
     """The adapters, and what of them is shared."""
 
     cache_blocks: CacheBlocks = False
-    r: Annotated[int, Field(ge=1, le=4096, description="width of the adapters")] = 32
-    k: Annotated[
-        int | None,
-        Field(
-            ge=1, le=256, description=f"pairs of blocks with adapters, from the top; default: {PAIRS}, or all there are"
-        ),
-    ] = None
-    alpha: Annotated[float, Field(ge=0, le=1000, description="α, weight of what an adapter adds")] = 0.001
-    scale_gradients: Annotated[
-        bool, Field(description="adapters learn by their gradient divided by α, as released; else α makes it tiny")
-    ] = True
-    activation: Annotated[Literal["relu", "gelu"], Field(description="φ: the code's, or a summary's")] = "relu"
-    towers: Annotated[Literal["both", "visual", "text"], Field(description="which towers have adapters")] = "both"
-    share: Annotated[
-        Literal["middle", "none", "all"], Field(description="what is averaged: S alone, nothing, or D and U too")
-    ] = "middle"
+    r: int = Field(32, ge=1, le=4096, description="width of the adapters")
+    k: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description=f"pairs of blocks with adapters, from the top; default: {PAIRS}, or all there are",
+    )
+    alpha: float = Field(0.001, ge=0, le=1000, description="α, weight of what an adapter adds")
+    scale_gradients: bool = Field(
+        True, description="adapters learn by their gradient divided by α, as released; else α makes it tiny"
+    )
+    activation: Literal["relu", "gelu"] = Field("relu", description="φ: the code's, or a summary's")
+    towers: Literal["both", "visual", "text"] = Field("both", description="which towers have adapters")
+    share: Literal["middle", "none", "all"] = Field(
+        "middle", description="what is averaged: S alone, nothing, or D and U too"
+    )
 
 
 class _Scaled(torch.autograd.Function):
@@ -173,10 +172,7 @@ class PFedMMA(pf.Method):
     Hyper = PFedMMAHyper
     hyper: PFedMMAHyper
     needs = visual.NEEDS
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 50,
-        "training": {"epochs": 2, "batch_size": 32, "learning_rate": 0.001},
-    }
+    defaults = pf.defaults(50, epochs=2, batch_size=32, learning_rate=0.001)
 
     def __init__(self, hyper: PFedMMAHyper):
         super().__init__(hyper)
@@ -230,7 +226,7 @@ class PFedMMA(pf.Method):
         made = {}
         for spec in self.tensors():
             shape = spec.resolve(dims)
-            draws = generator(seed, self.name, spec.name)
+            draws = pf.generator(seed, self.name, spec.name)
             made[spec.name] = (
                 torch.zeros(shape) if len(shape) == 2 else torch.randn(shape, generator=draws) * math.sqrt(2 / shape[1])
             )

@@ -8,7 +8,7 @@ width of the gate, ``h`` its heads.
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -17,15 +17,6 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
-from promptfed.shared.methods.core.context import (
-    CONTEXT,
-    ContextHyper,
-    FeatureClassifier,
-    TextPromptClassifier,
-    class_prompts,
-    train_context,
-)
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 log = logging.getLogger("promptfed.methods")
@@ -38,27 +29,23 @@ MOST_ENTRIES = 1 << 22  # of (B, C, g) that are made at once
 TIE = 1e-12  # of the largest squared distance: nearer ones are the same, and the name decides
 
 
-class PFedMoAPHyper(ContextHyper):
+class PFedMoAPHyper(pf.ContextHyper):
     """A learned context, the experts and the gate."""
 
-    experts: Annotated[int, Field(ge=0, le=256, description="K, contexts of other clients that each downloads")] = 9
-    selection: Annotated[
-        Literal["nearest", "random"],
-        Field(description="the contexts nearest to the client's own, or any, seeded by round and client"),
-    ] = "nearest"
-    local_weight: Annotated[
-        float, Field(ge=0, le=1e3, description="λ of the own context's logit beside the gate's")
-    ] = 0.5
-    gate_width: Annotated[int, Field(ge=1, le=4096, description="g, at most the joint embedding's width")] = 128
-    heads: Annotated[int, Field(ge=1, le=64, description="h, heads of the gate; must divide its width")] = 8
-    gate_scaling: Annotated[
-        float, Field(gt=0, le=1e4, description="s, which the gate's scores are multiplied by before the softmax")
-    ] = 10.0
-    gate_learning_rate: Annotated[float, Field(gt=0, le=1000, description="rate of the gate, constant")] = 0.01
-    similarity: Annotated[
-        Literal["dot", "cosine"],
-        Field(description="of an image's feature and the gate's output; cosine normalises both"),
-    ] = "dot"
+    experts: int = Field(9, ge=0, le=256, description="K, contexts of other clients that each downloads")
+    selection: Literal["nearest", "random"] = Field(
+        "nearest", description="the contexts nearest to the client's own, or any, seeded by round and client"
+    )
+    local_weight: float = Field(0.5, ge=0, le=1e3, description="λ of the own context's logit beside the gate's")
+    gate_width: int = Field(128, ge=1, le=4096, description="g, at most the joint embedding's width")
+    heads: int = Field(8, ge=1, le=64, description="h, heads of the gate; must divide its width")
+    gate_scaling: float = Field(
+        10.0, gt=0, le=1e4, description="s, which the gate's scores are multiplied by before the softmax"
+    )
+    gate_learning_rate: float = Field(0.01, gt=0, le=1000, description="rate of the gate, constant")
+    similarity: Literal["dot", "cosine"] = Field(
+        "dot", description="of an image's feature and the gate's output; cosine normalises both"
+    )
 
 
 def pooled(features: Tensor, width: int) -> Tensor:
@@ -121,10 +108,7 @@ class PFedMoAP(ClientRowsMethod):
     protects = True
     Hyper = PFedMoAPHyper
     hyper: PFedMoAPHyper
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 10,
-        "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.002},
-    }
+    defaults = pf.defaults(10, epochs=5, batch_size=16, learning_rate=0.002)
     disclosures = (
         pf.Disclosed("operator", "this client's last context by itself, kept until its updates are deleted"),
         pf.Disclosed(
@@ -138,7 +122,7 @@ class PFedMoAP(ClientRowsMethod):
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round: the mean and the experts down, the trained context up."""
-        return (pf.Phase("train", down=(CONTEXT, EXPERTS), up=(CONTEXT,)),)
+        return (pf.Phase("train", down=(pf.CONTEXT, EXPERTS), up=(pf.CONTEXT,)),)
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, ``d_t`` and ``n``; ``E`` is free. Raises MethodError where the heads do not divide g."""
@@ -169,16 +153,16 @@ class PFedMoAP(ClientRowsMethod):
             at = row_of(client.name, context)
             if int(state[ANSWERED.name][at]):
                 chosen = self._chosen(state, at, client, context)
-        return {CONTEXT.name: state[CONTEXT.name], EXPERTS.name: state[ROWS.name][chosen]}
+        return {pf.CONTEXT.name: state[pf.CONTEXT.name], EXPERTS.name: state[ROWS.name][chosen]}
 
     def payload_tensors(self, phase: pf.Phase | None) -> tuple[TensorSpec, ...]:
         """The same to be evaluated with as to train from."""
-        return (CONTEXT, EXPERTS)
+        return (pf.CONTEXT, EXPERTS)
 
     def _chosen(self, state: Tensors, at: int, client: pf.ClientInfo, context: pf.ServerContext) -> list[int]:
         others = [row for row in self.usable(state, context) if row != at]
         if self.hyper.selection == "random":
-            draws = generator(context.seed, "experts", int(state[ANSWERED.name].max()), client.name)
+            draws = pf.generator(context.seed, "experts", int(state[ANSWERED.name].max()), client.name)
             order = torch.randperm(len(others), generator=draws).tolist()
             return [others[place] for place in order[: self.hyper.experts]]
         distances = in_ties(state[ROWS.name], at)
@@ -196,15 +180,15 @@ class PFedMoAP(ClientRowsMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the mean: PromptFL's without experts, over context and gate with them; sends the context."""
-        start, experts = payload[CONTEXT.name], payload[EXPERTS.name]
+        start, experts = payload[pf.CONTEXT.name], payload[EXPERTS.name]
         kept = {name: tensor for name, tensor in private.items() if name.startswith(GATE)}
         if not len(experts):
-            learned, final = train_context(context, start)
-            return pf.TrainResult({CONTEXT.name: learned}, kept | {OWN: learned}, {"loss": final})
+            learned, final = pf.train_context(context, start)
+            return pf.TrainResult({pf.CONTEXT.name: learned}, kept | {OWN: learned}, {"loss": final})
         backbone, device = context.backbone, context.backbone.device
         own = start.to(device).clone().requires_grad_()
         gate = self._gate(context, kept, trainable=True)
-        prompts, others = class_prompts(context, self.hyper.m), self._texts(context, experts)
+        prompts, others = pf.class_prompts(context, self.hyper.m), self._texts(context, experts)
         features, labels = context.train.features(), context.train.labels.to(device)
 
         def loss(indices: Tensor) -> Tensor:
@@ -216,19 +200,19 @@ class PFedMoAP(ClientRowsMethod):
         final = pf.train(context, [own], loss, groups=[group])
         learned = own.detach().cpu()
         trained = {GATE + name: value.detach().cpu() for name, value in gate.parameters.items()}
-        return pf.TrainResult({CONTEXT.name: learned}, trained | {OWN: learned}, {"loss": final})
+        return pf.TrainResult({pf.CONTEXT.name: learned}, trained | {OWN: learned}, {"loss": final})
 
     def _texts(self, context: pf.ClientContext, contexts: Tensor) -> Tensor:
         """Class features ``(k, C, d_e)`` of fixed ``contexts (k, m, d_t)``."""
         with torch.no_grad():
-            return context.backbone.encode_prompts(contexts, class_prompts(context, self.hyper.m))
+            return context.backbone.encode_prompts(contexts, pf.class_prompts(context, self.hyper.m))
 
     def _gate(self, context: pf.ClientContext, private: Tensors, trainable: bool = False) -> Gate:
         """The client's gate, or the one that all start with: U(±1/√g), as torch's linear layers begin."""
         given = {name.removeprefix(GATE): value for name, value in private.items() if name.startswith(GATE)}
         if not given:
             width = min(self.hyper.gate_width, context.backbone.d_e)
-            draws, bound = generator(context.seed, self.name, "gate"), width**-0.5
+            draws, bound = pf.generator(context.seed, self.name, "gate"), width**-0.5
             for part in PARTS:
                 for name, shape in ((f"{part}.weight", (width, width)), (f"{part}.bias", (width,))):
                     given[name] = (torch.rand(shape, generator=draws) * 2 - 1) * bound
@@ -238,11 +222,11 @@ class PFedMoAP(ClientRowsMethod):
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Own context, gate and experts; without gate or experts the own context, and before any training the mean."""
-        experts, own = payload[EXPERTS.name], private.get(OWN, payload[CONTEXT.name])
+        experts, own = payload[EXPERTS.name], private.get(OWN, payload[pf.CONTEXT.name])
         if not len(experts) or not any(name.startswith(GATE) for name in private):
-            return TextPromptClassifier(context.backbone, own, class_prompts(context, self.hyper.m))
+            return pf.TextPromptClassifier(context.backbone, own, pf.class_prompts(context, self.hyper.m))
         texts, gate = self._texts(context, torch.cat([own.unsqueeze(0), experts])), self._gate(context, private)
         at_once = max(1, MOST_ENTRIES // max(1, texts.shape[1] * len(gate.parameters["query.bias"])))
-        return FeatureClassifier(
+        return pf.FeatureClassifier(
             lambda images: torch.cat([gate.logits(part, texts) for part in torch.split(images, at_once)])
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -25,7 +25,6 @@ from promptfed.shared.methods.core.heads import HeadRate, LinearHead, head_width
 from promptfed.shared.methods.core.prompted_head import PromptedHead
 from promptfed.shared.methods.core.server.row_optimizers import MEAN, SQUARE, STEPS, adam, sgd
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
-from promptfed.shared.seeds import generator as draws_for
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 BASIS, DESCRIPTORS, ADAPTED = "prompt_basis", "descriptors", "adapted_prompts"
@@ -59,25 +58,23 @@ HIDDEN = 100  # pFedHN's
 class PFedPGHyper(VisualHyper):
     """pFedPG's hyperparameters (section 4.1.3) and the ablations of its Table 4."""
 
-    m: Annotated[int, Field(ge=1, le=512, description="prompt tokens between [cls] and the patches (K)")] = 10
-    generator: Annotated[
-        Literal["attention", "mlp", "adain", "basis"],
-        Field(
-            description="attention: equation 3; mlp: descriptor → hidden → all tokens, without a basis; adain: the "
-            "basis' tokens with the descriptor's mean and deviation; basis: the same prompts for every client"
-        ),
-    ] = "attention"
-    inner_width: Annotated[
-        int | None, Field(ge=1, le=16384, description="l_k = l_v of the attention; default: the vision tower's width")
-    ] = None
-    hidden: Annotated[int, Field(ge=1, le=16384, description="hidden width of the generator `mlp`")] = HIDDEN
-    generator_optimizer: Annotated[
-        Literal["adam", "sgd"], Field(description="takes one step a round on generator, basis and descriptors")
-    ] = "adam"
-    generator_learning_rate: Annotated[float, Field(gt=0, le=1000, description="its rate α")] = 0.001
-    projected: Annotated[
-        bool, Field(description="the head stands on the feature behind the image tower's projection, not before it")
-    ] = False
+    m: int = Field(10, ge=1, le=512, description="prompt tokens between [cls] and the patches (K)")
+    generator: Literal["attention", "mlp", "adain", "basis"] = Field(
+        "attention",
+        description="attention: equation 3; mlp: descriptor → hidden → all tokens, without a basis; adain: the "
+        "basis' tokens with the descriptor's mean and deviation; basis: the same prompts for every client",
+    )
+    inner_width: int | None = Field(
+        None, ge=1, le=16384, description="l_k = l_v of the attention; default: the vision tower's width"
+    )
+    hidden: int = Field(HIDDEN, ge=1, le=16384, description="hidden width of the generator `mlp`")
+    generator_optimizer: Literal["adam", "sgd"] = Field(
+        "adam", description="takes one step a round on generator, basis and descriptors"
+    )
+    generator_learning_rate: float = Field(0.001, gt=0, le=1000, description="its rate α")
+    projected: bool = Field(
+        False, description="the head stands on the feature behind the image tower's projection, not before it"
+    )
     head_learning_rate: HeadRate = None
 
 
@@ -161,10 +158,7 @@ class PFedPG(pf.Method):
     one_payload = False
     metrics = ("loss", "delta_norm")
     needs = replace(visual.NEEDS, text_tower=False)
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 100,
-        "training": {"epochs": 5, "batch_size": 64, "learning_rate": 0.25, "weight_decay": 1e-3},
-    }
+    defaults = pf.defaults(100, epochs=5, batch_size=64, learning_rate=0.25, weight_decay=1e-3)
     disclosures = (
         pf.Disclosed("operator", "a descriptor of this client, by which those with like images stand near each other"),
         pf.Disclosed("sites", "what the generator has learned from all, in the prompts that it makes for each"),
@@ -233,7 +227,7 @@ class PFedPG(pf.Method):
 
     def _first_descriptor(self, client: pf.ClientInfo, context: pf.ServerContext) -> Tensor:
         width = self.dims(context)["d_v"]
-        return torch.rand(width, generator=draws_for(context.seed, "descriptor", client.name)) * 2 - 1
+        return torch.rand(width, generator=pf.generator(context.seed, "descriptor", client.name)) * 2 - 1
 
     def _fresh_optimizer(self, learned: Tensors) -> Tensors:
         if self.hyper.generator_optimizer != "adam":

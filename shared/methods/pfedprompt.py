@@ -8,7 +8,7 @@ stored features of its own images. This is that, and no more is claimed. Notatio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -16,31 +16,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import ContextHyper, class_prompts
 from promptfed.shared.methods.promptfl import PromptFL
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors
 
 
-class PFedPromptHyper(ContextHyper):
+class PFedPromptHyper(pf.ContextHyper):
     """PromptFL's hyperparameters, and what is made of the memory."""
 
-    memory: Annotated[
-        Literal["features", "labels"],
-        Field(description="attend to the memory's features, or add a kernel density of its labels (Tip-Adapter's)"),
-    ] = "features"
-    weight: Annotated[float, Field(ge=0, le=1e3, description="w, of what the memory adds to the logits")] = 1.0
-    kappa: Annotated[
-        float | None, Field(gt=0, le=1e4, description="κ, sharpness of the attention; default: the logit scale")
-    ] = None
-    beta: Annotated[float, Field(gt=0, le=1e3, description="β, sharpness of the labels' kernel")] = 5.5
-    query: Annotated[
-        Literal["pooled", "patches"], Field(description="what attends to the memory: the image, or each of its patches")
-    ] = "pooled"
-    per_class: Annotated[int, Field(ge=1, le=10_000, description="most images of a class in the memory")] = 16
-    train_with_memory: Annotated[
-        bool, Field(description="whether the memory stands in the training loss too, without the image itself")
-    ] = False
+    memory: Literal["features", "labels"] = Field(
+        "features", description="attend to the memory's features, or add a kernel density of its labels (Tip-Adapter's)"
+    )
+    weight: float = Field(1.0, ge=0, le=1e3, description="w, of what the memory adds to the logits")
+    kappa: float | None = Field(
+        None, gt=0, le=1e4, description="κ, sharpness of the attention; default: the logit scale"
+    )
+    beta: float = Field(5.5, gt=0, le=1e3, description="β, sharpness of the labels' kernel")
+    query: Literal["pooled", "patches"] = Field(
+        "pooled", description="what attends to the memory: the image, or each of its patches"
+    )
+    per_class: int = Field(16, ge=1, le=10_000, description="most images of a class in the memory")
+    train_with_memory: bool = Field(
+        False, description="whether the memory stands in the training loss too, without the image itself"
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Memory:
         if not len(context.train):
             return None
         labels = context.train.labels
-        draws = generator(context.seed, "memory", context.client)
+        draws = pf.generator(context.seed, "memory", context.client)
         order = torch.randperm(len(labels), generator=draws)
         kept = torch.cat([order[labels[order] == label][:per_class] for label in sorted(set(labels.tolist()))])
         rows = kept.sort().values
@@ -160,7 +157,7 @@ class PFedPrompt(PromptFL):
             return super().train(context, payload, private)
         backbone, split = context.backbone, context.train
         learned = payload["context"].to(backbone.device).clone().requires_grad_()
-        prompts, features = class_prompts(context, self.hyper.m), split.features()
+        prompts, features = pf.class_prompts(context, self.hyper.m), split.features()
         labels = split.labels.to(backbone.device)
 
         def loss(indices: Tensor) -> Tensor:
@@ -175,5 +172,5 @@ class PFedPrompt(PromptFL):
         """The shared context's text features, and the client's memory."""
         backbone = context.backbone
         with torch.no_grad():
-            text = backbone.encode_prompts(payload["context"], class_prompts(context, self.hyper.m))
+            text = backbone.encode_prompts(payload["context"], pf.class_prompts(context, self.hyper.m))
         return MemoryClassifier(backbone.logit_scale, text, self._memory(context))

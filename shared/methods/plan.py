@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -22,11 +22,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.seeds import generator as seeded
 from promptfed.shared.tensors import Tensors, TensorSpec
-
-if TYPE_CHECKING:
-    from promptfed.shared.clip import Backbone
 
 TEXT, VISUAL = "text", "visual"
 AXES = {TEXT: ("depth_t", "d_t", "r_t"), VISUAL: ("depth_v", "d_v", "r_v")}
@@ -36,40 +32,34 @@ OWNERS = TensorSpec("prompt_owners", ("K",), dtype="int64", shared_with_clients=
 class PlanHyper(VisualHyper):
     """PLAN's hyperparameters (section V-C) and the ablations of its Table VI."""
 
-    m: Annotated[int, Field(ge=1, le=64, description="prompt tokens in each block, text and visual alike")] = 8
-    depth: Annotated[
-        int | None, Field(ge=1, le=256, description="blocks with prompts, counted from the first; default: all")
-    ] = None
-    alpha: Annotated[
-        float, Field(ge=0, le=1e6, description="weight α of the KL divergence to the global prediction; 0: without it")
-    ] = 1.0
-    zero_shot_reference: Annotated[
-        bool, Field(description="round 1 takes zero-shot CLIP for the global prediction; false: no KL in round 1")
-    ] = True
-    text_aggregation: Annotated[
-        Literal["attention", "mean"], Field(description="mean: without the text aggregator A_t")
-    ] = "attention"
-    visual_aggregation: Annotated[
-        Literal["attention", "mean"], Field(description="mean: without the visual aggregator A_v")
-    ] = "attention"
-    reduction: Annotated[int, Field(ge=1, le=1024, description="width of a block over its perceptrons' hidden one")] = 8
-    residual: Annotated[bool, Field(description="perceptrons are x + W₂·ReLU(W₁x + b₁) + b₂; false: without the x")] = (
-        True
+    m: int = Field(8, ge=1, le=64, description="prompt tokens in each block, text and visual alike")
+    depth: int | None = Field(
+        None, ge=1, le=256, description="blocks with prompts, counted from the first; default: all"
     )
-    aggregators: Annotated[
-        Literal["persist", "reset"],
-        Field(
-            description="persist: a round's aggregators train on from the last round's mean (Algorithm 1 as printed); "
-            "reset: from their common start, the plain mean"
-        ),
-    ] = "persist"
-    local_prompts: Annotated[
-        Literal["restart", "persist"],
-        Field(
-            description="restart: Tᵏ := T^g, Vᵏ := V^g in every round (Algorithm 1 as printed); persist: clients keep "
-            "their own prompts and start a round from them, T^g and V^g are the reference alone"
-        ),
-    ] = "restart"
+    alpha: float = Field(
+        1.0, ge=0, le=1e6, description="weight α of the KL divergence to the global prediction; 0: without it"
+    )
+    zero_shot_reference: bool = Field(
+        True, description="round 1 takes zero-shot CLIP for the global prediction; false: no KL in round 1"
+    )
+    text_aggregation: Literal["attention", "mean"] = Field(
+        "attention", description="mean: without the text aggregator A_t"
+    )
+    visual_aggregation: Literal["attention", "mean"] = Field(
+        "attention", description="mean: without the visual aggregator A_v"
+    )
+    reduction: int = Field(8, ge=1, le=1024, description="width of a block over its perceptrons' hidden one")
+    residual: bool = Field(True, description="perceptrons are x + W₂·ReLU(W₁x + b₁) + b₂; false: without the x")
+    aggregators: Literal["persist", "reset"] = Field(
+        "persist",
+        description="persist: a round's aggregators train on from the last round's mean (Algorithm 1 as printed); "
+        "reset: from their common start, the plain mean",
+    )
+    local_prompts: Literal["restart", "persist"] = Field(
+        "restart",
+        description="restart: Tᵏ := T^g, Vᵏ := V^g in every round (Algorithm 1 as printed); persist: clients keep "
+        "their own prompts and start a round from them, T^g and V^g are the reference alone",
+    )
 
 
 def prompts_of(modality: str) -> TensorSpec:
@@ -174,11 +164,7 @@ class Plan(pf.Method):
     Hyper = PlanHyper
     hyper: PlanHyper
     needs = visual.NEEDS
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 20,
-        "training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.0015},
-        "aggregation": {"weighting": "uniform"},
-    }
+    defaults = pf.defaults(20, {"aggregation": {"weighting": "uniform"}}, epochs=1, batch_size=32, learning_rate=0.0015)
 
     def __init__(self, hyper: PlanHyper):
         super().__init__(hyper)
@@ -222,10 +208,10 @@ class Plan(pf.Method):
         sizes |= visual.vision_dims(self.name, hyper.depth, context)
         return sizes | {"r_t": max(1, sizes["d_t"] // hyper.reduction), "r_v": max(1, sizes["d_v"] // hyper.reduction)}
 
-    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
-        """Every class name must fit behind the prompts, and into the template."""
-        super().check_texts(backbone, class_names, template)
-        backbone.class_prompts(class_names, self.hyper.m)
+    @property
+    def prompt_length(self) -> int:
+        """As many as ``m``."""
+        return self.hyper.m
 
     def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """One common start for all: prompts and queries N(0, 0.02²), perceptrons that add nothing yet."""
@@ -286,7 +272,7 @@ class Plan(pf.Method):
             roster = [client.name for client in context.clients]
             state[OWNERS.name] = torch.tensor([roster.index(update.client) for update in kept])
         if self.hyper.aggregators == "reset":  # every round from the same draws
-            state |= self._new_aggregators(self.dims(context), seeded(context.seed, self.name, "aggregators"))
+            state |= self._new_aggregators(self.dims(context), pf.generator(context.seed, self.name, "aggregators"))
         return state
 
     def measure(self, before: Tensors, phase: pf.Phase, after: Tensors, context: pf.ServerContext) -> pf.Measured:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import Penalty, SharedContextMethod, train_context
 from promptfed.shared.tensors import Tensors
 
 
-class PromptFL(SharedContextMethod):
+class PromptFL(pf.SharedContextMethod):
     """Cross-entropy of cosine logits; the context is all that is trained and all that travels.
 
     Source: Guo et al., "PromptFL", 2023; the context is CoOp's (Zhou et al., 2022).
@@ -23,9 +22,9 @@ class PromptFL(SharedContextMethod):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""
         start = payload["context"]
-        learned, loss = train_context(context, start, self.penalty(context, start))
+        learned, loss = pf.train_context(context, start, self.penalty(context, start))
         return pf.TrainResult(update={"context": learned}, metrics={"loss": loss})
 
-    def penalty(self, context: pf.ClientContext, start: Tensor) -> Penalty | None:
+    def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty | None:
         """What is added to the loss of a task that starts from ``start (m, d_t)``: nothing in PromptFL."""
         return None

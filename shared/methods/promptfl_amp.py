@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import median
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -16,34 +16,22 @@ from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import ANSWERED, ROWS, ClientRowsMethod, row_of
-from promptfed.shared.methods.core.context import (
-    CONTEXT,
-    ContextHyper,
-    Penalty,
-    TextPromptClassifier,
-    class_prompts,
-    train_context,
-)
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 MESSAGE = TensorSpec("message", ("m", "d_t"))
 COSINE_SIGMA = 10.0
 
 
-class PromptFLAMPHyper(ContextHyper):
+class PromptFLAMPHyper(pf.ContextHyper):
     """A learned context, and how much others' count."""
 
-    similarity: Annotated[
-        Literal["distance", "cosine"],
-        Field(description="FedAMP's weights e^(−‖w_i − w_j‖²/σ)/a, or HeurFedAMP's, in proportion to e^(σ·cos)"),
-    ] = "distance"
-    sigma: Annotated[
-        float | None,
-        Field(gt=0, le=1e6, description="σ; default: the median of the squared distances, or 10 for cosine"),
-    ] = None
-    proximal: Annotated[
-        float, Field(ge=0, le=1e6, description="weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α")
-    ] = 1.0
+    similarity: Literal["distance", "cosine"] = Field(
+        "distance", description="FedAMP's weights e^(−‖w_i − w_j‖²/σ)/a, or HeurFedAMP's, in proportion to e^(σ·cos)"
+    )
+    sigma: float | None = Field(
+        None, gt=0, le=1e6, description="σ; default: the median of the squared distances, or 10 for cosine"
+    )
+    proximal: float = Field(1.0, ge=0, le=1e6, description="weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α")
 
 
 def mixing_weights(rows: Tensor, similarity: str, sigma: float | None) -> Tensor:
@@ -88,7 +76,7 @@ class PromptFLAMP(ClientRowsMethod):
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round: the mixture down, the client's own context up."""
-        return (pf.Phase("train", down=(MESSAGE,), up=(CONTEXT,)),)
+        return (pf.Phase("train", down=(MESSAGE,), up=(pf.CONTEXT,)),)
 
     def payload(
         self, state: Tensors, phase: pf.Phase | None, client: pf.ClientInfo, context: pf.ServerContext
@@ -96,7 +84,7 @@ class PromptFLAMP(ClientRowsMethod):
         """u_i, the mixture for this client."""
         usable = self.usable(state, context)
         if not usable:
-            return {MESSAGE.name: state[CONTEXT.name]}
+            return {MESSAGE.name: state[pf.CONTEXT.name]}
         rows = state[ROWS.name][usable]
         at = row_of(client.name, context) if any(other.name == client.name for other in context.clients) else None
         if at not in usable:
@@ -118,8 +106,8 @@ class PromptFLAMP(ClientRowsMethod):
         """The mean of the clients' contexts, before there is one the start."""
         answered = [row for row, round in enumerate(state[ANSWERED.name].tolist()) if round]
         if not answered:
-            return {CONTEXT.name: state[CONTEXT.name]}
-        return {CONTEXT.name: state[ROWS.name][answered].double().mean(0).float()}
+            return {pf.CONTEXT.name: state[pf.CONTEXT.name]}
+        return {pf.CONTEXT.name: state[ROWS.name][answered].double().mean(0).float()}
 
     def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The same, as vectors that words can be near."""
@@ -127,17 +115,17 @@ class PromptFLAMP(ClientRowsMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's last context, held near the mixture; sends the context."""
-        learned, loss = train_context(context, self._own(payload, private), self._penalty(context, payload))
-        return pf.TrainResult({CONTEXT.name: learned}, {CONTEXT.name: learned}, {"loss": loss})
+        learned, loss = pf.train_context(context, self._own(payload, private), self._penalty(context, payload))
+        return pf.TrainResult({pf.CONTEXT.name: learned}, {pf.CONTEXT.name: learned}, {"loss": loss})
 
-    def _penalty(self, context: pf.ClientContext, payload: Tensors) -> Penalty | None:
+    def _penalty(self, context: pf.ClientContext, payload: Tensors) -> pf.Penalty | None:
         mixture, weight = payload[MESSAGE.name].to(context.backbone.device), self.hyper.proximal
         return (lambda learned, text: weight / 2 * (learned - mixture).square().sum()) if weight else None
 
     def _own(self, payload: Tensors, private: Tensors) -> Tensor:
-        return private.get(CONTEXT.name, payload[MESSAGE.name])
+        return private.get(pf.CONTEXT.name, payload[MESSAGE.name])
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """With the client's own context; with what it was sent where it has trained none."""
-        prompts = class_prompts(context, self.hyper.m)
-        return TextPromptClassifier(context.backbone, self._own(payload, private), prompts)
+        prompts = pf.class_prompts(context, self.hyper.m)
+        return pf.TextPromptClassifier(context.backbone, self._own(payload, private), prompts)

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import ContextHyper, TextPromptClassifier, class_prompts, train_context
 from promptfed.shared.methods.promptfl import PromptFL
 from promptfed.shared.tensors import Tensors
 
 
-class PromptFLFTHyper(ContextHyper):
+class PromptFLFTHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the length of the fine-tuning."""
 
-    finetune_epochs: Annotated[
-        int, Field(ge=1, le=10_000, description="epochs over the client's training images before an evaluation")
-    ] = 5
-    finetune_learning_rate: Annotated[
-        float | None, Field(gt=0, le=1000, description="rate of the fine-tuning; default: training.learning_rate")
-    ] = None
+    finetune_epochs: int = Field(
+        5, ge=1, le=10_000, description="epochs over the client's training images before an evaluation"
+    )
+    finetune_learning_rate: float | None = Field(
+        None, gt=0, le=1000, description="rate of the fine-tuning; default: training.learning_rate"
+    )
 
 
-class TunedClassifier(TextPromptClassifier):
+class TunedClassifier(pf.TextPromptClassifier):
     """Classifies with a context ``(m, d_t)`` that was tuned for it."""
 
     def __init__(self, context: pf.ClientContext, learned: Tensor):
-        super().__init__(context.backbone, learned, class_prompts(context, len(learned)))
+        super().__init__(context.backbone, learned, pf.class_prompts(context, len(learned)))
         self._learned = learned
 
     def among(self, context: pf.ClientContext) -> TunedClassifier:
@@ -53,7 +50,7 @@ class PromptFLFT(PromptFL):
     Hyper = PromptFLFTHyper
     hyper: PromptFLFTHyper
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> TextPromptClassifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """Classifies with the fine-tuned context; where there is nothing to train on, with the global one."""
         learned = payload["context"]
         if len(context.train):
@@ -64,5 +61,5 @@ class PromptFLFT(PromptFL):
         """The context ``(m, d_t)`` after the fine-tuning from the global one, ``start (m, d_t)``."""
         rate = self.hyper.finetune_learning_rate or context.training.learning_rate
         with torch.enable_grad():  # evaluations run without gradients
-            learned, _ = train_context(context.for_tuning(self.hyper.finetune_epochs, rate), start)
+            learned, _ = pf.train_context(context.for_tuning(self.hyper.finetune_epochs, rate), start)
         return learned

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import (
-    BatchCrossEntropy,
-    ContextHyper,
-    TextPromptClassifier,
-    class_prompts,
-    text_width,
-)
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
 from promptfed.shared.tensors import TensorSpec
 
 
-class PromptFLPerHyper(ContextHyper):
+class PromptFLPerHyper(pf.ContextHyper):
     """A learned context and where it is divided."""
 
-    shared_tokens: Annotated[
-        int | None,
-        Field(ge=1, le=63, description="m_s, first vectors of the context, which are shared; default: ⌊m/2⌋"),
-    ] = None
+    shared_tokens: int | None = Field(
+        None, ge=1, le=63, description="m_s, first vectors of the context, which are shared; default: ⌊m/2⌋"
+    )
 
 
 class PromptFLPer(PrivateContextMethod):
@@ -61,7 +51,7 @@ class PromptFLPer(PrivateContextMethod):
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m_s`` and the text tower's width ``d_t``."""
-        return {"m_s": self.shared_length, "d_t": text_width(self.name, self.hyper.m, context)}
+        return {"m_s": self.shared_length, "d_t": pf.text_width(self.name, self.hyper.m, context)}
 
     def local_length(self, context: pf.ClientContext) -> int:
         """The private vectors, which stand next to the class name."""
@@ -69,14 +59,14 @@ class PromptFLPer(PrivateContextMethod):
 
     def pair_loss(self, context: pf.ClientContext) -> PairLoss:
         """CE(τ⁻¹·I(x)·T([shared; private], y)): PromptFL's loss of the whole context."""
-        prompts, cross_entropy = class_prompts(context, self.hyper.m), BatchCrossEntropy(context)
+        prompts, cross_entropy = pf.class_prompts(context, self.hyper.m), pf.BatchCrossEntropy(context)
 
         def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
             return cross_entropy(indices, context.backbone.encode_prompts(torch.cat([shared, local]), prompts))
 
         return PairLoss(loss)
 
-    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextPromptClassifier:
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextPromptClassifier:
         """Classifies with the whole context."""
         whole = torch.cat([shared.cpu(), local.cpu()])
-        return TextPromptClassifier(context.backbone, whole, class_prompts(context, self.hyper.m))
+        return pf.TextPromptClassifier(context.backbone, whole, pf.class_prompts(context, self.hyper.m))

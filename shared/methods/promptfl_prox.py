@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import ContextHyper, Penalty
 from promptfed.shared.methods.promptfl import PromptFL
 
 
-class PromptFLProxHyper(ContextHyper):
+class PromptFLProxHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the weight of the proximal term."""
 
-    mu: Annotated[
-        float, Field(ge=0, le=1e6, description="weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1")
-    ] = 1.0
+    mu: float = Field(1.0, ge=0, le=1e6, description="weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1")
 
 
 class PromptFLProx(PromptFL):
@@ -30,7 +25,7 @@ class PromptFLProx(PromptFL):
     Hyper = PromptFLProxHyper
     hyper: PromptFLProxHyper
 
-    def penalty(self, context: pf.ClientContext, start: Tensor) -> Penalty:
+    def penalty(self, context: pf.ClientContext, start: Tensor) -> pf.Penalty:
         """(μ/2)·‖ctx − global‖² of contexts ``(m, d_t)``."""
         fixed = start.to(context.backbone.device)
         return lambda learned, text: self.hyper.mu / 2 * (learned - fixed).square().sum()

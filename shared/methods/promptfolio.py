@@ -6,24 +6,20 @@ Source: Pan et al., "Federated Learning from Vision-Language Foundation Models: 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
-
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import BatchCrossEntropy, ContextHyper, TextFeatureClassifier, class_prompts
 from promptfed.shared.methods.core.private_context import PairLoss, PrivateContextMethod
 
 
-class PromptFolioHyper(ContextHyper):
+class PromptFolioHyper(pf.ContextHyper):
     """A learned context and how much the private one counts."""
 
-    theta: Annotated[
-        float,
-        Field(ge=0, le=1, description="share θ of the private context's text features; 0: all shared, 1: all private"),
-    ] = 0.4
+    theta: float = Field(
+        0.4, ge=0, le=1, description="share θ of the private context's text features; 0: all shared, 1: all private"
+    )
 
 
 def mixed(text: Tensor, theta: float) -> Tensor:
@@ -40,14 +36,11 @@ class PromptFolio(PrivateContextMethod):
     protects = True
     Hyper = PromptFolioHyper
     hyper: PromptFolioHyper
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 10,
-        "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.002},
-    }
+    defaults = pf.defaults(10, epochs=5, batch_size=16, learning_rate=0.002)
 
     def pair_loss(self, context: pf.ClientContext) -> PairLoss:
         """CE of τ⁻¹·⟨I(x), h⟩; both contexts are encoded in one pass."""
-        prompts, cross_entropy = class_prompts(context, self.hyper.m), BatchCrossEntropy(context)
+        prompts, cross_entropy = pf.class_prompts(context, self.hyper.m), pf.BatchCrossEntropy(context)
 
         def loss(indices: Tensor, shared: Tensor, local: Tensor) -> Tensor:
             text = context.backbone.encode_prompts(torch.stack([shared, local]), prompts)
@@ -55,9 +48,9 @@ class PromptFolio(PrivateContextMethod):
 
         return PairLoss(loss)
 
-    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> TextFeatureClassifier:
+    def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextFeatureClassifier:
         """Logits (1 − θ)·logit^G + θ·logit^L."""
-        backbone, prompts = context.backbone, class_prompts(context, self.hyper.m)
+        backbone, prompts = context.backbone, pf.class_prompts(context, self.hyper.m)
         with torch.no_grad():
             text = backbone.encode_prompts(torch.stack([shared, local]), prompts)
-        return TextFeatureClassifier(backbone.logit_scale, mixed(text, self.hyper.theta))
+        return pf.TextFeatureClassifier(backbone.logit_scale, mixed(text, self.hyper.theta))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Generator, Tensor
+from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.visual import ImageClassifier
@@ -23,11 +23,6 @@ class SingleSetVPT(VisualPromptMethod):
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Empty: the coordinator holds nothing."""
         return ()
-
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
-        """The empty state: clients draw the common start themselves."""
-        self.dims(context)
-        return {}
 
     def current(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """The client's prompts ``(depth, m, d_v)``: what it has trained, or the start that all have in common."""

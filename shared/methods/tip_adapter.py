@@ -9,7 +9,7 @@ Source: Zhang et al., "Tip-Adapter: Training-free Adaption of CLIP for Few-shot 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -17,9 +17,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import FeatureClassifier
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 KEYS, LABELS, BLEND = "keys", "key_labels", "blend"
@@ -32,18 +30,17 @@ CHUNK = 32
 class TipAdapterHyper(pf.Hyperparameters):
     """What the cache holds, and how much it is listened to."""
 
-    alpha: Annotated[float, Field(ge=0, le=1000, description="a, weight of the cache's votes, unless searched")] = 1.17
-    beta: Annotated[float, Field(ge=0, le=1000, description="b, sharpness of the votes, unless searched")] = 1.0
-    validation: Annotated[
-        float,
-        Field(ge=0, lt=1, description="share of each class's training images on which a and b are searched; 0: fixed"),
-    ] = 0.25
-    keys: Annotated[
-        Literal["images", "means"], Field(description="a key for each training image, or for each class's mean")
-    ] = "images"
-    augment: Annotated[
-        int, Field(ge=1, le=100, description="random crops of each training image whose mean is its key; 1: the image")
-    ] = 1
+    alpha: float = Field(1.17, ge=0, le=1000, description="a, weight of the cache's votes, unless searched")
+    beta: float = Field(1.0, ge=0, le=1000, description="b, sharpness of the votes, unless searched")
+    validation: float = Field(
+        0.25, ge=0, lt=1, description="share of each class's training images on which a and b are searched; 0: fixed"
+    )
+    keys: Literal["images", "means"] = Field(
+        "images", description="a key for each training image, or for each class's mean"
+    )
+    augment: int = Field(
+        1, ge=1, le=100, description="random crops of each training image whose mean is its key; 1: the image"
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class TipAdapter(pf.Method):
     metrics = ("alpha", "beta", "validation_accuracy")
     Hyper = TipAdapterHyper
     hyper: TipAdapterHyper
-    defaults: ClassVar[dict[str, Any]] = {"rounds": 1}
+    defaults = pf.defaults(1)
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Empty: the coordinator holds nothing."""
@@ -85,10 +82,6 @@ class TipAdapter(pf.Method):
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """No symbol, since there is no tensor."""
-        return {}
-
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
-        """The empty state."""
         return {}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
@@ -125,7 +118,7 @@ class TipAdapter(pf.Method):
             plain = context.backbone.logit_scale * features @ text.T
             return plain + alpha * cache.votes(features, beta, len(text))
 
-        return FeatureClassifier(logits)
+        return pf.FeatureClassifier(logits)
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """None: zero-shot is in every report."""
@@ -140,7 +133,7 @@ class TipAdapter(pf.Method):
         """``(N, d_e)`` normalised features of the images, or the normalised mean of raw features of random crops."""
         if self.hyper.augment == 1:
             return context.train.features()
-        draws = generator(context.seed, "crops", context.client)
+        draws = pf.generator(context.seed, "crops", context.client)
         parts = []
         for some in torch.split(torch.arange(len(context.train)), CHUNK):
             images = context.train.images(some)
@@ -171,7 +164,7 @@ class TipAdapter(pf.Method):
 def held_out(context: pf.ClientContext, share: float) -> Tensor:
     """``(N,)`` bool: of each class ⌊share·n⌋ training images, drawn by the federation's seed."""
     labels = context.train.labels.cpu()
-    order = torch.randperm(len(labels), generator=generator(context.seed, "held out", context.client))
+    order = torch.randperm(len(labels), generator=pf.generator(context.seed, "held out", context.client))
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in torch.unique(labels):
         own = order[labels[order] == label]

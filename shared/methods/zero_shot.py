@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import TextFeatureClassifier, cosine_logits
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 
@@ -16,7 +13,7 @@ class ZeroShotHyper(pf.Hyperparameters):
     """None of its own: the template is the spec's."""
 
 
-class TemplateClassifier(TextFeatureClassifier):
+class TemplateClassifier(pf.TextFeatureClassifier):
     """Cosine logits of image features against the template's text features, τ⁻¹·I(x)·T(template(y))."""
 
     def __init__(self, context: pf.ClientContext):
@@ -27,7 +24,7 @@ class TemplateClassifier(TextFeatureClassifier):
     def of_images(self, images: Tensor) -> Tensor:
         """``(B, C)`` logits of preprocessed images ``(B, 3, H, W)``, through the image tower."""
         features = self._backbone.encode_images(images)
-        return cosine_logits(self._scale, features, torch.arange(len(features)), self._text)
+        return pf.cosine_logits(self._scale, features, torch.arange(len(features)), self._text)
 
 
 class ZeroShot(pf.Method):
@@ -38,7 +35,7 @@ class ZeroShot(pf.Method):
     paper = "Radford et al., Learning Transferable Visual Models From Natural Language Supervision (CLIP), 2021"
     unprotected = "it trains nothing"
     Hyper = ZeroShotHyper
-    defaults: ClassVar[dict[str, Any]] = {"rounds": 1}
+    defaults = pf.defaults(1)
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """Empty: a template is no tensor."""
@@ -50,10 +47,6 @@ class ZeroShot(pf.Method):
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """No symbol, since there is no tensor."""
-        return {}
-
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
-        """The empty state."""
         return {}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:

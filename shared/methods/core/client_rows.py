@@ -13,7 +13,6 @@ import torch
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import CONTEXT, ContextMethod
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ ROWS = TensorSpec("client_contexts", ("n", "m", "d_t"), shared_with_clients=Fals
 ANSWERED = TensorSpec("answered", ("n",), dtype="int64", shared_with_clients=False)
 
 
-class ClientRowsMethod(ContextMethod):
+class ClientRowsMethod(pf.ContextMethod):
     """A context that all start from, and the last counted context of every client.
 
     ``answered`` is the round of a client's last counted answer, 0 before its first. A newcomer gets an empty row; a
@@ -34,7 +33,7 @@ class ClientRowsMethod(ContextMethod):
 
     def state_tensors(self) -> tuple[TensorSpec, ...]:
         """The common context and the rows."""
-        return (CONTEXT, ROWS, ANSWERED)
+        return (pf.CONTEXT, ROWS, ANSWERED)
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, ``d_t`` and ``n``, the clients that the state knows."""
@@ -50,7 +49,7 @@ class ClientRowsMethod(ContextMethod):
 
     def adopt(self, state: Tensors, context: pf.ServerContext) -> Tensors:
         """A supplied start with an empty row for each client that there is."""
-        count, start = len(context.clients), state[CONTEXT.name]
+        count, start = len(context.clients), state[pf.CONTEXT.name]
         empty = {
             ROWS.name: torch.zeros(count, *start.shape),
             ANSWERED.name: torch.zeros(count, dtype=torch.int64),
@@ -80,7 +79,7 @@ class ClientRowsMethod(ContextMethod):
         round = int(answered.max()) + 1 if len(answered) else 1  # every round counts somebody
         for update in updates:
             at = row_of(update.client, context)
-            rows[at], answered[at] = update.tensors[CONTEXT.name], round
+            rows[at], answered[at] = update.tensors[pf.CONTEXT.name], round
         return state | {ROWS.name: rows, ANSWERED.name: answered}
 
     def usable(self, state: Tensors, context: pf.ServerContext) -> list[int]:

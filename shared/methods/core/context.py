@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.core.interface.base import (
+    Classifier,
+    ClientContext,
+    Hyperparameters,
+    Method,
+    MethodError,
+    NeedsBackbone,
+    ServerContext,
+    Split,
+)
+from promptfed.shared.methods.core.interface.protection import Objective
+from promptfed.shared.methods.core.training import train
+from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -24,14 +36,13 @@ Penalty = Callable[[Tensor, Tensor], Tensor]
 """A term of the loss, of the trained context ``(m, d_t)`` and its text features ``(C, d_e)``."""
 
 
-class ContextHyper(pf.Hyperparameters):
+class ContextHyper(Hyperparameters):
     """Hyperparameters of a learned context (CoOp, Zhou et al. 2022, section 3.2)."""
 
-    m: Annotated[int, Field(ge=1, le=64, description="number of context vectors")] = 16
-    context_init: Annotated[
-        str | None,
-        Field(max_length=200, description="words whose token embeddings start the context; default: N(0, 0.02²)"),
-    ] = None
+    m: int = Field(16, ge=1, le=64, description="number of context vectors")
+    context_init: str | None = Field(
+        None, max_length=200, description="words whose token embeddings start the context; default: N(0, 0.02²)"
+    )
 
 
 def cosine_logits(scale: float, features: Tensor, indices: Tensor, text: Tensor) -> Tensor:
@@ -47,7 +58,7 @@ class FeatureClassifier:
         self._of = of
 
     @torch.no_grad()
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         features = split.features()
         return self._of(features[indices.to(features.device)])
@@ -59,7 +70,7 @@ class TextFeatureClassifier:
     def __init__(self, scale: float, text: Tensor):
         self._scale, self._text = scale, text
 
-    def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
+    def logits(self, split: Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""
         return cosine_logits(self._scale, split.features(), indices, self._text)
 
@@ -77,7 +88,7 @@ class TextPromptClassifier(TextFeatureClassifier):
         super().__init__(backbone.logit_scale, text)
 
 
-class ContextMethod(pf.Method):
+class ContextMethod(Method):
     """Base of the methods that learn one context ``(m, d_t)`` which stands before every class name."""
 
     Hyper = ContextHyper
@@ -89,31 +100,31 @@ class ContextMethod(pf.Method):
         """Vectors of the context in the global state."""
         return self.hyper.m
 
-    def check(self, spec: pf.FederationSpec) -> None:
+    def check(self, spec: FederationSpec) -> None:
         """Words that start the context must be there."""
         if self.hyper.context_init is not None and not self.hyper.context_init.strip():
-            raise pf.MethodError("context_init is empty: give words, or leave it out for a random start")
+            raise MethodError("context_init is empty: give words, or leave it out for a random start")
 
-    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
-        """Every class name must fit behind the context, and into the template."""
-        super().check_texts(backbone, class_names, template)
-        backbone.class_prompts(class_names, self.hyper.m)
+    @property
+    def prompt_length(self) -> int:
+        """As many as ``m``."""
+        return self.hyper.m
 
-    def dims(self, context: pf.ServerContext) -> dict[str, int]:
+    def dims(self, context: ServerContext) -> dict[str, int]:
         """``m`` and the text tower's width ``d_t``."""
         return {"m": self.hyper.m, "d_t": text_width(self.name, self.hyper.m, context)}
 
-    def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
         """A context drawn from N(0, 0.02²); NeedsBackbone where it is to be made of words."""
         if self.hyper.context_init is not None:
-            raise pf.NeedsBackbone(
+            raise NeedsBackbone(
                 f"the context starts from the words {self.hyper.context_init!r}, which takes a backbone: create the "
                 "federation with `promptfed federation create`, or PUT the tensors to its initial-state"
             )
         width = self.dims(context)["d_t"]
         return {self.shared.name: torch.randn(self.shared_length, width, generator=generator) * INIT_STD}
 
-    def initial_state_with(self, backbone: Backbone, context: pf.ServerContext, generator: Generator) -> Tensors:
+    def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
         """The start made where a backbone is at hand."""
         return {self.shared.name: self.start(backbone, generator)}
 
@@ -124,10 +135,10 @@ class ContextMethod(pf.Method):
             words = backbone.embed_words(self.hyper.context_init).detach().float().cpu()
         m = self.shared_length
         if len(words) > m:
-            raise pf.MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
+            raise MethodError(f"context_init has {len(words)} tokens, more than m = {m}: raise m or use fewer words")
         return torch.cat([torch.randn(m - len(words), words.shape[1], generator=generator) * INIT_STD, words])
 
-    def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """The shared context, where the state has one."""
         return {name: tensor for name, tensor in state.items() if name == self.shared.name}
 
@@ -139,26 +150,26 @@ class SharedContextMethod(ContextMethod):
         """The context."""
         return (self.shared,)
 
-    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
+    def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """Classifies with the global context."""
         prompts = class_prompts(context, self.shared_length)
         return TextPromptClassifier(context.backbone, payload[self.shared.name], prompts)
 
 
-def text_width(method: str, m: int, context: pf.ServerContext) -> int:
+def text_width(method: str, m: int, context: ServerContext) -> int:
     """``d_t`` of a text tower that ``m`` context vectors fit into. Raises MethodError where there is none."""
     shape = context.shape
     if shape.d_t is None:
-        raise pf.MethodError(f"{method} needs a text tower that prompts can enter; this backbone has none")
+        raise MethodError(f"{method} needs a text tower that prompts can enter; this backbone has none")
     if shape.context_length is not None and m + LEAST_TEXT > shape.context_length:
-        raise pf.MethodError(
+        raise MethodError(
             f"a context of m = {m} vectors leaves no room for a class name in the backbone's {shape.context_length} "
             f"text positions: use at most m = {shape.context_length - LEAST_TEXT}"
         )
     return shape.d_t
 
 
-def class_prompts(context: pf.ClientContext, m: int) -> ClassPrompts:
+def class_prompts(context: ClientContext, m: int) -> ClassPrompts:
     """The tokenised names of the task's label space behind ``m`` context vectors."""
     return context.backbone.class_prompts(context.class_names, m)
 
@@ -166,7 +177,7 @@ def class_prompts(context: pf.ClientContext, m: int) -> ClassPrompts:
 class BatchCrossEntropy:
     """CE(τ⁻¹·I(x)·T(y)) over batches of a client's training images, on kept image features."""
 
-    def __init__(self, context: pf.ClientContext):
+    def __init__(self, context: ClientContext):
         self._scale = context.backbone.logit_scale
         self._features = context.train.features()
         self._labels = context.train.labels.to(context.backbone.device)
@@ -183,7 +194,7 @@ class BatchCrossEntropy:
         return F.cross_entropy(logits, self._labels[some], reduction="none")
 
 
-def train_context(context: pf.ClientContext, start: Tensor, penalty: Penalty | None = None) -> tuple[Tensor, float]:
+def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None = None) -> tuple[Tensor, float]:
     """Train a context from ``start (m, d_t)`` on CE(τ⁻¹·I(x)·T(ctx, y)) + penalty(ctx, T).
 
     Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
@@ -204,5 +215,5 @@ def train_context(context: pf.ClientContext, start: Tensor, penalty: Penalty | N
         assert penalty is not None
         return penalty(parameters[0], backbone.encode_prompts(parameters[0], prompts))
 
-    final = pf.train(context, [learned], loss, objective=pf.Objective(units, None if penalty is None else common))
+    final = train(context, [learned], loss, objective=Objective(units, None if penalty is None else common))
     return learned.detach().cpu(), final

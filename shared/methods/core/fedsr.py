@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import SHARED_HEAD, LinearHead, head_start
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 DRAWS = 20  # of z, whose probabilities are averaged where images are classified
@@ -41,7 +40,7 @@ def start(seed: int, classes: int, width: int, size: int) -> Tensors:
     """The shared tensors before any training, drawn from the seed: maps uniform in ±1/√d_f."""
     tensors = head_start(seed, classes, size)
     for name in ("sr_mean", "sr_scale"):
-        draws = torch.rand(size, width, generator=generator(seed, name))
+        draws = torch.rand(size, width, generator=pf.generator(seed, name))
         tensors |= {f"{name}_weight": (draws * 2 - 1) / math.sqrt(width), f"{name}_bias": torch.zeros(size)}
     return tensors
 
@@ -116,7 +115,7 @@ class Representation:
 
 def draws_for_images(seed: int, size: int) -> Tensor:
     """``(DRAWS, d_z)`` normal numbers, so that no image's scores depend on those that are scored beside it."""
-    return torch.randn(DRAWS, size, generator=generator(seed, "fedsr", "classify"))
+    return torch.randn(DRAWS, size, generator=pf.generator(seed, "fedsr", "classify"))
 
 
 def gaussian_divergence(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Tensor) -> Tensor:

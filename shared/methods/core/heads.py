@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from promptfed.shared.canonical import canonical_json
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ def check_head_rate(method: str, given: float | None, *, linear: bool, alone: bo
 
 def head_start(seed: int, classes: int, width: int) -> Tensors:
     """``head_weight (classes, width)`` uniform in ±1/√width and ``head_bias (classes,)`` zero, drawn from the seed."""
-    weight = (torch.rand(classes, width, generator=generator(seed, "head")) * 2 - 1) / math.sqrt(width)
+    weight = (torch.rand(classes, width, generator=pf.generator(seed, "head")) * 2 - 1) / math.sqrt(width)
     return {WEIGHT: weight, BIAS: torch.zeros(classes)}
 
 

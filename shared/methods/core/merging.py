@@ -57,11 +57,8 @@ def checkpoint_of(backbone: Backbone, towers: MergedTowers) -> Tensors:
 
 
 def _pairs(backbone: Backbone, towers: MergedTowers) -> list[tuple[Tensor, Tensor]]:
-    pairs = []
-    if towers.visual:
-        own = backbone.vision_tower().weights
-        pairs += [(own[name], weight) for name, weight in towers.visual.items()]
-    if towers.text:
-        own = backbone.text_tower().weights
-        pairs += [(own[name], weight) for name, weight in towers.text.items()]
-    return pairs
+    """The frozen and the merged weight of each name."""
+    visual = backbone.vision_tower().weights if towers.visual else {}
+    text = backbone.text_tower().weights if towers.text else {}
+    pairs = [(visual[name], weight) for name, weight in towers.visual.items()]
+    return pairs + [(text[name], weight) for name, weight in towers.text.items()]

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import INIT_STD, SharedContextMethod, TextPromptClassifier, class_prompts
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 LOCAL = "local_context"
@@ -33,7 +31,7 @@ class PairLoss:
     metrics: Callable[[], dict[str, float]] = dict
 
 
-class PrivateContextMethod(SharedContextMethod):
+class PrivateContextMethod(pf.SharedContextMethod):
     """A shared context that is averaged, and a private one ``local_context (m_l, d_t)`` that never leaves its client.
 
     The private one starts from one draw for all clients, N(0, 0.02²), seeded by the federation's seed and the method's
@@ -52,8 +50,8 @@ class PrivateContextMethod(SharedContextMethod):
         """The client's ``(m_l, d_t)``: what it has trained, or the start that all have in common."""
         if LOCAL in private:
             return private[LOCAL]
-        drawn = torch.randn(MOST_VECTORS, context.backbone.d_t, generator=generator(context.seed, self.name))
-        return drawn[: self.local_length(context)] * INIT_STD
+        drawn = torch.randn(MOST_VECTORS, context.backbone.d_t, generator=pf.generator(context.seed, self.name))
+        return drawn[: self.local_length(context)] * pf.INIT_STD
 
     @abstractmethod
     def pair_loss(self, context: pf.ClientContext) -> PairLoss:
@@ -65,7 +63,7 @@ class PrivateContextMethod(SharedContextMethod):
 
     def global_classifier(self, context: pf.ClientContext, shared: Tensor) -> pf.Classifier:
         """Classifies with the shared context ``(m, d_t)`` alone."""
-        return TextPromptClassifier(context.backbone, shared, class_prompts(context, self.shared_length))
+        return pf.TextPromptClassifier(context.backbone, shared, pf.class_prompts(context, self.shared_length))
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over both contexts; sends the shared one, keeps the other."""

@@ -1,5 +1,19 @@
 """What a method file needs of promptfed under one name: ``from promptfed.shared.methods.core import toolkit as pf``."""
 
+from promptfed.shared.methods.core.context import CONTEXT as CONTEXT
+from promptfed.shared.methods.core.context import INIT_STD as INIT_STD
+from promptfed.shared.methods.core.context import BatchCrossEntropy as BatchCrossEntropy
+from promptfed.shared.methods.core.context import ContextHyper as ContextHyper
+from promptfed.shared.methods.core.context import ContextMethod as ContextMethod
+from promptfed.shared.methods.core.context import FeatureClassifier as FeatureClassifier
+from promptfed.shared.methods.core.context import Penalty as Penalty
+from promptfed.shared.methods.core.context import SharedContextMethod as SharedContextMethod
+from promptfed.shared.methods.core.context import TextFeatureClassifier as TextFeatureClassifier
+from promptfed.shared.methods.core.context import TextPromptClassifier as TextPromptClassifier
+from promptfed.shared.methods.core.context import class_prompts as class_prompts
+from promptfed.shared.methods.core.context import cosine_logits as cosine_logits
+from promptfed.shared.methods.core.context import text_width as text_width
+from promptfed.shared.methods.core.context import train_context as train_context
 from promptfed.shared.methods.core.interface.base import Classifier as Classifier
 from promptfed.shared.methods.core.interface.base import ClientContext as ClientContext
 from promptfed.shared.methods.core.interface.base import ClientInfo as ClientInfo
@@ -17,6 +31,7 @@ from promptfed.shared.methods.core.interface.base import ServerContext as Server
 from promptfed.shared.methods.core.interface.base import Split as Split
 from promptfed.shared.methods.core.interface.base import TrainResult as TrainResult
 from promptfed.shared.methods.core.interface.base import Updates as Updates
+from promptfed.shared.methods.core.interface.defaults import defaults as defaults
 from promptfed.shared.methods.core.interface.disclosures import AGGREGATE as AGGREGATE
 from promptfed.shared.methods.core.interface.disclosures import Disclosed as Disclosed
 from promptfed.shared.methods.core.interface.insights import Measured as Measured
@@ -24,5 +39,6 @@ from promptfed.shared.methods.core.interface.protection import Objective as Obje
 from promptfed.shared.methods.core.text_features import template_features as template_features
 from promptfed.shared.methods.core.training import Group as Group
 from promptfed.shared.methods.core.training import train as train
+from promptfed.shared.seeds import generator as generator
 from promptfed.shared.spec.spec import BackboneShape as BackboneShape
 from promptfed.shared.spec.spec import FederationSpec as FederationSpec

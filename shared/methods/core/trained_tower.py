@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -59,22 +59,19 @@ _LAST = ("ln_post_weight", "ln_post_bias", "proj")
 class TowerHyper(VisualHyper):
     """Which weights of the image tower are trained, and how changes travel."""
 
-    trainable: Annotated[
-        Trainable,
-        Field(
-            description="all: every weight of the image tower; last_k: its last k blocks and what follows them; norms: "
-            "the layer norms; biases: all biases; none: the linear head alone (a linear probe)"
-        ),
-    ] = "all"
-    k: Annotated[int, Field(ge=1, le=256, description="last_k: how many blocks, counted from the last")] = 1
-    projected: Annotated[
-        bool, Field(description="the linear head stands on the feature behind the image tower's projection")
-    ] = False
+    trainable: Trainable = Field(
+        "all",
+        description="all: every weight of the image tower; last_k: its last k blocks and what follows them; norms: "
+        "the layer norms; biases: all biases; none: the linear head alone (a linear probe)",
+    )
+    k: int = Field(1, ge=1, le=256, description="last_k: how many blocks, counted from the last")
+    projected: bool = Field(
+        False, description="the linear head stands on the feature behind the image tower's projection"
+    )
     head_learning_rate: HeadRate = None
-    transport: Annotated[
-        Literal["float32", "bfloat16"],
-        Field(description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits"),
-    ] = "float32"
+    transport: Literal["float32", "bfloat16"] = Field(
+        "float32", description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits"
+    )
     cache_blocks: CacheBlocks = False
 
 

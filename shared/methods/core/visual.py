@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import INIT_STD, text_width
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone, ClassPrompts
@@ -46,18 +45,15 @@ def images_of(split: pf.Split, indices: Tensor) -> Tensor:
 class VisualHyper(pf.Hyperparameters):
     """How the image tower is run; neither option changes what is computed but for rounding."""
 
-    autocast: Annotated[
-        Literal["none", "bf16"],
-        Field(description="bf16: the image tower computes in bfloat16; texts, prompts, losses and optimizer do not"),
-    ] = "none"
-    checkpoint: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="activation checkpointing: hold the image tower's activations for so many images at once and "
-            "compute the others' again in the backward pass; default: hold all",
-        ),
-    ] = None
+    autocast: Literal["none", "bf16"] = Field(
+        "none", description="bf16: the image tower computes in bfloat16; texts, prompts, losses and optimizer do not"
+    )
+    checkpoint: int | None = Field(
+        None,
+        ge=1,
+        description="activation checkpointing: hold the image tower's activations for so many images at once and "
+        "compute the others' again in the backward pass; default: hold all",
+    )
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ def learned(start: Tensor, backbone: Backbone) -> Tensor:
 
 def drawn(generator: Generator, *shape: int) -> Tensor:
     """Entries drawn from N(0, 0.02²)."""
-    return torch.randn(*shape, generator=generator) * INIT_STD
+    return torch.randn(*shape, generator=generator) * pf.INIT_STD
 
 
 def vpt_bound(patch_size: int | None, d_v: int) -> float:
@@ -187,7 +183,7 @@ def vision_dims(method: str, depth: int | None, context: pf.ServerContext) -> di
 
 def text_dims(method: str, m: int, depth: int | None, context: pf.ServerContext) -> dict[str, int]:
     """``d_t`` and ``depth_t``: prompts in the first ``depth`` blocks of the text tower, or in all of them."""
-    width = text_width(method, m, context)
+    width = pf.text_width(method, m, context)
     return {"d_t": width, "depth_t": _depth(depth, context.shape.text_layers, "text tower")}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -52,22 +52,19 @@ HEAD = tuple(spec.name for spec in SHARED_HEAD)
 class HeadHyper(TowerHyper):
     """Which weights are trained under which head."""
 
-    head: Annotated[
-        Literal["text", "linear"],
-        Field(
-            description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
-            "feature, trained from scratch; where it is shared, over the spec's class_names"
-        ),
-    ] = "text"
+    head: Literal["text", "linear"] = Field(
+        "text",
+        description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
+        "feature, trained from scratch; where it is shared, over the spec's class_names",
+    )
 
 
 class WeightsHyper(HeadHyper):
     """Which weights are trained under which head, and which of them stay with each client."""
 
-    private: Annotated[
-        Literal["none", "norms"],
-        Field(description="norms: each client's layer norms are its own and never sent, FedBN's idea for this tower"),
-    ] = "none"
+    private: Literal["none", "norms"] = Field(
+        "none", description="norms: each client's layer norms are its own and never sent, FedBN's idea for this tower"
+    )
 
 
 class WeightMethod(pf.Method):
@@ -79,13 +76,15 @@ class WeightMethod(pf.Method):
     Hyper: ClassVar[type[VisualHyper]] = WeightsHyper
     hyper: TowerHyper
     needs = visual.NEEDS
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 20,
-        "training": {"optimizer": "adamw", "learning_rate": 1e-5, "weight_decay": 0.01, "batch_size": 32, "epochs": 1},
-        "participation": {"deadline_seconds": 3600.0},
-        "evaluation": {"every": 5},
-        "retention": "last_round",
-    }
+    defaults = pf.defaults(
+        20,
+        {"participation": {"deadline_seconds": 3600.0}, "evaluation": {"every": 5}, "retention": "last_round"},
+        optimizer="adamw",
+        learning_rate=1e-5,
+        weight_decay=0.01,
+        batch_size=32,
+        epochs=1,
+    )
 
     def __init__(self, hyper: TowerHyper):
         super().__init__(hyper)

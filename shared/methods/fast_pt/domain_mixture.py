@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import class_prompts
 from promptfed.shared.tensors import DTYPES, Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class MixtureClassifier:
         self._own = domain_prompts.to(device)
         self._weight, self._bias = weight.to(device), bias.to(device)
         length = self._own.shape[1] + (0 if general is None else len(general))
-        self._prompts = class_prompts(context, length)
+        self._prompts = pf.class_prompts(context, length)
         self._texts = self._encode(self._own) if mixture == "hard" else None  # (k, C, d_e)
 
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Generator, Tensor
@@ -24,15 +24,6 @@ from torch.nn import functional as F
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core.context import (
-    INIT_STD,
-    BatchCrossEntropy,
-    ContextMethod,
-    TextPromptClassifier,
-    class_prompts,
-    text_width,
-    train_context,
-)
 from promptfed.shared.methods.fast_pt.domain_mixture import (
     BIAS,
     DOMAINS,
@@ -57,7 +48,6 @@ from promptfed.shared.methods.fast_pt.domains import (
 )
 from promptfed.shared.methods.fast_pt.objective import FastPTHyper, contrastive_loss
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:
@@ -69,7 +59,7 @@ PROMPTS = TensorSpec("domain_prompts", ("k", "m", "d_t"))  # none before the end
 LISTED = TensorSpec("listed_domains", ("k",), "int64")  # whose they are
 
 
-class FastPT(ContextMethod):
+class FastPT(pf.ContextMethod):
     """Two phases: ``global`` in every round, ``domain_prompts`` once, after the last."""
 
     name = "fast_pt"
@@ -83,11 +73,7 @@ class FastPT(ContextMethod):
     shared = GLOBAL
     needs = pf.Needs(domain_descriptions=True, join_when_extended=False)
     metrics = ("loss", "classifier_loss", "domain_loss", "mst_*")
-    defaults: ClassVar[dict[str, Any]] = {
-        "rounds": 20,
-        "training": {"epochs": 5, "batch_size": 16, "learning_rate": 0.005},
-        "participation": {"min_clients": 2},
-    }
+    defaults = pf.defaults(20, {"participation": {"min_clients": 2}}, epochs=5, batch_size=16, learning_rate=0.005)
 
     @property
     def _general(self) -> bool:
@@ -119,8 +105,8 @@ class FastPT(ContextMethod):
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """``m``, ``d_t``, ``d_e`` and the number n of domains; how many domain prompts there are is open."""
-        length = self.hyper.m * (self._general + self._by_domain)
-        sizes = {"m": self.hyper.m, "d_t": text_width(self.name, length, context), "d_e": context.shape.d_e}
+        width = pf.text_width(self.name, self.prompt_length, context)
+        sizes = {"m": self.hyper.m, "d_t": width, "d_e": context.shape.d_e}
         return sizes | {"n": len(trainer_domains(context.clients))}
 
     def admit(self, client: pf.ClientInfo, former: pf.ClientInfo | None, context: pf.ServerContext) -> None:
@@ -202,10 +188,10 @@ class FastPT(ContextMethod):
 
     # Client half
 
-    def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
-        """Every class name must fit behind both prompts, and into the template."""
-        super().check_texts(backbone, class_names, template)
-        backbone.class_prompts(class_names, self.hyper.m * (self._general + self._by_domain))
+    @property
+    def prompt_length(self) -> int:
+        """Of all prompts that may stand before a class name."""
+        return self.hyper.m * (self._general + self._by_domain)
 
     def check_domain(self, backbone: Backbone, class_names: tuple[str, ...], domain: Domain) -> None:
         """The own description must fit with every class name, as it has to for the others."""
@@ -240,7 +226,7 @@ class FastPT(ContextMethod):
         update: Tensors = {}
         if self._general:
             own = replace(context, train=EmbeddedSplit.of(embedded.values()))
-            update[GLOBAL.name], metrics["loss"] = train_context(own, payload[GLOBAL.name])
+            update[GLOBAL.name], metrics["loss"] = pf.train_context(own, payload[GLOBAL.name])
         if self._by_domain:
             classifier, metrics["classifier_loss"] = self._train_classifier(context, payload, embedded)
             update |= classifier
@@ -286,8 +272,8 @@ class FastPT(ContextMethod):
         general = payload[GLOBAL.name].to(backbone.device) if self._general else None
         learned = self._domain_prompt(context, private).to(backbone.device).clone().requires_grad_()
         words = backbone.embed_words(own.description.replace("{}", " "))
-        prompts = class_prompts(context, self.hyper.m * (1 + self._general))
-        cross_entropy = BatchCrossEntropy(context)
+        prompts = pf.class_prompts(context, self.hyper.m * (1 + self._general))
+        cross_entropy = pf.BatchCrossEntropy(context)
 
         def loss(indices: Tensor) -> Tensor:
             if general is None:
@@ -304,7 +290,7 @@ class FastPT(ContextMethod):
         if PROMPT.name in private:
             return private[PROMPT.name]
         shape = self.hyper.m, context.backbone.d_t
-        return torch.randn(shape, generator=generator(context.seed, PROMPT.name)) * INIT_STD
+        return torch.randn(shape, generator=pf.generator(context.seed, PROMPT.name)) * pf.INIT_STD
 
     def _report(self, context: pf.ClientContext, private: Tensors) -> tuple[Tensors, dict[str, float]]:
         """What style transfer achieved, reported once with the first update after it."""
@@ -325,15 +311,15 @@ class FastPT(ContextMethod):
         general = [payload[GLOBAL.name]] if self._general else []
         own = [self._domain_prompt(context, private)] if not general or PROMPT.name in private else []
         whole = torch.cat(general + own)
-        return TextPromptClassifier(context.backbone, whole, class_prompts(context, len(whole)))
+        return pf.TextPromptClassifier(context.backbone, whole, pf.class_prompts(context, len(whole)))
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``global``: P^G alone, where the classifier is more; ``hard``: the hard mixture beside the soft one."""
         ended = self._ended(payload)
         classifiers: dict[str, pf.Classifier] = {}
         if self._general and self._by_domain and (ended or PROMPT.name in private):
-            prompts = class_prompts(context, self.hyper.m)
-            classifiers["global"] = TextPromptClassifier(context.backbone, payload[GLOBAL.name], prompts)
+            prompts = pf.class_prompts(context, self.hyper.m)
+            classifiers["global"] = pf.TextPromptClassifier(context.backbone, payload[GLOBAL.name], prompts)
         if ended and self.hyper.mixture == "soft":
             classifiers["hard"] = self._mixture(context, payload, "hard")
         return classifiers

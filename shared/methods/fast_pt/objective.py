@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.methods.core.context import ContextHyper
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fast_pt.domain_mixture import Mixture
 from promptfed.shared.methods.fast_pt.style_transfer import StyleTransferHyper
 
 
-class FastPTHyper(ContextHyper, StyleTransferHyper):
+class FastPTHyper(pf.ContextHyper, StyleTransferHyper):
     """Both prompts are of length m. The switches are the paper's ablations (Table 3)."""
 
-    m: Annotated[int, Field(ge=1, le=64, description="vectors of the global prompt, and of a domain prompt")] = 4
-    classifier_learning_rate: Annotated[
-        float, Field(gt=0, le=1000, description="rate of the domain classifier; the prompts' is training.learning_rate")
-    ] = 0.01
-    mixture: Annotated[
-        Mixture,
-        Field(
-            description="an image's domain prompt: its likeliest domain's, or the average by the classifier's softmax"
-        ),
-    ] = "hard"
-    merge_domains: Annotated[
-        bool, Field(description="let clients whose descriptions are the same be one domain, instead of refusing")
-    ] = False
-    prompts: Annotated[
-        Literal["both", "global", "domain"],
-        Field(description="ablation: the global prompt alone, or the domain prompts (and the classifier) alone"),
-    ] = "both"
-    contrastive: Annotated[
-        bool, Field(description="ablation: the contrastive term; without a global prompt there is none")
-    ] = True
-    mst: Annotated[bool, Field(description="ablation: style transfer; else the own embeddings only")] = True
-    target_descriptions: Annotated[
-        bool, Field(description="ablation: transfer to the evaluators' domains too, for the global prompt")
-    ] = False
+    m: int = Field(4, ge=1, le=64, description="vectors of the global prompt, and of a domain prompt")
+    classifier_learning_rate: float = Field(
+        0.01, gt=0, le=1000, description="rate of the domain classifier; the prompts' is training.learning_rate"
+    )
+    mixture: Mixture = Field(
+        "hard",
+        description="an image's domain prompt: its likeliest domain's, or the average by the classifier's softmax",
+    )
+    merge_domains: bool = Field(
+        False, description="let clients whose descriptions are the same be one domain, instead of refusing"
+    )
+    prompts: Literal["both", "global", "domain"] = Field(
+        "both", description="ablation: the global prompt alone, or the domain prompts (and the classifier) alone"
+    )
+    contrastive: bool = Field(True, description="ablation: the contrastive term; without a global prompt there is none")
+    mst: bool = Field(True, description="ablation: style transfer; else the own embeddings only")
+    target_descriptions: bool = Field(
+        False, description="ablation: transfer to the evaluators' domains too, for the global prompt"
+    )
 
 
 def contrastive_loss(prompt: Tensor, description: Tensor, general: Tensor) -> Tensor:

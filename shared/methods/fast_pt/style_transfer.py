@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -26,7 +25,6 @@ from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.training import TaskCancelled, batches
 from promptfed.shared.methods.fast_pt.domains import domain_key, wording
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors
 
 PARAMETERS = ("w1", "b1", "w2", "b2")
@@ -36,22 +34,22 @@ REPORTED = ("alignment_before", "alignment_after", "consistency_before", "consis
 class StyleTransferHyper(pf.Hyperparameters):
     """How the transforms are trained; the paper gives λ, the rate, the decay and d_e/2 hidden units."""
 
-    mst_weight: Annotated[float, Field(ge=0, le=1, description="λ, the alignment term's share of MST's loss")] = 0.5
-    mst_temperature: Annotated[
-        float, Field(gt=0, le=100, description="divides the cosines of MST's consistency term; CLIP's own is 0.01")
-    ] = 1.0
-    mst_hidden: Annotated[
-        int | None, Field(ge=1, le=65_536, description="hidden units of a transform; default: half of d_e")
-    ] = None
-    mst_steps: Annotated[
-        int, Field(ge=1, le=1_000_000, description="steps of each transform's training, however few images there are")
-    ] = 400
-    mst_epochs: Annotated[
-        int | None, Field(ge=1, le=10_000, description="epochs of each transform's training, instead of mst_steps")
-    ] = None
-    mst_batch_size: Annotated[int, Field(ge=1, le=100_000, description="batch of a transform's training")] = 256
-    mst_learning_rate: Annotated[float, Field(gt=0, le=10, description="AdamW's rate in MST")] = 1e-3
-    mst_weight_decay: Annotated[float, Field(ge=0, le=10, description="AdamW's weight decay in MST")] = 0.05
+    mst_weight: float = Field(0.5, ge=0, le=1, description="λ, the alignment term's share of MST's loss")
+    mst_temperature: float = Field(
+        1.0, gt=0, le=100, description="divides the cosines of MST's consistency term; CLIP's own is 0.01"
+    )
+    mst_hidden: int | None = Field(
+        None, ge=1, le=65_536, description="hidden units of a transform; default: half of d_e"
+    )
+    mst_steps: int = Field(
+        400, ge=1, le=1_000_000, description="steps of each transform's training, however few images there are"
+    )
+    mst_epochs: int | None = Field(
+        None, ge=1, le=10_000, description="epochs of each transform's training, instead of mst_steps"
+    )
+    mst_batch_size: int = Field(256, ge=1, le=100_000, description="batch of a transform's training")
+    mst_learning_rate: float = Field(1e-3, gt=0, le=10, description="AdamW's rate in MST")
+    mst_weight_decay: float = Field(0.05, ge=0, le=10, description="AdamW's weight decay in MST")
 
 
 def new_transform(d_e: int, hidden: int, draws: Generator) -> Tensors:
@@ -161,7 +159,7 @@ class StyleTransfer:
         """
         context, hyper = self._context, self._hyper
         features = context.train.features()
-        draws = generator(context.seed, context.client, "style-transfer", wording(target.description))
+        draws = pf.generator(context.seed, context.client, "style-transfer", wording(target.description))
         hidden = hyper.mst_hidden or max(1, features.shape[1] // 2)
         start = new_transform(features.shape[1], hidden, draws)
         learned = {name: tensor.to(features.device).requires_grad_() for name, tensor in start.items()}

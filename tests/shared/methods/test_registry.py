@@ -103,7 +103,7 @@ def test_a_package_is_imported_only_when_its_method_is_asked_for(
         (
             "from promptfed.shared.methods.core.interface.base import Method\nclass Mine(Method): name = 'mine'",
             "Mine",
-            "{module}:Mine does not define classifier, dims, initial_state, state_tensors, train",
+            "{module}:Mine does not define classifier, dims, state_tensors, train",
         ),
         (SOUND.replace('"mine"', '"other"'), "Mine", "{module}:Mine calls itself 'other': name it and its entry"),
         (SOUND + "    def phases(self, round): return ()", "Mine", "cannot be described (TypeError: "),

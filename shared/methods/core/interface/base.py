@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Generator, Tensor
 
 from promptfed.shared.messages import Domain
@@ -27,7 +28,7 @@ from promptfed.shared.methods.core.interface.protection import Protection
 from promptfed.shared.methods.core.text_features import same_in_a_text, template_features
 from promptfed.shared.spec.spec import BackboneShape, FederationSpec, TrainingSpec
 from promptfed.shared.spec.training_terms import TrainingTerms
-from promptfed.shared.tensors import Shape, Tensors, TensorSpec
+from promptfed.shared.tensors import DTYPES, Shape, Tensors, TensorSpec
 
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone
@@ -271,13 +272,14 @@ class Method(ABC):
     def dims(self, context: ServerContext) -> dict[str, int]:
         """Numbers for the symbols in tensor shapes. Raises MethodError where the backbone lacks one."""
 
-    @abstractmethod
     def initial_state(self, context: ServerContext, generator: Generator) -> Tensors:
-        """The global state of round 0.
+        """The global state of round 0. By default every number is zero.
 
         Raises:
             NeedsBackbone: where it can only be made with a backbone (``initial_state_with``).
         """
+        dims = self.dims(context)
+        return {spec.name: torch.zeros(spec.resolve(dims), dtype=DTYPES[spec.dtype]) for spec in self.state_tensors()}
 
     def initial_state_with(self, backbone: Backbone, context: ServerContext, generator: Generator) -> Tensors:
         """The global state of round 0, made where a backbone is at hand."""
@@ -310,10 +312,17 @@ class Method(ABC):
 
     # Client half
 
+    @property
+    def prompt_length(self) -> int:
+        """Learned vectors that stand before each class name, which must fit behind them; 0: none."""
+        return 0
+
     def check_texts(self, backbone: Backbone, class_names: tuple[str, ...], template: str) -> None:
         """Raise BackboneError where a class name is too long for the texts that this method makes of it."""
         if self.needs.text_tower:
             template_features(backbone, template, class_names)
+        if self.prompt_length:
+            backbone.class_prompts(class_names, self.prompt_length)
 
     def label_space(self, federation: tuple[str, ...] | None, client: tuple[str, ...]) -> tuple[str, ...]:
         """Class names over which training and local accuracy take their softmax (``hyper.label_space``)."""

@@ -6,14 +6,13 @@ of the roster, a (n) their weights, gap_k the loss of the received state less th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.client_rows import row_of
-from promptfed.shared.seeds import generator
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 WEIGHTS = TensorSpec("ga_weights", ("n",), shared_with_clients=False)
@@ -73,7 +72,7 @@ def held_out(seed: int, client: str, count: int) -> tuple[Tensor, Tensor]:
     """
     if count < 2:
         raise pf.MethodError(f"client {client!r} has {count} training images; weighting: ga holds one of them back")
-    order = torch.randperm(count, generator=generator(seed, client, "ga", "held-out"))
+    order = torch.randperm(count, generator=pf.generator(seed, client, "ga", "held-out"))
     size = max(1, count // HELD_OUT)
     return order[:size].sort().values, order[size:].sort().values
 
@@ -114,9 +113,3 @@ class Subset:
     def block_rows(self, indices: Tensor, start: int) -> Tensor:
         """As of the split."""
         return self._split.block_rows(self._indices[indices.to(self._indices.device)], start)
-
-
-def mean_loss(loss_of: Sequence[tuple[float, int]]) -> float:
-    """Of losses of batches and their sizes, that of all images."""
-    total = sum(size for _, size in loss_of)
-    return sum(loss * size for loss, size in loss_of) / total
