@@ -155,8 +155,7 @@ class DiPrompt(pf.Method):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of Q on (D2), then E epochs of G and D on (D3)."""
-        if len(context.train) == 0:
-            raise pf.MethodError(f"client {context.client!r} has no training images")
+        context.expect_images()
         update, metrics = dict(payload), {}
         if self._learned:
             update[QUERY.name], metrics["query_loss"] = self._train_query(context, payload[QUERY.name])
@@ -172,7 +171,7 @@ class DiPrompt(pf.Method):
 
     def _train_query(self, context: pf.ClientContext, start: Tensor) -> tuple[Tensor, float]:
         backbone, device = context.backbone, context.backbone.device
-        query = start.to(device).clone().requires_grad_()
+        query = pf.leaf(start, backbone)
         features, wanted = context.train.features(), self.nearest(context)
 
         def loss(indices: Tensor) -> Tensor:
@@ -186,7 +185,7 @@ class DiPrompt(pf.Method):
 
     def _train_prompts(self, context: pf.ClientContext, payload: Tensors, chosen: Tensor) -> tuple[Tensors, float]:
         backbone, device = context.backbone, context.backbone.device
-        common, domains = (payload[spec.name].to(device).clone().requires_grad_() for spec in (GLOBAL, DOMAIN))
+        common, domains = (pf.leaf(payload[spec.name], backbone) for spec in (GLOBAL, DOMAIN))
         prompts = pf.class_prompts(context, self.hyper.m)
         features, labels = context.train.features(), context.train.labels.to(device)
 

@@ -87,14 +87,11 @@ class DPFPL(pf.SharedContextMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over both contexts; sends the shared one alone."""
-        device = context.backbone.device
-        shared = payload[self.shared.name].to(device).clone().requires_grad_()
-        local = self.local_context(context, private).to(device).clone()
+        shared = pf.leaf(payload[self.shared.name], context.backbone)
+        local = self.local_context(context, private).to(context.backbone.device).clone()
         steps = self._by_task if self.hyper.factorise == "every_task" else self._by_step
         trained, final = steps(context, shared, local)
-        return pf.TrainResult(
-            {self.shared.name: shared.detach().cpu()}, {LOCAL: trained.detach().cpu()}, {"loss": final}
-        )
+        return pf.TrainResult({self.shared.name: shared}, {LOCAL: trained}, {"loss": final})
 
     def _by_step(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> tuple[Tensor, float]:
         """The released update: p_L by `step_along` new factors of itself. Returns p_L and the loss."""

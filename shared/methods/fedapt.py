@@ -243,7 +243,7 @@ class FedAPT(pf.Method):
         """E epochs of CE(A1) for P and (A2) for Q, which share no parameter."""
         backbone, device = context.backbone, context.backbone.device
         prompts, scale = pf.class_prompts(context, self.hyper.m), backbone.logit_scale
-        prompt, query = (payload[name].to(device).clone().requires_grad_() for name in (META, QUERY.name))
+        prompt, query = (pf.leaf(payload[name], backbone) for name in (META, QUERY.name))
         key, row = payload[KEY.name].to(device), self._own_row(context, payload)
         features, labels = context.train.features(), context.train.labels.to(device)
 
@@ -255,7 +255,7 @@ class FedAPT(pf.Method):
             return F.cross_entropy(scale * features[rows] @ text.T, labels[rows]) + asked
 
         final = pf.train(context, [prompt, query], loss)
-        return pf.TrainResult({META: prompt.detach().cpu(), QUERY.name: query.detach().cpu()}, metrics={"loss": final})
+        return pf.TrainResult({META: prompt, QUERY.name: query}, metrics={"loss": final})
 
     def _own_row(self, context: pf.ClientContext, payload: Tensors) -> int:
         known = payload[DOMAINS.name].tolist()
@@ -284,15 +284,14 @@ class FedAPT(pf.Method):
         """P with the rows of the candidates. Raises MethodError for a class that it has no prompt for."""
         if not self.hyper.class_specific:
             return prompt
-        space = context.label_space or context.class_names
-        place = {name: row for row, name in enumerate(space)}
-        unknown = [name for name in context.class_names if name not in place]
+        rows = context.trained_rows()
+        unknown = [name for name, row in zip(context.class_names, rows, strict=True) if row < 0]
         if unknown:
             raise pf.MethodError(
                 f"fedapt has no prompt for {unknown[0]!r}, a class that it was not trained for: leave that test set "
                 "out, or take class_specific: false"
             )
-        return prompt[[place[name] for name in context.class_names]]
+        return prompt[rows]
 
 
 def key_of(client: pf.ClientInfo) -> int:

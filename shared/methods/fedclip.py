@@ -111,7 +111,7 @@ class FedCLIP(pf.Method):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the adapter on CE(τ⁻¹·cos(a(I) ⊙ I, T(y)))."""
         device = context.backbone.device
-        adapter = {spec.name: payload[spec.name].to(device).clone().requires_grad_() for spec in ADAPTER}
+        adapter = pf.leaves(payload, context.backbone)
         features, labels = self._read(context.train), context.train.labels.to(device)
         text = pf.template_features(context.backbone, context.template, context.class_names)
 
@@ -126,9 +126,7 @@ class FedCLIP(pf.Method):
             return F.cross_entropy(logits, labels[some], reduction="none")
 
         final = pf.train(context, list(adapter.values()), loss, objective=pf.Objective(units))
-        return pf.TrainResult(
-            {name: tensor.detach().cpu() for name, tensor in adapter.items()}, metrics={"loss": final}
-        )
+        return pf.TrainResult(adapter, metrics={"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> AttentionClassifier:
         """Classifies with the global adapter."""

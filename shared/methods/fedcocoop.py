@@ -86,7 +86,7 @@ class FedCoCoOp(pf.SharedContextMethod):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over context and meta-net; sends both."""
         backbone = context.backbone
-        learned = {name: value.to(backbone.device).clone().requires_grad_() for name, value in payload.items()}
+        learned = pf.leaves(payload, backbone)
         prompts = pf.class_prompts(context, self.hyper.m)
         features, labels = context.train.features(), context.train.labels.to(backbone.device)
 
@@ -108,7 +108,7 @@ class FedCoCoOp(pf.SharedContextMethod):
             return F.cross_entropy(logits, labels[rows], reduction="none")
 
         final = pf.train(context, list(learned.values()), loss, objective=pf.Objective(units))
-        return pf.TrainResult({name: value.detach().cpu() for name, value in learned.items()}, metrics={"loss": final})
+        return pf.TrainResult(learned, metrics={"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies each image under a context of its own."""

@@ -130,8 +130,7 @@ class FedGDA(pf.Method):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """The statistics of the client's own images."""
-        if len(context.train) == 0:
-            raise pf.MethodError(f"client {context.client!r} has no training images")
+        context.expect_images()
         found = statistics(
             context.train.features(), context.train.labels, len(context.class_names), self.hyper.min_count
         )
@@ -152,9 +151,7 @@ class FedGDA(pf.Method):
         return {"global": self._classifier(context, pooled_gaussians(payload))} if len(context.train) else {}
 
     def _classifier(self, context: pf.ClientContext, gaussians: ClassGaussians) -> pf.Classifier:
-        space = context.label_space or context.class_names
-        place = {name: number for number, name in enumerate(space)}
-        rows = [place.get(name, -1) for name in context.class_names]
+        rows = context.trained_rows()
         without = [
             name
             for name, row in zip(context.class_names, rows, strict=True)

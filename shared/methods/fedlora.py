@@ -201,7 +201,7 @@ class FedLoRA(pf.Method):
             return F.cross_entropy(scores, labels[indices.to(device)])
 
         final = pf.train(context, list(leaves.values()), loss)
-        return pf.TrainResult({name: leaf.detach().cpu() for name, leaf in leaves.items()}, {}, {"loss": final})
+        return pf.TrainResult(leaves, {}, {"loss": final})
 
     def merged(self, context: pf.ClientContext, payload: Tensors) -> MergedTowers:
         """Both towers with W + γ·B·A in the place of W."""

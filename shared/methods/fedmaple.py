@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 MAPLE_DEPTH = 9  # of twelve blocks
@@ -92,15 +92,14 @@ class FedMaple(pf.Method):
         """E epochs from the global prompts and maps."""
         towers = Towers(context.backbone, self.hyper)
         classes = context.backbone.class_prompts(context.class_names, self.hyper.m)
-        trained = {spec.name: learned(payload[spec.name], context.backbone) for spec in STATE}
+        trained = {spec.name: pf.leaf(payload[spec.name], context.backbone) for spec in STATE}
 
         def logits(images: Tensor) -> Tensor:
             features = towers.images(images, coupled(trained))
             return towers.cosine(features, towers.text(trained[TEXT.name], classes))
 
         loss = visual.train_on_images(context, list(trained.values()), logits)
-        update = {name: tensor.detach().cpu() for name, tensor in trained.items()}
-        return pf.TrainResult(update=update, metrics={"loss": loss})
+        return pf.TrainResult(trained, metrics={"loss": loss})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the global prompts and maps."""

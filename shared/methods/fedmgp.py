@@ -265,7 +265,7 @@ class FedMGP(pf.Method):
         """E epochs over all groups; sends those that are drawn, keeps all."""
         hyper, device, towers = self.hyper, context.backbone.device, Groups(context, self.hyper)
         start = self.current(context, payload, private)
-        trained = {kind: one.to(device).clone().requires_grad_() for kind, one in start.items()}
+        trained = pf.leaves(start, context.backbone)
         labels = context.train.labels.to(device)
 
         def loss(indices: Tensor) -> Tensor:

@@ -319,7 +319,7 @@ class FedMVP(pf.Method):
     def _update(self, context: pf.ClientContext, own: Tensors, loss: float) -> Tensors:
         [phase] = self.phases(context.round, context.rounds)
         sent = own | {LOSS.name: torch.tensor(loss)}
-        return {spec.name: sent[spec.name].detach().cpu() for spec in phase.up}
+        return {spec.name: sent[spec.name] for spec in phase.up}
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """The global generator with the descriptions of ``context.class_names``."""

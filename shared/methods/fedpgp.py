@@ -51,11 +51,8 @@ class FedPGP(pf.SharedContextMethod):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over the global context and the client's own adaptation; sends the global context alone."""
         backbone, hyper = context.backbone, self.hyper
-        shared = payload[self.shared.name].to(backbone.device).clone().requires_grad_()
-        adaptation = {
-            name: value.to(backbone.device).clone().requires_grad_()
-            for name, value in self.adaptation(context, private).items()
-        }
+        shared = pf.leaf(payload[self.shared.name], backbone)
+        adaptation = pf.leaves(self.adaptation(context, private), backbone)
         prompts, cross_entropy = pf.class_prompts(context, hyper.m), pf.BatchCrossEntropy(context)
         template = pf.template_features(backbone, context.template, context.class_names)
 
@@ -75,8 +72,7 @@ class FedPGP(pf.SharedContextMethod):
             return hyper.mu * contrastive_loss(z_global, template, z_personal, hyper.tau_con, hyper.pairs)
 
         final = pf.train(context, [shared, *adaptation.values()], loss, objective=pf.Objective(units, common))
-        kept = {name: value.detach().cpu() for name, value in adaptation.items()}
-        return pf.TrainResult({self.shared.name: shared.detach().cpu()}, kept, {"loss": final})
+        return pf.TrainResult({self.shared.name: shared}, adaptation, {"loss": final})
 
     def adaptation(self, context: pf.ClientContext, private: Tensors) -> Tensors:
         """The client's ``U (m, b)`` and ``V (b, d_t)``, or ``D (m, d_t)`` of full rank: trained, or as it starts.

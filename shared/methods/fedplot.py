@@ -67,7 +67,7 @@ class FedPLOT(pf.SharedContextMethod):
     def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """N draws from N(0, 0.02²); NeedsBackbone where words are part of them."""
         drawn = [super(FedPLOT, self).initial_state(context, generator) for _ in range(self.hyper.prompts)]
-        return {self.shared.name: torch.stack([one[self.shared.name] for one in drawn])}
+        return {self.shared.name: torch.stack([state[self.shared.name] for state in drawn])}
 
     def start(self, backbone: Backbone, generator: Generator) -> Tensor:
         """Contexts ``(N, m, d_t)`` that end with the given words; what stands before these differs."""
@@ -81,12 +81,12 @@ class FedPLOT(pf.SharedContextMethod):
 
     def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """Each of the contexts."""
-        return {f"contexts[{index}]": one for index, one in enumerate(state.get(self.shared.name, ()))}
+        return {f"contexts[{index}]": vectors for index, vectors in enumerate(state.get(self.shared.name, ()))}
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the shared contexts; sends the trained ones."""
         backbone, split = context.backbone, context.train
-        learned = payload[self.shared.name].to(backbone.device).clone().requires_grad_()
+        learned = pf.leaf(payload[self.shared.name], backbone)
         prompts, labels = pf.class_prompts(context, self.hyper.m), split.labels.to(backbone.device)
         logits = PatchTextLogits(backbone.logit_scale, self.plans)
 
@@ -96,7 +96,7 @@ class FedPLOT(pf.SharedContextMethod):
 
         final = pf.train(context, [learned], loss)
         metrics = {"loss": final} | logits.statistics.metrics()
-        return pf.TrainResult({self.shared.name: learned.detach().cpu()}, metrics=metrics)
+        return pf.TrainResult({self.shared.name: learned}, metrics=metrics)
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With the shared contexts."""

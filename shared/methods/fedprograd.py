@@ -76,7 +76,7 @@ class FedProGrad(PromptFL):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the global context ``(m, d_t)``; sends the trained one."""
         backbone, weight = context.backbone, self.hyper.weight
-        learned = payload["context"].to(backbone.device).clone().requires_grad_()
+        learned = pf.leaf(payload["context"], backbone)
         prompts, losses = pf.class_prompts(context, self.hyper.m), TemplateLosses(context)
         conflicts: list[bool] = []
 
@@ -97,4 +97,4 @@ class FedProGrad(PromptFL):
         else:
             metrics = {"loss": train_by(context, [learned], gradients)}
             metrics["conflicting_steps"] = sum(conflicts) / len(conflicts)
-        return pf.TrainResult({"context": learned.detach().cpu()}, metrics=metrics)
+        return pf.TrainResult({"context": learned}, metrics=metrics)

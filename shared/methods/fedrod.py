@@ -49,7 +49,7 @@ class FedRoD(WeightMethod):
 
         groups = self.head_groups(context, [*head.parameters, *own.parameters])
         final = pf.train(context, list(tower.leaves.values()), loss, groups=groups)
-        kept = {OWN_HEAD: own.weight.detach().cpu(), OWN_BIAS: own.bias.detach().cpu()}
+        kept = {OWN_HEAD: own.weight, OWN_BIAS: own.bias}
         return pf.TrainResult(self.sent(tower, head, begun), kept, {"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:

@@ -156,7 +156,7 @@ class FedTPG(pf.Method):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over θ on the client's own task (Eq. 3-5); sends the trained θ."""
         backbone = context.backbone
-        learned = {name: value.to(backbone.device).clone().requires_grad_() for name, value in payload.items()}
+        learned = pf.leaves(payload, backbone)
         classes = name_features(backbone, context.class_names)
         prompts, cross_entropy = pf.class_prompts(context, self.hyper.m), pf.BatchCrossEntropy(context)
 
@@ -168,12 +168,11 @@ class FedTPG(pf.Method):
             return cross_entropy.each(indices, backbone.encode_prompts(made(*copies), prompts))
 
         final = pf.train(context, list(learned.values()), loss, objective=pf.Objective(units))
-        update = {name: value.detach().cpu() for name, value in learned.items()}
         metrics = {"loss": final}
         if self.hyper.m > 1:
             with torch.no_grad():
                 metrics["context_cosine"] = mean_cosine(self.context_of(learned, classes))
-        return pf.TrainResult(update, metrics=metrics)
+        return pf.TrainResult(learned, metrics=metrics)
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """Classifies with the context that is generated for the very class names that are to be told apart."""

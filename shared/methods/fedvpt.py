@@ -18,7 +18,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import Head, HeadRate, LinearHead, TextHead, check_head_rate, head_width
 from promptfed.shared.methods.core.prompted_head import PromptedHead
-from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, vpt_bound
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
@@ -81,10 +81,10 @@ class VisualPromptMethod(pf.Method):
         self, context: pf.ClientContext, start: Tensor, private: Tensors
     ) -> tuple[Tensor, Tensors, dict[str, float]]:
         """CE over prompts ``(depth, m, d_v)`` and a linear head: the trained prompts, the head's tensors, metrics."""
-        prompts, head = learned(start, context.backbone), self.head(context, private)
+        prompts, head = pf.leaf(start, context.backbone), self.head(context, private)
         trained = self.under(context, head.trainable(context.backbone.device))
         loss = trained.train(context, prompts, self.settling(context, prompts))
-        return prompts.detach().cpu(), trained.head.private(), {"loss": loss}
+        return prompts, trained.head.private(), {"loss": loss}
 
     def settling(self, context: pf.ClientContext, prompts: Tensor) -> Callable[[], None]:
         """What is done to ``prompts (depth, m, d_v)`` after each of the optimizer's steps: nothing."""

@@ -246,7 +246,7 @@ class PFedMMA(pf.Method):
         sizes = {"r": self.hyper.r, "d_t": backbone.d_t, "d_v": backbone.d_v}
         sizes["k"] = pairs_of(self.hyper, backbone.text_layers, backbone.vision_layers)
         start = (private or self.start(context.seed, sizes)) | payload
-        own = {name: one.to(backbone.device).clone().requires_grad_() for name, one in sorted(start.items())}
+        own = pf.leaves(dict(sorted(start.items())), backbone)
         towers, labels = AdaptedTowers(context, self.hyper), context.train.labels.to(backbone.device)
 
         def loss(indices: Tensor) -> Tensor:
@@ -255,9 +255,8 @@ class PFedMMA(pf.Method):
             return F.cross_entropy(logits, labels[indices.to(labels.device)])
 
         final = pf.train(context, list(own.values()), loss)
-        trained = {name: one.detach().cpu() for name, one in own.items()}
-        update = {spec.name: trained.pop(spec.name) for spec in self.state_tensors()}
-        return pf.TrainResult(update, trained, {"loss": final})
+        update = {spec.name: own.pop(spec.name) for spec in self.state_tensors()}
+        return pf.TrainResult(update, own, {"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """The client's own D and U with the current S; zero-shot for who has none."""

@@ -186,7 +186,7 @@ class PFedMoAP(ClientRowsMethod):
             learned, final = pf.train_context(context, start)
             return pf.TrainResult({pf.CONTEXT.name: learned}, kept | {OWN: learned}, {"loss": final})
         backbone, device = context.backbone, context.backbone.device
-        own = start.to(device).clone().requires_grad_()
+        own = pf.leaf(start, backbone)
         gate = self._gate(context, kept, trainable=True)
         prompts, others = pf.class_prompts(context, self.hyper.m), self._texts(context, experts)
         features, labels = context.train.features(), context.train.labels.to(device)
@@ -198,9 +198,8 @@ class PFedMoAP(ClientRowsMethod):
 
         group = pf.Group(list(gate.parameters.values()), self.hyper.gate_learning_rate, constant=True)
         final = pf.train(context, [own], loss, groups=[group])
-        learned = own.detach().cpu()
-        trained = {GATE + name: value.detach().cpu() for name, value in gate.parameters.items()}
-        return pf.TrainResult({pf.CONTEXT.name: learned}, trained | {OWN: learned}, {"loss": final})
+        trained = {GATE + name: value for name, value in gate.parameters.items()}
+        return pf.TrainResult({pf.CONTEXT.name: own}, trained | {OWN: own}, {"loss": final})
 
     def _texts(self, context: pf.ClientContext, contexts: Tensor) -> Tensor:
         """Class features ``(k, C, d_e)`` of fixed ``contexts (k, m, d_t)``."""

@@ -24,7 +24,7 @@ from promptfed.shared.methods.core.client_rows import row_of
 from promptfed.shared.methods.core.heads import HeadRate, LinearHead, head_width
 from promptfed.shared.methods.core.prompted_head import PromptedHead
 from promptfed.shared.methods.core.server.row_optimizers import MEAN, SQUARE, STEPS, adam, sgd
-from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, learned, vpt_bound
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, vpt_bound
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 BASIS, DESCRIPTORS, ADAPTED = "prompt_basis", "descriptors", "adapted_prompts"
@@ -304,7 +304,7 @@ class PFedPG(pf.Method):
         """E epochs of CE(H_n(F*([c, P_n, z])), y) over prompts and head together (Eq. 2); sends ΔP_n."""
         backbone = context.backbone
         start = payload[PROMPTS.name].to(backbone.device)
-        prompts = learned(start.unsqueeze(0), backbone)
+        prompts = pf.leaf(start.unsqueeze(0), backbone)
         trained = self._under(context, self._head(context, private).trainable(backbone.device))
         loss = trained.train(context, prompts)
         adapted = prompts.detach()[0]

@@ -61,11 +61,9 @@ class Memory:
         order = torch.randperm(len(labels), generator=draws)
         kept = torch.cat([order[labels[order] == label][:per_class] for label in sorted(set(labels.tolist()))])
         rows = kept.sort().values
-        space = context.label_space or context.class_names
-        place = {name: number for number, name in enumerate(context.class_names)}
-        among = torch.tensor([place.get(space[label], -1) for label in labels[rows].tolist()], dtype=torch.int64)
         device = context.backbone.device
-        return cls(context.train.features()[rows.to(device)], rows.to(device), among.to(device))
+        candidates = context.among_candidates(labels[rows]).to(device)
+        return cls(context.train.features()[rows.to(device)], rows.to(device), candidates)
 
 
 class MemoryLogits:
@@ -156,7 +154,7 @@ class PFedPrompt(PromptFL):
         if memory is None:
             return super().train(context, payload, private)
         backbone, split = context.backbone, context.train
-        learned = payload["context"].to(backbone.device).clone().requires_grad_()
+        learned = pf.leaf(payload["context"], backbone)
         prompts, features = pf.class_prompts(context, self.hyper.m), split.features()
         labels = split.labels.to(backbone.device)
 
@@ -166,7 +164,7 @@ class PFedPrompt(PromptFL):
             return F.cross_entropy(logits, labels[rows])
 
         final = pf.train(context, [learned], loss)
-        return pf.TrainResult({"context": learned.detach().cpu()}, metrics={"loss": final})
+        return pf.TrainResult({"context": learned}, metrics={"loss": final})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """The shared context's text features, and the client's memory."""

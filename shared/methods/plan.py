@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn, learned
+from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -310,7 +310,7 @@ class Plan(pf.Method):
         """Tᵏ := T^g, Vᵏ := V^g, or this client's own of the last round; then CE + α·KL (Eq. 8-10)."""
         classes = context.backbone.class_prompts(context.class_names, self.hyper.m)
         start = payload | private if self.hyper.local_prompts == "persist" else payload
-        text, seen = (learned(start[spec.name], context.backbone) for spec in GLOBAL)
+        text, seen = (pf.leaf(start[spec.name], context.backbone) for spec in GLOBAL)
 
         def logits(images: Tensor) -> Tensor:
             return towers.cosine(towers.images(images, seen), towers.text(text, classes))
@@ -322,7 +322,7 @@ class Plan(pf.Method):
             return self.hyper.alpha * divergence(reference.of(indices, images), scores)
 
         loss = visual.train_on_images(context, [text, seen], logits, term if reference is not None else None)
-        update = {spec.name: tensor.detach().cpu() for spec, tensor in zip(GLOBAL, (text, seen), strict=True)}
+        update = {spec.name: tensor for spec, tensor in zip(GLOBAL, (text, seen), strict=True)}
         kept = dict(update) if self.hyper.local_prompts == "persist" else {}
         return pf.TrainResult(update, kept, {"loss": loss})
 
@@ -351,7 +351,7 @@ class Plan(pf.Method):
         device = context.backbone.device
         classes = context.backbone.class_prompts(context.class_names, self.hyper.m)
         specs = [spec for modality in self.attentive for spec in aggregator_of(modality)]
-        trained = {spec.name: learned(payload[spec.name], context.backbone) for spec in specs}
+        trained = {spec.name: pf.leaf(payload[spec.name], context.backbone) for spec in specs}
         parts = {name: tensor.to(device) for name, tensor in payload.items() if name not in trained}
 
         def prompts(modality: str) -> Tensor:
@@ -363,8 +363,7 @@ class Plan(pf.Method):
             return towers.cosine(towers.images(images, prompts(VISUAL)), towers.text(prompts(TEXT), classes))
 
         loss = visual.train_on_images(context, list(trained.values()), logits)
-        update = {name: tensor.detach().cpu() for name, tensor in trained.items()}
-        return pf.TrainResult(update=update, metrics={"loss": loss})
+        return pf.TrainResult(trained, metrics={"loss": loss})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """Classifies with the global prompts."""

@@ -86,8 +86,7 @@ class TipAdapter(pf.Method):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """Fills the cache; a and b are those of the best accuracy on held-out training images, where there are any."""
-        if len(context.train) == 0:
-            raise pf.MethodError(f"client {context.client!r} has no training images")
+        context.expect_images()
         labels = context.train.labels.to(context.backbone.device)
         keys = self._keys(context)
         alpha, beta, metrics = self.hyper.alpha, self.hyper.beta, {}
@@ -103,14 +102,15 @@ class TipAdapter(pf.Method):
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With the client's cache; before its first task, with its features and the a and b that are given."""
         if KEYS in private:
-            keys, labels, blend = private[KEYS], private[LABELS], private[BLEND].tolist()
+            keys, labels = private[KEYS], private[LABELS]
+            alpha, beta = map(float, private[BLEND])
         elif len(context.train):
             cache = self._cache(context.train.features(), context.train.labels)
-            keys, labels, blend = cache.keys, cache.labels, [self.hyper.alpha, self.hyper.beta]
+            keys, labels, alpha, beta = cache.keys, cache.labels, self.hyper.alpha, self.hyper.beta
         else:
             return TemplateClassifier(context)
         device = context.backbone.device
-        cache, (alpha, beta) = Cache(keys.to(device), among(context, labels).to(device)), blend
+        cache = Cache(keys.to(device), context.among_candidates(labels).to(device))
         text = pf.template_features(context.backbone, context.template, context.class_names)
 
         def logits(features: Tensor) -> Tensor:
@@ -119,10 +119,6 @@ class TipAdapter(pf.Method):
             return plain + alpha * cache.votes(features, beta, len(text))
 
         return pf.FeatureClassifier(logits)
-
-    def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
-        """None: zero-shot is in every report."""
-        return {}
 
     def _cache(self, keys: Tensor, labels: Tensor) -> Cache:
         cache = Cache(keys, labels.to(keys.device))
@@ -170,13 +166,6 @@ def held_out(context: pf.ClientContext, share: float) -> Tensor:
         own = order[labels[order] == label]
         held[own[: int(share * len(own))]] = True
     return held
-
-
-def among(context: pf.ClientContext, labels: Tensor) -> Tensor:
-    """Labels of the training images' label space as places among ``context.class_names``; -1 where they are none."""
-    space = context.label_space or context.class_names
-    place = {name: number for number, name in enumerate(context.class_names)}
-    return torch.tensor([place.get(space[label], -1) for label in labels.tolist()], dtype=torch.int64)
 
 
 def cropped(images: Tensor, draws: Generator) -> Tensor:

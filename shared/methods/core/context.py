@@ -21,7 +21,7 @@ from promptfed.shared.methods.core.interface.base import (
     Split,
 )
 from promptfed.shared.methods.core.interface.protection import Objective
-from promptfed.shared.methods.core.training import train
+from promptfed.shared.methods.core.training import leaf, train
 from promptfed.shared.spec.spec import FederationSpec
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -200,7 +200,7 @@ def train_context(context: ClientContext, start: Tensor, penalty: Penalty | None
     Returns the trained context ``(m, d_t)`` on the CPU and the mean loss of the last epoch.
     """
     backbone = context.backbone
-    learned = start.to(backbone.device).clone().requires_grad_()
+    learned = leaf(start, backbone)
     prompts, cross_entropy = class_prompts(context, len(start)), BatchCrossEntropy(context)
 
     def loss(indices: Tensor) -> Tensor:

@@ -67,12 +67,11 @@ class PrivateContextMethod(pf.SharedContextMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over both contexts; sends the shared one, keeps the other."""
-        device, batch_loss = context.backbone.device, self.pair_loss(context)
-        shared = payload[self.shared.name].to(device).clone().requires_grad_()
-        local = self.local_context(context, private).to(device).clone().requires_grad_()
+        backbone, batch_loss = context.backbone, self.pair_loss(context)
+        shared = pf.leaf(payload[self.shared.name], backbone)
+        local = pf.leaf(self.local_context(context, private), backbone)
         final = pf.train(context, [shared, local], lambda indices: batch_loss.of(indices, shared, local))
-        update, kept = {self.shared.name: shared.detach().cpu()}, {LOCAL: local.detach().cpu()}
-        return pf.TrainResult(update, kept, {"loss": final} | batch_loss.metrics())
+        return pf.TrainResult({self.shared.name: shared}, {LOCAL: local}, {"loss": final} | batch_loss.metrics())
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With both contexts; with the shared one alone where there is nothing to train on."""

@@ -38,6 +38,8 @@ from promptfed.shared.methods.core.interface.insights import Measured as Measure
 from promptfed.shared.methods.core.interface.protection import Objective as Objective
 from promptfed.shared.methods.core.text_features import template_features as template_features
 from promptfed.shared.methods.core.training import Group as Group
+from promptfed.shared.methods.core.training import leaf as leaf
+from promptfed.shared.methods.core.training import leaves as leaves
 from promptfed.shared.methods.core.training import train as train
 from promptfed.shared.seeds import generator as generator
 from promptfed.shared.spec.spec import BackboneShape as BackboneShape

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor
@@ -16,6 +16,9 @@ from promptfed.shared.methods.core.interface.protection import Objective, Unprot
 from promptfed.shared.methods.core.private_training import PrivateGradients
 from promptfed.shared.seeds import generator
 from promptfed.shared.spec.spec import TrainingSpec
+
+if TYPE_CHECKING:
+    from promptfed.shared.clip import Backbone
 
 Loss = Callable[[Tensor], Tensor]
 Gradients = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
@@ -46,6 +49,16 @@ class Reparameterisation:
 
 class TaskCancelled(Exception):
     """The client was told to stop in the middle of training; nothing of the task is kept."""
+
+
+def leaf(start: Tensor, backbone: Backbone) -> Tensor:
+    """A copy of ``start`` on the backbone's device that takes gradients."""
+    return start.to(backbone.device).clone().requires_grad_()
+
+
+def leaves(start: Mapping[str, Tensor], backbone: Backbone) -> dict[str, Tensor]:
+    """`leaf` of each tensor, by name."""
+    return {name: leaf(tensor, backbone) for name, tensor in start.items()}
 
 
 def make_optimizer(parameters: ParamsT, training: TrainingSpec, learning_rate: float) -> torch.optim.Optimizer:
@@ -209,8 +222,7 @@ def _optimizer(
 ) -> tuple[torch.optim.Optimizer, list[Tensor]]:
     """A fresh optimizer, and all that it trains. Raises MethodError without images."""
     training = context.training
-    if len(context.train) == 0:
-        raise MethodError(f"client {context.client!r} has no training images")
+    context.expect_images()
     everything = [*parameters, *(parameter for group in groups for parameter in group.parameters)]
     context.count_trained(sum(parameter.numel() for parameter in everything))
     given: list[dict[str, Any]] = [{"params": list(parameters)}] if parameters else []

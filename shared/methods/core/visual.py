@@ -141,11 +141,6 @@ def train_on_images(
     return pf.train(context, parameters, loss, groups=groups)
 
 
-def learned(start: Tensor, backbone: Backbone) -> Tensor:
-    """A copy of ``start`` on the backbone's device that takes gradients."""
-    return start.to(backbone.device).clone().requires_grad_()
-
-
 def drawn(generator: Generator, *shape: int) -> Tensor:
     """Entries drawn from N(0, 0.02²)."""
     return torch.randn(*shape, generator=generator) * pf.INIT_STD

@@ -254,7 +254,7 @@ class FastPT(pf.ContextMethod):
         known = {key: pair for key, pair in embedded.items() if key in row_of}
         split = EmbeddedSplit.of((values, torch.full_like(own, row_of[key])) for key, (values, own) in known.items())
         values, domains = split.values, split.labels.to(split.values.device)
-        weight, bias = (payload[spec.name].to(values.device).clone().requires_grad_() for spec in (WEIGHT, BIAS))
+        weight, bias = (pf.leaf(payload[spec.name], context.backbone) for spec in (WEIGHT, BIAS))
 
         def loss(indices: Tensor) -> Tensor:
             some = indices.to(values.device)
@@ -262,7 +262,7 @@ class FastPT(pf.ContextMethod):
 
         training = context.training.model_copy(update={"learning_rate": self.hyper.classifier_learning_rate})
         final = pf.train(replace(context.with_terms(training=training), train=split), [weight, bias], loss)
-        return {WEIGHT.name: weight.detach().cpu(), BIAS.name: bias.detach().cpu()}, final
+        return {WEIGHT.name: weight, BIAS.name: bias}, final
 
     def _train_domain_prompt(
         self, context: pf.ClientContext, payload: Tensors, private: Tensors
@@ -270,7 +270,7 @@ class FastPT(pf.ContextMethod):
         """E epochs of P^D on own embeddings under the fixed P^G (Eq. 6); P^D and the last epoch's loss."""
         backbone, own = context.backbone, own_domain(context)
         general = payload[GLOBAL.name].to(backbone.device) if self._general else None
-        learned = self._domain_prompt(context, private).to(backbone.device).clone().requires_grad_()
+        learned = pf.leaf(self._domain_prompt(context, private), backbone)
         words = backbone.embed_words(own.description.replace("{}", " "))
         prompts = pf.class_prompts(context, self.hyper.m * (1 + self._general))
         cross_entropy = pf.BatchCrossEntropy(context)
@@ -283,7 +283,7 @@ class FastPT(pf.ContextMethod):
 
         # Batches of its own, since P^G's are drawn for the same task.
         final = pf.train(replace(context, phase=f"{context.phase}/{PROMPT.name}"), [learned], loss)
-        return learned.detach().cpu(), final
+        return learned.detach(), final
 
     def _domain_prompt(self, context: pf.ClientContext, private: Tensors) -> Tensor:
         """``(m, d_t)`` this client's domain prompt, or the start that all clients have in common."""

@@ -172,6 +172,21 @@ class ClientContext:
         """The same task with the label space of ``train`` as candidates, for classifiers that still learn."""
         return replace(self, class_names=self.label_space or self.class_names)
 
+    def expect_images(self) -> None:
+        """Raise MethodError where there is nothing to train on."""
+        if len(self.train) == 0:
+            raise MethodError(f"client {self.client!r} has no training images")
+
+    def among_candidates(self, labels: Tensor) -> Tensor:
+        """Where the classes of ``labels (N,)`` of ``train`` stand among the candidates ``(N,)``; -1: nowhere."""
+        names, place = self.label_space or self.class_names, {name: at for at, name in enumerate(self.class_names)}
+        return torch.tensor([place.get(names[label], -1) for label in labels.tolist()], dtype=torch.int64)
+
+    def trained_rows(self) -> list[int]:
+        """Where each candidate stands among the classes of ``train``; -1: nowhere."""
+        place = {name: row for row, name in enumerate(self.label_space or self.class_names)}
+        return [place.get(name, -1) for name in self.class_names]
+
     def for_tuning(self, epochs: int, rate: float) -> ClientContext:
         """`for_training`, for so many epochs at a constant rate: a copy is tuned before it classifies."""
         settings = {"epochs": epochs, "learning_rate": rate, "schedule": "constant"}
@@ -180,11 +195,18 @@ class ClientContext:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """``update`` goes to the coordinator, ``private`` stays on the client's disk, ``metrics`` go into the report."""
+    """``update`` goes to the coordinator, ``private`` stays on the client's disk, ``metrics`` go into the report.
+
+    Tensors may be given as they were trained: the result holds them detached and on the CPU.
+    """
 
     update: Tensors
     private: Tensors = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "update", {name: tensor.detach().cpu() for name, tensor in self.update.items()})
+        object.__setattr__(self, "private", {name: tensor.detach().cpu() for name, tensor in self.private.items()})
 
 
 class Method(ABC):
