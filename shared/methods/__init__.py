@@ -29,8 +29,8 @@ def _own_methods() -> dict[str, type[Method]]:
     kinds: list[type[Method]] = []
     for module in iter_modules(__path__, f"{__name__}."):
         members = vars(import_module(module.name)).values()
-        found = [member for member in members if isinstance(member, type) and issubclass(member, Method)]
-        own = [kind for kind in found if f"{kind.__module__}.".startswith(f"{module.name}.")]
+        kinds_here = [member for member in members if isinstance(member, type) and issubclass(member, Method)]
+        own = [kind for kind in kinds_here if f"{kind.__module__}.".startswith(f"{module.name}.")]
         kinds += [kind for kind in own if "name" in vars(kind)]
     return {kind.name: kind for kind in kinds}
 

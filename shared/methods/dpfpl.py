@@ -105,8 +105,8 @@ class DPFPL(pf.SharedContextMethod):
                 for part, new in zip((u, v, r), orthonormal_factors(local, self.hyper.b, draws), strict=True):
                     part.copy_(new)
 
-        def gradients(found: Sequence[Tensor]) -> Sequence[Tensor]:
-            of_shared, of_u, of_v = found if noise is None else noise(found)
+        def gradients(given: Sequence[Tensor]) -> Sequence[Tensor]:
+            of_shared, of_u, of_v = given if noise is None else noise(given)
             return [of_shared, step_along(u.detach(), v.detach(), of_u, of_v)]
 
         through = Reparameterisation([shared, u, v], renew, gradients)

@@ -88,15 +88,15 @@ class AdaptiveClassifier:
         alone = shares.amax(-1) > 1 - ALONE
         if self._method.hyper.mixture == "hard":
             alone = torch.ones_like(alone)
-        found = self._backbone.logit_scale * torch.einsum("bd,bcd->bc", features, self._texts[likeliest])
+        logits = self._backbone.logit_scale * torch.einsum("bd,bcd->bc", features, self._texts[likeliest])
         at_once = max(1, TEXTS // len(self._prompts))
         for rows in torch.split((~alone).nonzero().squeeze(1), at_once):
             if not len(rows):
                 continue
             mixed = torch.einsum("bn,nmd->bmd", shares[rows], self._keys)
             text = self._text(mixed)
-            found[rows] = self._backbone.logit_scale * torch.einsum("bd,bcd->bc", features[rows], text)
-        return found
+            logits[rows] = self._backbone.logit_scale * torch.einsum("bd,bcd->bc", features[rows], text)
+        return logits
 
     def shares_of(self, features: Tensor) -> Tensor:
         """w ``(B, n)`` of normalised features ``(B, d_e)``."""
@@ -133,8 +133,8 @@ class FedAPT(pf.Method):
     @property
     def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """A prompt of its own shows how a class looks at a site."""
-        what = "a prompt for every class, as you trained it" if self.hyper.class_specific else "a prompt"
-        return (pf.AGGREGATE, pf.Disclosed("operator", what))
+        shown = "a prompt for every class, as you trained it" if self.hyper.class_specific else "a prompt"
+        return (pf.AGGREGATE, pf.Disclosed("operator", shown))
 
     # Server half
 

@@ -61,7 +61,7 @@ class FedBABU(PrivateHeadMethod):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs of the tower."""
         tower = self.tower(context, payload, private).trainable()
-        loss = self.fit(context, tower, self.start_head(context, payload, private), what="tower")
+        loss = self.fit(context, tower, self.start_head(context, payload, private), trains="tower")
         return pf.TrainResult(self.sent(tower), {}, {"loss": loss})
 
     def kept(self, tower: TrainedTower, head: Head) -> Tensors:

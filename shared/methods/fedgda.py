@@ -131,20 +131,20 @@ class FedGDA(pf.Method):
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """The statistics of the client's own images."""
         context.expect_images()
-        found = statistics(
+        sums = statistics(
             context.train.features(), context.train.labels, len(context.class_names), self.hyper.min_count
         )
-        return pf.TrainResult({spec.name: one.float() for spec, one in zip(SENT, found, strict=True)})
+        return pf.TrainResult({spec.name: sent.float() for spec, sent in zip(SENT, sums, strict=True)})
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """The posterior's for a trainer, the federation's for others; the template where a class has no images."""
         own = len(context.train) > 0
-        found = pooled_gaussians(payload)
+        gaussians = pooled_gaussians(payload)
         if own:
             features, labels = context.train.features(), context.train.labels
             mine = ClassGaussians.of(features, labels, len(context.label_space or context.class_names))
-            found = mine.with_prior(found, self.hyper.rho)
-        return self._classifier(context, found)
+            gaussians = mine.with_prior(gaussians, self.hyper.rho)
+        return self._classifier(context, gaussians)
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``global``: a trainer's data under an evaluator's classifier."""

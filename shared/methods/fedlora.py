@@ -208,8 +208,8 @@ class FedLoRA(pf.Method):
         device = context.backbone.device
         factors = {name: tensor.to(device) for name, tensor in self.factors(context, payload).items()}
         model = _Adapted(self.hyper, context, factors)
-        found = {tower: model.merged(tower) for tower in self.towers}
-        return MergedTowers(visual=found.get(VISUAL, {}), text=found.get(TEXT, {}))
+        weights = {tower: model.merged(tower) for tower in self.towers}
+        return MergedTowers(visual=weights.get(VISUAL, {}), text=weights.get(TEXT, {}))
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """Classifies with W + γ·B·A in the place of W, texts and images alike."""

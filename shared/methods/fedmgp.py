@@ -143,7 +143,7 @@ class Groups:
             features = split.features()
             return features[indices.to(features.device)].unsqueeze(0)
         images = split.images(indices)
-        return torch.stack([self._towers.images(images, one.unsqueeze(0)) for one in prompts[VISUAL]])
+        return torch.stack([self._towers.images(images, group.unsqueeze(0)) for group in prompts[VISUAL]])
 
     def logits(self, images: Tensor, texts: Tensor) -> Tensor:
         """(G1) ``(G, B, C)``."""
@@ -155,7 +155,7 @@ class GroupsClassifier:
 
     def __init__(self, context: pf.ClientContext, prompts: Prompts, hyper: FedMGPHyper):
         self._groups, self._how = Groups(context, hyper), hyper.inference
-        self._prompts = {name: one.to(context.backbone.device) for name, one in prompts.items()}
+        self._prompts = {kind: groups.to(context.backbone.device) for kind, groups in prompts.items()}
         with torch.no_grad():
             self._texts = self._groups.texts(self._prompts)
 
@@ -167,7 +167,7 @@ class GroupsClassifier:
     def _of(self, split: pf.Split, indices: Tensor) -> Tensor:
         images = self._groups.images(self._prompts, split, indices)
         if self._how == "features":
-            images, texts = (F.normalize(one.mean(0), dim=-1) for one in (images, self._texts))
+            images, texts = (F.normalize(each.mean(0), dim=-1) for each in (images, self._texts))
             return self._groups.logits(images, texts)
         logits = self._groups.logits(images, self._texts)
         return logits.mean(0) if self._how == "mean" else logits.amax(0)
@@ -196,8 +196,8 @@ class FedMGP(pf.Method):
     @property
     def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """Which pairs leave."""
-        what = f"{self.hyper.shared} of your {self.hyper.groups} pairs of prompts in each round"
-        return (pf.AGGREGATE, pf.Disclosed("operator", what))
+        shown = f"{self.hyper.shared} of your {self.hyper.groups} pairs of prompts in each round"
+        return (pf.AGGREGATE, pf.Disclosed("operator", shown))
 
     def check(self, spec: pf.FederationSpec) -> None:
         """No more groups can be shared than there are."""
@@ -240,15 +240,15 @@ class FedMGP(pf.Method):
 
         Who has none has the common start, with the global groups in its first slots.
         """
-        found = {}
+        current = {}
         for kind in self.kinds:
             own, last = private.get(groups(kind)), payload[shared(kind)]
             slots = private[sent(kind)] if own is not None else torch.arange(self.hyper.shared)
             own = self.start(context.backbone, context.seed, kind) if own is None else own.clone()
             if last.any():
                 own[slots] = last.to(own)
-            found[kind] = own
-        return found
+            current[kind] = own
+        return current
 
     def start(self, backbone: Backbone, seed: int, kind: str) -> Tensor:
         """``(G, m, d)`` before any training, the same for all clients."""
@@ -271,12 +271,12 @@ class FedMGP(pf.Method):
         def loss(indices: Tensor) -> Tensor:
             texts, images = towers.texts(trained), towers.images(trained, context.train, indices)
             logits, wanted = towers.logits(images, texts), labels[indices.to(device)]
-            value = torch.stack([F.cross_entropy(one, wanted) for one in logits]).mean()
-            apart = [diversity(one, hyper.diversity) for one in (texts, images)]
+            value = torch.stack([F.cross_entropy(scores, wanted) for scores in logits]).mean()
+            apart = [diversity(features, hyper.diversity) for features in (texts, images)]
             return value + hyper.diversity_weight / 2 * (apart[0] + apart[1])
 
         final = pf.train(context, list(trained.values()), loss)
-        ready = {kind: one.detach().cpu() for kind, one in trained.items()}
+        ready = {kind: prompts.detach().cpu() for kind, prompts in trained.items()}
         slots, metrics = self._slots(context, payload, ready)
         update = {shared(kind): ready[kind][slots[kind]].clone() for kind in self.kinds}
         kept = {groups(kind): ready[kind] for kind in self.kinds} | {sent(kind): slots[kind] for kind in self.kinds}
@@ -308,7 +308,7 @@ class FedMGP(pf.Method):
     def global_classifier(self, context: pf.ClientContext, payload: Tensors) -> pf.Classifier:
         """The global groups alone."""
         last = {kind: payload[shared(kind)] for kind in self.kinds}
-        if not any(one.any() for one in last.values()):
+        if not any(groups.any() for groups in last.values()):
             return TemplateClassifier(context)
         return GroupsClassifier(context, last, self.hyper)
 

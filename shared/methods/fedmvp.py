@@ -112,15 +112,15 @@ def generated(own: Mapping[str, Tensor], patches: Tensor, texts: Tensor, hyper: 
     q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
     heads, size = hyper.heads, width // hyper.heads
     q = q.reshape(*q.shape[:-1], heads, size).transpose(1, 2)  # (B, heads, N, size)
-    k, v = (one.reshape(len(one), heads, size).transpose(0, 1) for one in (k, v))  # (heads, texts, size)
+    k, v = (rows.reshape(len(rows), heads, size).transpose(0, 1) for rows in (k, v))  # (heads, texts, size)
     shares = (q @ k.transpose(-1, -2) / math.sqrt(size)).softmax(-1)
-    found = F.linear((shares @ v).transpose(1, 2).flatten(2), own["out_weight"], own["out_bias"])
-    hidden = F.layer_norm(found, (width,), own["norm_ff_weight"], own["norm_ff_bias"])
+    mixed = F.linear((shares @ v).transpose(1, 2).flatten(2), own["out_weight"], own["out_bias"])
+    hidden = F.layer_norm(mixed, (width,), own["norm_ff_weight"], own["norm_ff_bias"])
     value, gate = F.linear(hidden, own["ff_1_weight"], own["ff_1_bias"]).chunk(2, dim=-1)
-    found = found + F.linear(value * F.gelu(gate), own["ff_2_weight"], own["ff_2_bias"])
+    mixed = mixed + F.linear(value * F.gelu(gate), own["ff_2_weight"], own["ff_2_bias"])
     if hyper.queries == "mean":
-        return found
-    return torch.stack([found[:, run].mean(1) for run in runs], dim=1)
+        return mixed
+    return torch.stack([mixed[:, run].mean(1) for run in runs], dim=1)
 
 
 class PromptedImages:
@@ -288,7 +288,7 @@ class FedMVP(pf.Method):
         device, hyper = context.backbone.device, self.hyper
         lora = self._active(payload, context.round)
         names = [spec.name for spec in (LORA if lora else GENERATOR)]
-        own = {name: one.to(device) for name, one in payload.items()}
+        own = {name: tensor.to(device) for name, tensor in payload.items()}
         own |= {name: own[name].clone().requires_grad_() for name in names}
         images, texts = PromptedImages(context.backbone), ClassTexts(context, hyper, self._own_descriptions)
         if not texts.described:
@@ -324,7 +324,7 @@ class FedMVP(pf.Method):
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> ImageClassifier:
         """The global generator with the descriptions of ``context.class_names``."""
         backbone = context.backbone
-        own = {name: one.to(backbone.device) for name, one in payload.items()}
+        own = {name: tensor.to(backbone.device) for name, tensor in payload.items()}
         images, texts = PromptedImages(backbone), ClassTexts(context, self.hyper, self._own_descriptions)
         # Zero before the switch: with B = 0 the low-rank part changes nothing.
         lora = self.hyper.lora == "switch"

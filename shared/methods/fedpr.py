@@ -61,7 +61,7 @@ class NullSpace:
 
     def __init__(self, prompts: Tensor, rho: float, normalise: bool):
         self._prompts, self._before = prompts, prompts.detach().clone()
-        self._away = [projection(one, rho) for one in self._before]
+        self._away = [projection(block, rho) for block in self._before]
         self._length = math.sqrt(rho * prompts.shape[-1]) if normalise else 1.0
 
     @torch.no_grad()

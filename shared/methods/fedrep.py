@@ -35,9 +35,9 @@ class FedRepHyper(TowerHyper):
 
 @dataclass(frozen=True)
 class Tuning:
-    """Training of a copy before an evaluation: of what, how long, and the tower's rate (None: the spec's)."""
+    """Training of a copy before an evaluation: of which part, how long, and the tower's rate (None: the spec's)."""
 
-    what: Literal["all", "head"]
+    trains: Literal["all", "head"]
     epochs: int
     rate: float | None = None
 
@@ -68,8 +68,8 @@ class PrivateHeadMethod(WeightMethod):
         tower, begun = self.tower(own, payload, private), self.start_head(own, payload, private)
         assert isinstance(begun, LinearHead)
         head = begun.trainable(own.backbone.device)
-        tower = tower.trainable() if tuning.what == "all" else tower
-        self.fit(own, tower, head, what=tuning.what)
+        tower = tower.trainable() if tuning.trains == "all" else tower
+        self.fit(own, tower, head, trains=tuning.trains)
         return tower, head
 
     @property
@@ -125,10 +125,10 @@ class FedRep(PrivateHeadMethod):
         begun = self.start_head(context, payload, private)
         assert isinstance(begun, LinearHead)
         head = begun.trainable(context.backbone.device)
-        head_loss = self.fit(context, tower, head, what="head", epochs=self.hyper.head_epochs)
+        head_loss = self.fit(context, tower, head, trains="head", epochs=self.hyper.head_epochs)
         fixed = LinearHead(head.names, head.weight.detach(), head.bias.detach())
         moving = tower.trainable()
-        loss = self.fit(context, moving, fixed, what="tower")
+        loss = self.fit(context, moving, fixed, trains="tower")
         metrics = {"loss": loss, "head_loss": head_loss}
         return pf.TrainResult(self.sent(moving), fixed.private(), metrics)
 

@@ -185,8 +185,8 @@ class PFedMMA(pf.Method):
         if self.hyper.share == "none":
             return ()
         count = self.hyper.k or PAIRS
-        what = f"{count} maps of {self.hyper.r}×{self.hyper.r} numbers"
-        return (pf.AGGREGATE, pf.Disclosed("operator", what if self.hyper.share == "middle" else "your adapters"))
+        maps = f"{count} maps of {self.hyper.r}×{self.hyper.r} numbers"
+        return (pf.AGGREGATE, pf.Disclosed("operator", maps if self.hyper.share == "middle" else "your adapters"))
 
     def check(self, spec: pf.FederationSpec) -> None:
         """An adapter that adds nothing learns nothing."""

@@ -46,7 +46,7 @@ def mixing_weights(rows: Tensor, similarity: str, sigma: float | None) -> Tensor
         others = torch.exp((sigma or COSINE_SIGMA) * (cosines - 1)).fill_diagonal_(0)
         weights = others / others.sum(1, keepdim=True) * (1 - 1 / count)
     else:
-        squares = torch.stack([(flat - one).square().sum(1) for one in flat])
+        squares = torch.stack([(flat - context).square().sum(1) for context in flat])
         scale = sigma or median(squares[i, j].item() for i in range(count) for j in range(i))
         weights = torch.exp(-squares / scale) / count if scale > 0 else torch.full_like(squares, 1 / count)
         weights.fill_diagonal_(0)

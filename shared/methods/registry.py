@@ -190,7 +190,7 @@ def description(kind: type[Method]) -> dict[str, Any]:
         },
         "cached_features": kind.needs.cached_features,
         "metrics": list(kind.metrics),
-        "disclosures": [asdict(one) for one in method.disclosures],
+        "disclosures": [asdict(disclosed) for disclosed in method.disclosures],
         "generates_prompts": issubclass(kind, GeneratesPrompts),
     }
 

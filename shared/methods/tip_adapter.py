@@ -58,9 +58,9 @@ class Cache:
 
     def means(self) -> Cache:
         """One key for each class, its normalised mean."""
-        found = torch.unique(self.labels)
-        means = torch.stack([self.keys[self.labels == label].mean(0) for label in found])
-        return Cache(F.normalize(means, dim=-1), found)
+        classes = torch.unique(self.labels)
+        means = torch.stack([self.keys[self.labels == label].mean(0) for label in classes])
+        return Cache(F.normalize(means, dim=-1), classes)
 
 
 class TipAdapter(pf.Method):
@@ -171,12 +171,12 @@ def held_out(context: pf.ClientContext, share: float) -> Tensor:
 def cropped(images: Tensor, draws: Generator) -> Tensor:
     """Images ``(B, 3, H, W)``, each a random crop of at least half of its area, or its mirror image, in full size."""
     height, width = images.shape[-2:]
-    found = []
+    crops = []
     for image in images:
         area, across, down, flip = torch.rand(4, generator=draws).tolist()
         side = (LEAST_AREA + (1 - LEAST_AREA) * area) ** 0.5
         h, w = max(1, round(side * height)), max(1, round(side * width))
         top, left = round(down * (height - h)), round(across * (width - w))
         part = F.interpolate(image[None, :, top : top + h, left : left + w], (height, width), mode="bilinear")
-        found.append(part.flip(-1) if flip < 1 / 2 else part)
-    return torch.cat(found)
+        crops.append(part.flip(-1) if flip < 1 / 2 else part)
+    return torch.cat(crops)

@@ -64,12 +64,12 @@ class PrivateGradients:
             return self._gradients(units)
         if self._objective is None:
             return torch.cat([self._gradients(torch.tensor(self._protection.images_of(int(u)))) for u in units])
-        found = torch.zeros(len(units), self._size, dtype=torch.float64)
+        means = torch.zeros(len(units), self._size, dtype=torch.float64)
         for place, unit in enumerate(units.tolist()):
             rows = torch.tensor(self._protection.images_of(unit))
             for part in torch.split(rows, self._most):
-                found[place] += self._gradients(part).sum(dim=0) / len(rows)
-        return found
+                means[place] += self._gradients(part).sum(dim=0) / len(rows)
+        return means
 
     def _gradients(self, rows: Tensor) -> Tensor:
         """``(b, d)`` float64 on the CPU: each image's gradient of its own loss; without an objective all rows' one."""
@@ -99,8 +99,8 @@ class PrivateGradients:
         if self._objective is None or self._objective.common is None:
             return [None] * len(self._parameters)
         value = self._objective.common(self._parameters)
-        found: Sequence[Tensor | None] = torch.autograd.grad(value, list(self._parameters), allow_unused=True)
-        return found
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(value, list(self._parameters), allow_unused=True)
+        return gradients
 
 
 def clipped(gradients: Tensor, clip: float) -> Tensor:

@@ -242,12 +242,12 @@ class WeightMethod(pf.Method):
 
     def changes(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> Tensors:
         """Δ by kind, float32: the shared part as received, the client's own as it was left, or zero."""
-        found = {kind: payload[kind].float() for kind in self.shared_kinds}
+        shared = {kind: payload[kind].float() for kind in self.shared_kinds}
         own = self.private_kinds
         if own and own[0] not in private:
             dims = own_dims(self.name, self.hyper.trainable, self.hyper.k, context)
             private = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in own}
-        return found | {kind: private[kind] for kind in own}
+        return shared | {kind: private[kind] for kind in own}
 
     def shared_head(self, context: pf.ClientContext, payload: Tensors) -> LinearHead:
         """The linear head in a payload, over all of its classes."""
@@ -284,12 +284,12 @@ class WeightMethod(pf.Method):
         head: Head,
         extra: visual.Term | None = None,
         *,
-        what: Literal["all", "tower", "head"] = "all",
+        trains: Literal["all", "tower", "head"] = "all",
         epochs: int | None = None,
     ) -> float:
         """Minimise CE(H(f(x)), y) + ``extra`` over W and a linear head, in place; the mean loss of the last epoch."""
-        parameters = list(tower.leaves.values()) if what != "head" else []
-        groups = self.head_groups(context, head.parameters) if what != "tower" else ()
+        parameters = list(tower.leaves.values()) if trains != "head" else []
+        groups = self.head_groups(context, head.parameters) if trains != "tower" else ()
         if parameters:
 
             def logits(inputs: Tensor) -> Tensor:

@@ -47,11 +47,11 @@ def trainer_domains(clients: Iterable[pf.ClientInfo]) -> dict[int, Domain]:
 
 def described_domains(clients: Iterable[pf.ClientInfo]) -> dict[int, Domain]:
     """The domains of ``clients`` by key, sorted by name; those with the same wording are one."""
-    found: dict[int, Domain] = {}
+    domains: dict[int, Domain] = {}
     for client in clients:
         if client.domain is not None:
-            found.setdefault(domain_key(client.domain.description), client.domain)
-    return dict(sorted(found.items(), key=lambda item: (item[1].name, wording(item[1].description))))
+            domains.setdefault(domain_key(client.domain.description), client.domain)
+    return dict(sorted(domains.items(), key=lambda item: (item[1].name, wording(item[1].description))))
 
 
 def domain_names(keys: Sequence[int], clients: Iterable[pf.ClientInfo], own: Domain | None) -> tuple[str, ...]:

@@ -300,7 +300,7 @@ class FastPT(pf.ContextMethod):
             transfer = StyleTransfer(context, self.hyper)
             for target in self._targets(context).values():
                 report = transfer.report(private, target)
-                metrics |= {f"mst_{what}[{target.name}]": number for what, number in report.items()}
+                metrics |= {f"mst_{figure}[{target.name}]": number for figure, number in report.items()}
                 private = transfer.without_report(private, target)
         return private, metrics
 

@@ -136,19 +136,21 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
     neighbours under Poisson sampling, against who learns nothing of who took part; None where nothing is amplified.
     """
     given, part = spec.privacy, spec.participation
-    found: dict[str, float | None] = {"epsilon": spent(spec, phases), "epsilon_if_secret": None}
+    spending: dict[str, float | None] = {"epsilon": spent(spec, phases), "epsilon_if_secret": None}
     if phases == 0:
-        return found | {"epsilon_replace_one": 0.0, "epsilon_if_secret": 0.0 if part.is_secret else None}
+        return spending | {"epsilon_replace_one": 0.0, "epsilon_if_secret": 0.0 if part.is_secret else None}
     assert given.noise_multiplier is not None
     assert given.delta is not None
     if given.is_distributed:  # twice the distance is four times ρ
         rho = 4 * partial_noise(spec).rho(MOST_NUMBERS)
-        return found | {"epsilon_replace_one": epsilon_of_sums(rho, phases, given.delta)}
-    found["epsilon_replace_one"] = replace_one_epsilon([client_event(given.noise_multiplier, 1.0, phases)], given.delta)
+        return spending | {"epsilon_replace_one": epsilon_of_sums(rho, phases, given.delta)}
+    spending["epsilon_replace_one"] = replace_one_epsilon(
+        [client_event(given.noise_multiplier, 1.0, phases)], given.delta
+    )
     if part.is_secret:
         amplified = client_event(given.noise_multiplier, part.fraction, phases)
-        found["epsilon_if_secret"] = epsilon_of([amplified], given.delta)
-    return found
+        spending["epsilon_if_secret"] = epsilon_of([amplified], given.delta)
+    return spending
 
 
 def honest_parts(spec: FederationSpec) -> int:
@@ -190,10 +192,10 @@ def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext,
     """Raise MethodError where the noise is longer than all that ``clients`` could learn in all rounds."""
     if not spec.privacy.protects_clients or spec.privacy.accept_noise:
         return
-    found = drowned(method, spec, context, clients)
-    if found.after_rounds > 1:
+    ratio = drowned(method, spec, context, clients)
+    if ratio.after_rounds > 1:
         text = "; accept_noise: true runs it all the same (clients: participation.min_clients, before they enrol)"
-        raise MethodError(found.told() + text)
+        raise MethodError(ratio.told() + text)
 
 
 def check_clients(spec: FederationSpec, clients: int) -> None:
