@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -167,3 +168,14 @@ def test_tests_can_put_a_method_among_ours(monkeypatch: pytest.MonkeyPatch) -> N
         patched.setitem(METHODS, "mine", PromptFL)
         assert method_class("mine") is PromptFL
     assert "mine" not in METHODS
+
+
+def test_a_file_in_the_folder_is_a_method_as_contributing_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+    start = text.index("```python\n", text.index("## Add a method")) + len("```python\n")
+    (tmp_path / "promptfl_sparse.py").write_text(dedent("   " + text[start : text.index("   ```", start)].lstrip(" ")))
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+    own = methods._own_methods()
+    assert set(own) == {*METHODS.own(), "promptfl_sparse"}
+    assert all(kind.name == name for name, kind in own.items())
+    assert own["promptfl_sparse"](own["promptfl_sparse"].Hyper(weight=0.5)).hyper.model_dump()["weight"] == 0.5  # type: ignore[call-arg]
