@@ -10,9 +10,10 @@ from promptfed.shared.methods import make_method
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.interface.hooks import check_admission
 from promptfed.shared.spec.spec import BackboneShape, TrainingSpec
+from promptfed.shared.tensors import Tensors, TensorSpec
 
-BIAS = pf.TensorSpec("bias", ("C",))
-SECRET = pf.TensorSpec("secret", ("C",), shared_with_clients=False)
+BIAS = TensorSpec("bias", ("C",))
+SECRET = TensorSpec("secret", ("C",), shared_with_clients=False)
 CONTEXT = pf.ServerContext(TrainingSpec(), BackboneShape(d_e=4), ("a", "b"), (), seed=0, rounds=1)
 
 
@@ -23,16 +24,16 @@ class Biased(pf.Method):
     summary = paper = "none"
     Hyper = pf.Hyperparameters
 
-    def state_tensors(self) -> tuple[pf.TensorSpec, ...]:
+    def state_tensors(self) -> tuple[TensorSpec, ...]:
         return (BIAS, SECRET)
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         return {"C": len(context.class_names or ())}
 
-    def train(self, context: pf.ClientContext, payload: pf.Tensors, private: pf.Tensors) -> pf.TrainResult:
+    def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         raise NotImplementedError
 
-    def classifier(self, context: pf.ClientContext, payload: pf.Tensors, private: pf.Tensors) -> pf.Classifier:
+    def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         raise NotImplementedError
 
 
