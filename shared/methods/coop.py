@@ -39,5 +39,4 @@ class CoOp(pf.ContextMethod):
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """Classifies with the client's own context; an evaluator, which trains none, has the start."""
-        prompts = pf.class_prompts(context, self.hyper.m)
-        return pf.TextPromptClassifier(context.backbone, self.current(context, private), prompts)
+        return pf.TextPromptClassifier(context, self.current(context, private))

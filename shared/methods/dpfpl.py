@@ -166,7 +166,7 @@ class DPFPL(pf.SharedContextMethod):
         learned = payload[self.shared.name]
         if private or len(context.train):
             learned = learned + self.local_context(context, private)
-        return pf.TextPromptClassifier(context.backbone, learned, pf.class_prompts(context, self.hyper.m))
+        return pf.TextPromptClassifier(context, learned)
 
 
 def personal(shared: Tensor, u: Tensor, v: Tensor, r: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Source: Li et al., "Global and Local Prompts Cooperation via Optimal Transport f
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -56,8 +55,8 @@ class FedOTP(PrivateContextMethod):
     def plans(self) -> Transport:
         """How plans are made."""
         hyper = self.hyper
-        made = Transport(hyper.transport, hyper.gamma, hyper.epsilon, hyper.iterations, hyper.threshold)
-        return replace(made, pooled_weight=hyper.pooled_weight)
+        how = hyper.transport, hyper.gamma, hyper.epsilon, hyper.iterations, hyper.threshold
+        return Transport(*how, pooled_weight=hyper.pooled_weight)
 
     def pair_loss(self, context: pf.ClientContext) -> PairLoss:
         """CE over the transported similarities; both contexts are encoded in one pass."""

@@ -94,7 +94,7 @@ class FedPGP(pf.SharedContextMethod):
         learned = payload[self.shared.name]
         if private or len(context.train):
             learned = learned + delta(self.adaptation(context, private))
-        return pf.TextPromptClassifier(context.backbone, learned, pf.class_prompts(context, self.hyper.m))
+        return pf.TextPromptClassifier(context, learned)
 
 
 def delta(adaptation: Tensors) -> Tensor:

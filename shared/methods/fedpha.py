@@ -177,4 +177,4 @@ class FedPHA(PrivateContextMethod):
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextPromptClassifier:
         """Classifies with the private context alone."""
-        return pf.TextPromptClassifier(context.backbone, local, pf.class_prompts(context, len(local)))
+        return pf.TextPromptClassifier(context, local)

@@ -16,16 +16,16 @@ from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.fedvpt import FedVPT, VptHyper
+from promptfed.shared.methods.fedvpt import FedVPT
+from promptfed.shared.methods.fedvpt_deep import FedVPTDeepHyper
 
 ROUNDING = 1e-9  # of (1 − ρ)·d, which binary arithmetic may leave under a whole number
 
 
-class FedPRHyper(VptHyper):
+class FedPRHyper(FedVPTDeepHyper):
     """Prompts in every block, and how much of the space they may not move in."""
 
     m: int = Field(8, ge=1, le=512, description="prompt tokens in each block that has any")
-    depth: int | None = Field(None, ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
     rho: float = Field(
         0.8, gt=0, le=1, description="ρ, share of the directions in which prompts may move; 1: no projection"
     )

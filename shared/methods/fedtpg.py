@@ -180,7 +180,7 @@ class FedTPG(pf.Method):
         theta = {name: value.to(device) for name, value in payload.items()}
         with torch.no_grad():
             generated = self.context_of(theta, name_features(context.backbone, context.class_names))
-        return pf.TextPromptClassifier(context.backbone, generated, pf.class_prompts(context, self.hyper.m))
+        return pf.TextPromptClassifier(context, generated)
 
     def context_of(self, theta: Tensors, classes: Tensor) -> Tensor:
         """P = f_θ(T) ``(m, d_t)`` (Eq. 1-2) for normalised text features T ``(C, d_e)`` of bare class names.

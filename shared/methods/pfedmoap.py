@@ -223,7 +223,7 @@ class PFedMoAP(ClientRowsMethod):
         """Own context, gate and experts; without gate or experts the own context, and before any training the mean."""
         experts, own = payload[EXPERTS.name], private.get(OWN, payload[pf.CONTEXT.name])
         if not len(experts) or not any(name.startswith(GATE) for name in private):
-            return pf.TextPromptClassifier(context.backbone, own, pf.class_prompts(context, self.hyper.m))
+            return pf.TextPromptClassifier(context, own)
         texts, gate = self._texts(context, torch.cat([own.unsqueeze(0), experts])), self._gate(context, private)
         at_once = max(1, MOST_ENTRIES // max(1, texts.shape[1] * len(gate.parameters["query.bias"])))
         return pf.FeatureClassifier(

@@ -22,7 +22,7 @@ from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, drawn
 from promptfed.shared.methods.zero_shot import TemplateClassifier
-from promptfed.shared.tensors import Tensors, TensorSpec
+from promptfed.shared.tensors import DTYPES, Tensors, TensorSpec
 
 TEXT, VISUAL = "text", "visual"
 AXES = {TEXT: ("depth_t", "d_t", "r_t"), VISUAL: ("depth_v", "d_v", "r_v")}
@@ -234,8 +234,7 @@ class Plan(pf.Method):
 
     def _nobodys_prompts(self, dims: Mapping[str, int]) -> Tensors:
         specs = [clients_prompts_of(modality) for modality in self.attentive] + ([OWNERS] if self.attentive else [])
-        kinds = {"float32": torch.float32, "int64": torch.int64}
-        return {spec.name: torch.zeros(*spec.resolve({**dims, "K": 0}), dtype=kinds[spec.dtype]) for spec in specs}
+        return {spec.name: torch.zeros(*spec.resolve({**dims, "K": 0}), dtype=DTYPES[spec.dtype]) for spec in specs}
 
     def prompts(self, state: Tensors) -> Tensors:
         """The global prompts; the aggregators are no prompts."""
@@ -256,7 +255,10 @@ class Plan(pf.Method):
         then Eq. 13 with the mean aggregators."""
         if phase.name == "aggregators":
             state = state | combine(updates)
-            made = {prompts_of(modality).name: self._aggregated(state, modality) for modality in self.attentive}
+            made = {
+                prompts_of(modality).name: self._aggregator(state, modality)(state[clients_prompts_of(modality).name])
+                for modality in self.attentive
+            }
             return state | made | self._nobodys_prompts(self.dims(context))
         kept = list(updates)
         plain = [prompts_of(modality).name for modality in (TEXT, VISUAL) if modality not in self.attentive]
@@ -288,9 +290,6 @@ class Plan(pf.Method):
                 clients[name] |= {f"gamma_{modality}_{block}": value for block, value in enumerate(blocks)}
             spread[f"gamma_{modality}_spread"] = float((gamma.amax(0) - gamma.amin(0)).max())
         return pf.Measured(phase=spread, clients=clients)
-
-    def _aggregated(self, state: Tensors, modality: str) -> Tensor:
-        return self._aggregator(state, modality)(state[clients_prompts_of(modality).name])
 
     def _aggregator(self, tensors: Mapping[str, Tensor], modality: str) -> Aggregator:
         return Aggregator(modality, tensors, self.hyper.residual)

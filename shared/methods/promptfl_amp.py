@@ -127,5 +127,4 @@ class PromptFLAMP(ClientRowsMethod):
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TextPromptClassifier:
         """With the client's own context; with what it was sent where it has trained none."""
-        prompts = pf.class_prompts(context, self.hyper.m)
-        return pf.TextPromptClassifier(context.backbone, self._own(payload, private), prompts)
+        return pf.TextPromptClassifier(context, self._own(payload, private))

@@ -26,7 +26,7 @@ class TunedClassifier(pf.TextPromptClassifier):
     """Classifies with a context ``(m, d_t)`` that was tuned for it."""
 
     def __init__(self, context: pf.ClientContext, learned: Tensor):
-        super().__init__(context.backbone, learned, pf.class_prompts(context, len(learned)))
+        super().__init__(context, learned)
         self._learned = learned
 
     def among(self, context: pf.ClientContext) -> TunedClassifier:

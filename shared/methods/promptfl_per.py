@@ -69,4 +69,4 @@ class PromptFLPer(PrivateContextMethod):
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> pf.TextPromptClassifier:
         """Classifies with the whole context."""
         whole = torch.cat([shared.cpu(), local.cpu()])
-        return pf.TextPromptClassifier(context.backbone, whole, pf.class_prompts(context, self.hyper.m))
+        return pf.TextPromptClassifier(context, whole)

@@ -82,9 +82,11 @@ class TextFeatureClassifier:
 class TextPromptClassifier(TextFeatureClassifier):
     """Cosine logits of image features against the text features of one context: τ⁻¹·I(x)·T(ctx, y)."""
 
-    def __init__(self, backbone: Backbone, context: Tensor, prompts: ClassPrompts):
+    def __init__(self, context: ClientContext, vectors: Tensor):
+        """vectors: the context ``(m, d_t)`` before the candidates' names."""
+        backbone = context.backbone
         with torch.no_grad():
-            text = backbone.encode_prompts(context.to(backbone.device), prompts)
+            text = backbone.encode_prompts(vectors.to(backbone.device), class_prompts(context, len(vectors)))
         super().__init__(backbone.logit_scale, text)
 
 
@@ -152,8 +154,7 @@ class SharedContextMethod(ContextMethod):
 
     def classifier(self, context: ClientContext, payload: Tensors, private: Tensors) -> Classifier:
         """Classifies with the global context."""
-        prompts = class_prompts(context, self.shared_length)
-        return TextPromptClassifier(context.backbone, payload[self.shared.name], prompts)
+        return TextPromptClassifier(context, payload[self.shared.name])
 
 
 def text_width(method: str, m: int, context: ServerContext) -> int:

@@ -63,7 +63,7 @@ class PrivateContextMethod(pf.SharedContextMethod):
 
     def global_classifier(self, context: pf.ClientContext, shared: Tensor) -> pf.Classifier:
         """Classifies with the shared context ``(m, d_t)`` alone."""
-        return pf.TextPromptClassifier(context.backbone, shared, pf.class_prompts(context, self.shared_length))
+        return pf.TextPromptClassifier(context, shared)
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs over both contexts; sends the shared one, keeps the other."""

@@ -16,37 +16,17 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from promptfed.shared.methods.core import heads, trained_tower, visual
 from promptfed.shared.methods.core import toolkit as pf
-from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.heads import (
-    HEAD_RATE,
-    SHARED_HEAD,
-    Head,
-    LinearHead,
-    TextHead,
-    check_head_rate,
-    head_groups,
-    head_start,
-    head_width,
-    shared_classes,
-)
+from promptfed.shared.methods.core.heads import Head, LinearHead, TextHead
 from promptfed.shared.methods.core.kept_blocks import check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
-from promptfed.shared.methods.core.trained_tower import (
-    NORMS,
-    TowerHyper,
-    TrainedTower,
-    kind_norms,
-    own_dims,
-    tensor_spec,
-    tower_dims,
-    trained_kinds,
-)
+from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
 from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 CHANGE = "change."  # before the names of what a client sends
-HEAD = tuple(spec.name for spec in SHARED_HEAD)
+HEAD = tuple(spec.name for spec in heads.SHARED_HEAD)
 
 
 class HeadHyper(TowerHyper):
@@ -111,14 +91,14 @@ class WeightMethod(pf.Method):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of weights that are trained."""
-        return trained_kinds(self.hyper.trainable, self.uses_projection)
+        return trained_tower.trained_kinds(self.hyper.trainable, self.uses_projection)
 
     @property
     def private_kinds(self) -> tuple[str, ...]:
         """Those of them that never leave a client."""
         if getattr(self.hyper, "private", "none") == "none":
             return ()
-        return tuple(kind for kind in self.kinds if kind in NORMS)
+        return tuple(kind for kind in self.kinds if kind in trained_tower.NORMS)
 
     @property
     def shared_kinds(self) -> tuple[str, ...]:
@@ -145,7 +125,7 @@ class WeightMethod(pf.Method):
         if not self.state_tensors():
             raise pf.MethodError("private: norms with trainable: norms leaves nothing to share: take trainable: all")
         if self.shares_head:
-            shared_classes(self.name, spec.class_names)
+            heads.shared_classes(self.name, spec.class_names)
             if hyper.label_space == "client":
                 raise pf.MethodError("a shared linear head is trained over all of its classes: label_space: federation")
 
@@ -156,7 +136,9 @@ class WeightMethod(pf.Method):
             raise pf.MethodError("projected is for a linear head: take head: linear with it, or leave it out")
         if hyper.trainable == "none" and not self.is_linear:
             raise pf.MethodError("trainable: none under a text head leaves nothing to train: take head: linear with it")
-        check_head_rate(self.name, hyper.head_learning_rate, linear=self.is_linear, alone=hyper.trainable == "none")
+        heads.check_head_rate(
+            self.name, hyper.head_learning_rate, linear=self.is_linear, alone=hyper.trainable == "none"
+        )
         if hyper.cache_blocks:
             check_kept_blocks(self.name, spec, frozen_below=hyper.trainable == "last_k", how="take trainable: last_k")
         if hyper.trainable == "all" and spec.backbone.precision != "fp32":
@@ -178,8 +160,8 @@ class WeightMethod(pf.Method):
 
     def travelling(self) -> tuple[TensorSpec, ...]:
         """The change of each kind that is shared, and a shared head."""
-        head = SHARED_HEAD if self.shares_head else ()
-        return tuple(tensor_spec(kind) for kind in self.shared_kinds) + head
+        head = heads.SHARED_HEAD if self.shares_head else ()
+        return tuple(trained_tower.tensor_spec(kind) for kind in self.shared_kinds) + head
 
     def phases(self, round: int, rounds: int) -> tuple[pf.Phase, ...]:
         """One exchange a round: Δ down, what was changed up."""
@@ -189,18 +171,18 @@ class WeightMethod(pf.Method):
 
     def dims(self, context: pf.ServerContext) -> dict[str, int]:
         """The tower's sizes; for a shared head its classes and width."""
-        dims = tower_dims(self.name, self.hyper.trainable, self.hyper.k, context)
+        dims = trained_tower.tower_dims(self.name, self.hyper.trainable, self.hyper.k, context)
         if self.shares_head:
-            dims["classes"] = shared_classes(self.name, context.class_names)
+            dims["classes"] = heads.shared_classes(self.name, context.class_names)
             dims["d_h"] = dims["d_e"] if self.hyper.projected else dims["d_v"]
         return dims
 
     def initial_state(self, context: pf.ServerContext, generator: Generator) -> Tensors:
         """Δ = 0; a shared head starts as a private one would."""
         dims = self.dims(context)
-        state = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in self.shared_kinds}
+        state = {kind: torch.zeros(trained_tower.tensor_spec(kind).resolve(dims)) for kind in self.shared_kinds}
         if self.shares_head:
-            state |= head_start(context.seed, dims["classes"], dims["d_h"])
+            state |= heads.head_start(context.seed, dims["classes"], dims["d_h"])
         return state
 
     def payload(
@@ -228,7 +210,7 @@ class WeightMethod(pf.Method):
 
     def prompts(self, state: Tensors) -> Tensors:
         """How far each kind has moved, by block: the weights themselves are too many to show."""
-        return kind_norms({spec.name: state[spec.name] for spec in self.travelling()})
+        return trained_tower.kind_norms({spec.name: state[spec.name] for spec in self.travelling()})
 
     # Client half
 
@@ -245,8 +227,8 @@ class WeightMethod(pf.Method):
         shared = {kind: payload[kind].float() for kind in self.shared_kinds}
         own = self.private_kinds
         if own and own[0] not in private:
-            dims = own_dims(self.name, self.hyper.trainable, self.hyper.k, context)
-            private = {kind: torch.zeros(tensor_spec(kind).resolve(dims)) for kind in own}
+            dims = trained_tower.own_dims(self.name, self.hyper.trainable, self.hyper.k, context)
+            private = {kind: torch.zeros(trained_tower.tensor_spec(kind).resolve(dims)) for kind in own}
         return shared | {kind: private[kind] for kind in own}
 
     def shared_head(self, context: pf.ClientContext, payload: Tensors) -> LinearHead:
@@ -259,13 +241,13 @@ class WeightMethod(pf.Method):
         if self.shares_head:
             return self.shared_head(context, payload)
         if self.is_linear:
-            return LinearHead.of(context, private, head_width(context.backbone, self.hyper.projected))
+            return LinearHead.of(context, private, heads.head_width(context.backbone, self.hyper.projected))
         return TextHead.of(context)
 
     def head_groups(self, context: pf.ClientContext, parameters: Sequence[Tensor]) -> tuple[pf.Group, ...]:
         """What is new behind the tower, at a rate of its own; at the spec's where the tower is not trained."""
-        rate = None if self.hyper.trainable == "none" else self.hyper.head_learning_rate or HEAD_RATE
-        return head_groups(context, parameters, rate)
+        rate = None if self.hyper.trainable == "none" else self.hyper.head_learning_rate or heads.HEAD_RATE
+        return heads.head_groups(context, parameters, rate)
 
     def features(self, tower: TrainedTower, inputs: Tensor) -> Tensor:
         """What the head takes: normalised ``(B, d_e)``, or pooled as they are."""

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from promptfed.shared.messages import Domain
 from promptfed.shared.methods.core import toolkit as pf
+from promptfed.shared.methods.fast_pt import domains
 from promptfed.shared.methods.fast_pt.domain_mixture import (
     BIAS,
     DOMAINS,
@@ -33,18 +34,6 @@ from promptfed.shared.methods.fast_pt.domain_mixture import (
     has_rows,
     one_of,
     rows_for,
-)
-from promptfed.shared.methods.fast_pt.domains import (
-    OF_DOMAIN_PROMPTS,
-    WORDS,
-    check_description,
-    described_domains,
-    domain_names,
-    fits,
-    own_domain,
-    own_key,
-    too_long,
-    trainer_domains,
 )
 from promptfed.shared.methods.fast_pt.objective import FastPTHyper, contrastive_loss
 from promptfed.shared.methods.fast_pt.style_transfer import EmbeddedSplit, StyleTransfer
@@ -86,7 +75,7 @@ class FastPT(pf.ContextMethod):
     @property
     def disclosures(self) -> tuple[pf.Disclosed, ...]:
         """The description goes to all; with domain prompts the classifier's updates and the list at the end."""
-        return (pf.AGGREGATE, WORDS, *(OF_DOMAIN_PROMPTS if self._by_domain else ()))
+        return (pf.AGGREGATE, domains.WORDS, *(domains.OF_DOMAIN_PROMPTS if self._by_domain else ()))
 
     # Server half
 
@@ -107,7 +96,7 @@ class FastPT(pf.ContextMethod):
         """``m``, ``d_t``, ``d_e`` and the number n of domains; how many domain prompts there are is open."""
         width = pf.text_width(self.name, self.prompt_length, context)
         sizes = {"m": self.hyper.m, "d_t": width, "d_e": context.shape.d_e}
-        return sizes | {"n": len(trainer_domains(context.clients))}
+        return sizes | {"n": len(domains.trainer_domains(context.clients))}
 
     def admit(self, client: pf.ClientInfo, former: pf.ClientInfo | None, context: pf.ServerContext) -> None:
         """A trainer's description must say something, be no other's (unless merged), and stay what it was."""
@@ -116,13 +105,13 @@ class FastPT(pf.ContextMethod):
                 f"{client.name!r} took part as {former.role}: enrol the {client.role} under another name"
             )
         if client.role == "trainer" and client.domain is not None:
-            check_description(client, former, context, self.hyper.merge_domains)
+            domains.check_description(client, former, context, self.hyper.merge_domains)
 
     def check_clients(self, context: pf.ServerContext) -> None:
         """Style transfer and the classifier need two domains."""
-        domains = trainer_domains(context.clients)
-        if len(domains) < 2:
-            words = " ".join(repr(domain.description) for domain in domains.values())
+        present = domains.trainer_domains(context.clients)
+        if len(present) < 2:
+            words = " ".join(repr(domain.description) for domain in present.values())
             raise pf.MethodError(
                 f"all trainers are of one domain, {words}: {self.name} needs a trainer of another domain"
             )
@@ -151,19 +140,19 @@ class FastPT(pf.ContextMethod):
             DOMAINS.name: torch.zeros(0, dtype=torch.int64),
         }
         none = {PROMPTS.name: torch.zeros(0, dims["m"], dims["d_t"]), LISTED.name: torch.zeros(0, dtype=torch.int64)}
-        return rows_for(known | state, list(trainer_domains(context.clients))) | none
+        return rows_for(known | state, list(domains.trainer_domains(context.clients))) | none
 
     def join(self, state: Tensors, client: pf.ClientInfo, context: pf.ServerContext) -> Tensors:
         """A trainer whose domain has no row yet appends one of zeros."""
         if not self._by_domain:
             return state
         known = state[DOMAINS.name].tolist()
-        return state | rows_for(state, known + [key for key in trainer_domains([client]) if key not in known])
+        return state | rows_for(state, known + [key for key in domains.trainer_domains([client]) if key not in known])
 
     def contexts(self, state: Tensors, context: pf.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """P^G, and at the end each domain's P^D."""
         keys = state[LISTED.name].tolist() if self._by_domain else []
-        names = domain_names(keys, context.clients, None)
+        names = domains.domain_names(keys, context.clients, None)
         rows = enumerate(zip(names, state.get(PROMPTS.name, ()), strict=True), 1)
         own = {f"domain_prompts {row}: {name}": prompt for row, (name, prompt) in rows}
         return super().contexts(state, context, class_features) | own
@@ -178,7 +167,7 @@ class FastPT(pf.ContextMethod):
         """``global``: the weighted mean. ``domain_prompts``: the list, one a domain (the mean of merged ones)."""
         if phase.name == "global":
             return state | combine(updates)
-        domain_of = {client.name: key for client in context.clients for key in trainer_domains([client])}
+        domain_of = {client.name: key for client in context.clients for key in domains.trainer_domains([client])}
         sent: dict[int, list[pf.ClientUpdate]] = {}
         for update in updates:
             sent.setdefault(domain_of[update.client], []).append(update)
@@ -210,8 +199,12 @@ class FastPT(pf.ContextMethod):
     def _targets(self, context: pf.ClientContext) -> dict[int, Domain]:
         """The domains to transfer to: the other trainers', and the evaluators' where the ablation wants them."""
         everybody = self.hyper.target_descriptions
-        domains = described_domains(context.peers) if everybody else trainer_domains(context.peers)
-        return {key: domain for key, domain in domains.items() if key != own_key(context) and fits(domain, context)}
+        targets = domains.described_domains(context.peers) if everybody else domains.trainer_domains(context.peers)
+        return {
+            key: domain
+            for key, domain in targets.items()
+            if key != domains.own_key(context) and domains.fits(domain, context)
+        }
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """A phase's epochs: the domain prompt under the global one that came down, then P^G and φ."""
@@ -236,7 +229,7 @@ class FastPT(pf.ContextMethod):
     def _embedded(self, context: pf.ClientContext, private: Tensors) -> dict[int, tuple[Tensor, Tensor]]:
         """By domain: embeddings ``(N, d_e)`` and labels ``(N,)``, the client's own first, then the transferred ones."""
         labels = context.train.labels
-        pairs = {own_key(context): (context.train.features(), labels)}
+        pairs = {domains.own_key(context): (context.train.features(), labels)}
         if self.hyper.mst:
             transfer = StyleTransfer(context, self.hyper)
             pairs |= {key: (transfer.apply(private, other), labels) for key, other in self._targets(context).items()}
@@ -247,18 +240,18 @@ class FastPT(pf.ContextMethod):
     ) -> tuple[Tensors, float]:
         """E epochs of φ on the embeddings of all domains that have a row (Eq. 8); φ and the last epoch's loss."""
         row_of = {key: row for row, key in enumerate(payload[DOMAINS.name].tolist())}
-        if own_key(context) not in row_of:
+        if domains.own_key(context) not in row_of:
             raise pf.MethodError(
                 f"the federation does not know the domain of {context.client!r}: enrol under another name"
             )
         known = {key: pair for key, pair in embedded.items() if key in row_of}
         split = EmbeddedSplit.of((values, torch.full_like(own, row_of[key])) for key, (values, own) in known.items())
-        values, domains = split.values, split.labels.to(split.values.device)
+        values, rows = split.values, split.labels.to(split.values.device)
         weight, bias = (pf.leaf(payload[spec.name], context.backbone) for spec in (WEIGHT, BIAS))
 
         def loss(indices: Tensor) -> Tensor:
             some = indices.to(values.device)
-            return F.cross_entropy(F.linear(values[some], weight, bias), domains[some])
+            return F.cross_entropy(F.linear(values[some], weight, bias), rows[some])
 
         training = context.training.model_copy(update={"learning_rate": self.hyper.classifier_learning_rate})
         final = pf.train(replace(context.with_terms(training=training), train=split), [weight, bias], loss)
@@ -268,7 +261,7 @@ class FastPT(pf.ContextMethod):
         self, context: pf.ClientContext, payload: Tensors, private: Tensors
     ) -> tuple[Tensor, float]:
         """E epochs of P^D on own embeddings under the fixed P^G (Eq. 6); P^D and the last epoch's loss."""
-        backbone, own = context.backbone, own_domain(context)
+        backbone, own = context.backbone, domains.own_domain(context)
         general = payload[GLOBAL.name].to(backbone.device) if self._general else None
         learned = pf.leaf(self._domain_prompt(context, private), backbone)
         words = backbone.embed_words(own.description.replace("{}", " "))
@@ -296,7 +289,7 @@ class FastPT(pf.ContextMethod):
         """What style transfer achieved, reported once with the first update after it."""
         metrics: dict[str, float] = {}
         if self.hyper.mst:
-            metrics |= {f"mst_too_long[{name}]": 1.0 for name in too_long(context)}
+            metrics |= {f"mst_too_long[{name}]": 1.0 for name in domains.too_long(context)}
             transfer = StyleTransfer(context, self.hyper)
             for target in self._targets(context).values():
                 report = transfer.report(private, target)
@@ -311,15 +304,14 @@ class FastPT(pf.ContextMethod):
         general = [payload[GLOBAL.name]] if self._general else []
         own = [self._domain_prompt(context, private)] if not general or PROMPT.name in private else []
         whole = torch.cat(general + own)
-        return pf.TextPromptClassifier(context.backbone, whole, pf.class_prompts(context, len(whole)))
+        return pf.TextPromptClassifier(context, whole)
 
     def variants(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> dict[str, pf.Classifier]:
         """``global``: P^G alone, where the classifier is more; ``hard``: the hard mixture beside the soft one."""
         ended = self._ended(payload)
         classifiers: dict[str, pf.Classifier] = {}
         if self._general and self._by_domain and (ended or PROMPT.name in private):
-            prompts = pf.class_prompts(context, self.hyper.m)
-            classifiers["global"] = pf.TextPromptClassifier(context.backbone, payload[GLOBAL.name], prompts)
+            classifiers["global"] = pf.TextPromptClassifier(context, payload[GLOBAL.name])
         if ended and self.hyper.mixture == "soft":
             classifiers["hard"] = self._mixture(context, payload, "hard")
         return classifiers
@@ -332,5 +324,5 @@ class FastPT(pf.ContextMethod):
         rows = [row_of[key] for key in payload[LISTED.name].tolist()]
         weight, bias = payload[WEIGHT.name][rows], payload[BIAS.name][rows]
         general = payload[GLOBAL.name] if self._general else None
-        names = domain_names(payload[LISTED.name].tolist(), context.peers, context.domain)
+        names = domains.domain_names(payload[LISTED.name].tolist(), context.peers, context.domain)
         return MixtureClassifier(context, general, payload[PROMPTS.name], weight, bias, mixture, names)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from promptfed.coordinator.aggregation.weights import weighted_mean
 from promptfed.shared.clip import Backbone
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core.context import TextPromptClassifier, class_prompts
+from promptfed.shared.methods.core.context import TextPromptClassifier
 from promptfed.shared.methods.core.interface.base import ClientContext, ClientUpdate, Mixes
 from promptfed.shared.methods.diprompt import DiPrompt
 from promptfed.shared.spec.spec import SpecError
@@ -134,7 +134,7 @@ def test_the_ensemble(make_context: Make) -> None:
     assert isinstance(classifier, Mixes)
     assert torch.allclose(classifier.shares(context.train, torch.arange(5)).sum(1), torch.ones(5), atol=1e-5)
     same = state | {"domain_prompts": state["global_prompt"].expand(3, -1, -1).clone()}
-    plain = TextPromptClassifier(backbone, state["global_prompt"], class_prompts(context, 2))
+    plain = TextPromptClassifier(context, state["global_prompt"])
     wanted = plain.logits(context.train, torch.arange(5)).log_softmax(1)
     assert torch.allclose(tried.classifier(context, same, {}).logits(context.train, torch.arange(5)), wanted, atol=1e-3)
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from promptfed.shared.methods.core.checks.client_checks import (
-    check_client_level,
-    honest_parts,
-    noised_phases,
-    partial_noise,
-    spent,
-)
+from promptfed.shared.methods.core.checks import client_checks
 from promptfed.shared.methods.core.interface.base import Method, MethodError
 from promptfed.shared.privacy.accounting import PrivacyError, check_delta, default_delta
 from promptfed.shared.privacy.distributed import calibrate_sums
@@ -21,7 +15,7 @@ def check_distributed(spec: FederationSpec) -> None:
     given = spec.privacy
     if spec.secure_aggregation is None:
         raise MethodError("noise: distributed is enough only where nobody sees its parts: give secure_aggregation")
-    check_client_level(spec)
+    client_checks.check_client_level(spec)
     if given.noise_multiplier is None and given.epsilon is None:
         raise MethodError("give noise_multiplier, or epsilon, from which it follows")
     if spec.evaluations != "withheld":
@@ -47,22 +41,22 @@ def with_parts(method: Method, spec: FederationSpec) -> FederationSpec:
     first = max(secure.minimum, spec.participation.least_answers)
     least = max(secure.minimum, ceil_fraction(secure.threshold, first))
     spec = spec.model_copy(update={"secure_aggregation": secure.model_copy(update={"minimum": least})})
-    if honest_parts(spec) < 1:
+    if client_checks.honest_parts(spec) < 1:
         text = f"a sum is of {least} clients at least, and {given.colluding} of them may be on the operator's side"
         raise MethodError(f"{text}: no part of the noise would be secret; raise secure_aggregation.minimum")
     delta = given.delta or default_delta(spec.participation.min_clients)
-    phases = noised_phases(method, spec.rounds, spec.rounds)
+    phases = client_checks.noised_phases(method, spec.rounds, spec.rounds)
     try:
         check_delta(delta, spec.participation.min_clients)
         assert given.clip is not None
         z = given.noise_multiplier or calibrate_sums(
-            given.epsilon or 0.0, delta, given.clip, honest_parts(spec), phases
+            given.epsilon or 0.0, delta, given.clip, client_checks.honest_parts(spec), phases
         )
         spec = spec.model_copy(update={"privacy": given.model_copy(update={"delta": delta, "noise_multiplier": z})})
-        partial_noise(spec)
+        client_checks.partial_noise(spec)
     except PrivacyError as error:
         raise MethodError(str(error)) from None
-    cost = spent(spec, phases)
+    cost = client_checks.spent(spec, phases)
     if given.epsilon is not None and cost > given.epsilon:
         text = f"all {phases} sums with noise_multiplier {z:g} cost ε = {cost:.4g}, and {given.epsilon:g} is allowed"
         raise MethodError(f"{text}: leave noise_multiplier out, and it follows from epsilon")
