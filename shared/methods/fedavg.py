@@ -136,14 +136,13 @@ class FedAvg(WeightMethod):
         held, own = (replace(context, train=Subset(context.train, rows)) for rows in (aside, rest))
         received = self._loss(held, payload, private)
         result = self._trained(own, payload, private)
-        learned = {name: payload[name].float() + result.update[CHANGE + name] for name in self._names}
+        learned = {
+            name: payload[name].float() + result.update[CHANGE + name]
+            for name in (spec.name for spec in self.travelling())
+        }
         gap = received - float(private[OWN_LOSS]) if OWN_LOSS in private else 0.0
         kept = result.private | {OWN_LOSS: torch.tensor(self._loss(held, learned, result.private))}
         return pf.TrainResult(result.update | {GAP.name: torch.tensor(gap)}, kept, result.metrics)
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(spec.name for spec in self.travelling())
 
     def _loss(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> float:
         """The mean cross-entropy of a state's classifier on ``context.train``."""

@@ -21,12 +21,7 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 if TYPE_CHECKING:
     from promptfed.shared.clip import Backbone, ClassPrompts
 
-META_NET = (
-    TensorSpec("meta_net.narrow.weight", ("hidden", "d_e")),
-    TensorSpec("meta_net.narrow.bias", ("hidden",)),
-    TensorSpec("meta_net.widen.weight", ("d_t", "hidden")),
-    TensorSpec("meta_net.widen.bias", ("d_t",)),
-)
+META_NET = (*pf.layer("meta_net.narrow", "hidden", "d_e"), *pf.layer("meta_net.widen", "d_t", "hidden"))
 STATE = (pf.CONTEXT, *META_NET)
 TEXTS_AT_ONCE = 512  # prompted texts in one pass: bounds the memory, never the result
 

@@ -19,11 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from promptfed.shared.clip.towers.functional import LowRank
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.server.lora_sums import best_of_rank, product_sums, relative_error
 from promptfed.shared.methods.core.text_features import spoken
-from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper
+from promptfed.shared.methods.core.visual import CacheBlocks, ImageClassifier, Towers, VisualHyper, check_kept_blocks
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:

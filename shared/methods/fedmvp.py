@@ -32,17 +32,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("promptfed.methods")
 
 GENERATOR = (
-    TensorSpec("proj_weight", ("d_v", "d_e")),
-    TensorSpec("proj_bias", ("d_v",)),
-    *(TensorSpec(f"norm_{of}_{part}", ("d_v",)) for of in ("image", "text", "ff") for part in ("weight", "bias")),
-    TensorSpec("in_weight", ("d_v3", "d_v")),
-    TensorSpec("in_bias", ("d_v3",)),
-    TensorSpec("out_weight", ("d_v", "d_v")),
-    TensorSpec("out_bias", ("d_v",)),
-    TensorSpec("ff_1_weight", ("d_v8", "d_v")),
-    TensorSpec("ff_1_bias", ("d_v8",)),
-    TensorSpec("ff_2_weight", ("d_v", "d_v4")),
-    TensorSpec("ff_2_bias", ("d_v",)),
+    *pf.layer("proj", "d_v", "d_e", join="_"),
+    *(spec for part in ("image", "text", "ff") for spec in pf.layer(f"norm_{part}", "d_v", join="_")),
+    *pf.layer("in", "d_v3", "d_v", join="_"),
+    *pf.layer("out", "d_v", "d_v", join="_"),
+    *pf.layer("ff_1", "d_v8", "d_v", join="_"),
+    *pf.layer("ff_2", "d_v", "d_v4", join="_"),
 )
 LORA = tuple(
     TensorSpec(f"lora_{of}_{part}", shape) for of in "qkv" for part, shape in (("a", ("d_v", "r")), ("b", ("r", "d_v")))

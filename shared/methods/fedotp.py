@@ -71,14 +71,8 @@ class FedOTP(PrivateContextMethod):
 
     def personal_classifier(self, context: pf.ClientContext, shared: Tensor, local: Tensor) -> PatchTextClassifier:
         """With both contexts."""
-        return self._with(context, torch.stack([shared.cpu(), local.cpu()]))
+        return PatchTextClassifier(context, self.plans, torch.stack([shared.cpu(), local.cpu()]))
 
     def global_classifier(self, context: pf.ClientContext, shared: Tensor) -> PatchTextClassifier:
         """With the shared context as the only prompt."""
-        return self._with(context, shared.unsqueeze(0))
-
-    def _with(self, context: pf.ClientContext, contexts: Tensor) -> PatchTextClassifier:
-        with torch.no_grad():
-            prompts = pf.class_prompts(context, self.hyper.m)
-            text = context.backbone.encode_prompts(contexts, prompts, normalize=False)
-        return PatchTextClassifier(context, self.plans, text)
+        return PatchTextClassifier(context, self.plans, shared.unsqueeze(0))

@@ -100,7 +100,4 @@ class FedPLOT(pf.SharedContextMethod):
 
     def classifier(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.Classifier:
         """With the shared contexts."""
-        with torch.no_grad():
-            prompts = pf.class_prompts(context, self.hyper.m)
-            text = context.backbone.encode_prompts(payload[self.shared.name], prompts, normalize=False)
-        return PatchTextClassifier(context, self.plans, text)
+        return PatchTextClassifier(context, self.plans, payload[self.shared.name])

@@ -29,24 +29,15 @@ WIDTHS: dict[FeedForward, tuple[int, int]] = {"relu": (1, 1), "geglu": (8, 4)}
 QUERIES = "queries"
 PARAMETERS = (
     TensorSpec(QUERIES, ("m", "d_t")),
-    TensorSpec("norm_queries.weight", ("d_t",)),
-    TensorSpec("norm_queries.bias", ("d_t",)),
-    TensorSpec("norm_classes.weight", ("d_e",)),
-    TensorSpec("norm_classes.bias", ("d_e",)),
-    TensorSpec("to_query.weight", ("d_t", "d_t")),
-    TensorSpec("to_query.bias", ("d_t",)),
-    TensorSpec("to_key.weight", ("d_t", "d_e")),
-    TensorSpec("to_key.bias", ("d_t",)),
-    TensorSpec("to_value.weight", ("d_t", "d_e")),
-    TensorSpec("to_value.bias", ("d_t",)),
-    TensorSpec("to_output.weight", ("d_t", "d_t")),
-    TensorSpec("to_output.bias", ("d_t",)),
-    TensorSpec("norm_hidden.weight", ("d_t",)),
-    TensorSpec("norm_hidden.bias", ("d_t",)),
-    TensorSpec("widen.weight", ("ff_in", "d_t")),
-    TensorSpec("widen.bias", ("ff_in",)),
-    TensorSpec("narrow.weight", ("d_t", "ff_out")),
-    TensorSpec("narrow.bias", ("d_t",)),
+    *pf.layer("norm_queries", "d_t"),
+    *pf.layer("norm_classes", "d_e"),
+    *pf.layer("to_query", "d_t", "d_t"),
+    *pf.layer("to_key", "d_t", "d_e"),
+    *pf.layer("to_value", "d_t", "d_e"),
+    *pf.layer("to_output", "d_t", "d_t"),
+    *pf.layer("norm_hidden", "d_t"),
+    *pf.layer("widen", "ff_in", "d_t"),
+    *pf.layer("narrow", "d_t", "ff_out"),
 )
 
 

@@ -101,7 +101,7 @@ class PerFedAvg(WeightMethod):
         with torch.enable_grad():  # evaluations run without gradients
             tower = self.tower(own, payload, private).trainable()
             begun = self.start_head(own, payload, private)
-            head: Head = begun.trainable(own.backbone.device) if isinstance(begun, LinearHead) else begun
+            head = begun.trainable(own.backbone.device)
             loss, parameters = self._loss(own, tower, head), [*tower.leaves.values(), *head.parameters]
             draws = pf.generator(own.seed, own.round, own.client, "adapt")
             alphas, _ = self._rates(own, tower, head)
@@ -145,15 +145,20 @@ def step(
     ``hessian``: g − ∇²L_first(W)·αg, its product by the difference of gradients at W ± δ·αg/max α.
     """
     begun = [parameter.detach().clone() for parameter in parameters]
+
+    def moved_by(rates: Sequence[float]) -> tuple[Tensor, ...]:
+        """∇L_first at W − rates·g."""
+        _put(parameters, begun)
+        descend(parameters, slopes, rates)
+        return torch.autograd.grad(loss(first), parameters)
+
     descend(parameters, torch.autograd.grad(loss(first), parameters), alphas)
     value = loss(second)
     slopes = list(torch.autograd.grad(value, parameters))
     if hessian:
         most = max(alphas)
         sizes = [DELTA * alpha / most for alpha in alphas]
-        ahead = _slopes_at(loss, parameters, begun, slopes, first, [-size for size in sizes])
-        behind = _slopes_at(loss, parameters, begun, slopes, first, sizes)
-        pairs = zip(slopes, ahead, behind, strict=True)
+        pairs = zip(slopes, moved_by([-size for size in sizes]), moved_by(sizes), strict=True)
         slopes = [slope - most * (plus - minus) / (2 * DELTA) for slope, plus, minus in pairs]
     _put(parameters, begun)
     descend(parameters, slopes, betas)
@@ -165,19 +170,6 @@ def descend(parameters: Sequence[Tensor], slopes: Sequence[Tensor], rates: Seque
     with torch.no_grad():
         for parameter, slope, rate in zip(parameters, slopes, rates, strict=True):
             parameter.sub_(slope, alpha=rate)
-
-
-def _slopes_at(
-    loss: BatchLoss,
-    parameters: Sequence[Tensor],
-    begun: list[Tensor],
-    slopes: list[Tensor],
-    batch: Any,
-    rates: Sequence[float],
-) -> tuple[Tensor, ...]:
-    _put(parameters, begun)
-    descend(parameters, slopes, rates)
-    return torch.autograd.grad(loss(batch), parameters)
 
 
 def _put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
-from promptfed.shared.methods.core.kept_blocks import CacheBlocks, check_kept_blocks
 from promptfed.shared.methods.core.text_features import spoken
-from promptfed.shared.methods.core.visual import CHUNK
+from promptfed.shared.methods.core.visual import CHUNK, CacheBlocks, check_kept_blocks
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.tensors import Tensors, TensorSpec
 

@@ -115,12 +115,13 @@ class PromptFLAMP(ClientRowsMethod):
 
     def train(self, context: pf.ClientContext, payload: Tensors, private: Tensors) -> pf.TrainResult:
         """E epochs from the client's last context, held near the mixture; sends the context."""
-        learned, loss = pf.train_context(context, self._own(payload, private), self._penalty(context, payload))
-        return pf.TrainResult({pf.CONTEXT.name: learned}, {pf.CONTEXT.name: learned}, {"loss": loss})
-
-    def _penalty(self, context: pf.ClientContext, payload: Tensors) -> pf.Penalty | None:
         mixture, weight = payload[MESSAGE.name].to(context.backbone.device), self.hyper.proximal
-        return (lambda learned, text: weight / 2 * (learned - mixture).square().sum()) if weight else None
+
+        def held(learned: Tensor, text: Tensor) -> Tensor:
+            return weight / 2 * (learned - mixture).square().sum()
+
+        learned, loss = pf.train_context(context, self._own(payload, private), held if weight else None)
+        return pf.TrainResult({pf.CONTEXT.name: learned}, {pf.CONTEXT.name: learned}, {"loss": loss})
 
     def _own(self, payload: Tensors, private: Tensors) -> Tensor:
         return private.get(pf.CONTEXT.name, payload[MESSAGE.name])

@@ -20,12 +20,7 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 
 DRAWS = 20  # of z, whose probabilities are averaged where images are classified
 
-MAPS = (
-    TensorSpec("sr_mean_weight", ("d_z", "d_f")),
-    TensorSpec("sr_mean_bias", ("d_z",)),
-    TensorSpec("sr_scale_weight", ("d_z", "d_f")),
-    TensorSpec("sr_scale_bias", ("d_z",)),
-)
+MAPS = (*pf.layer("sr_mean", "d_z", "d_f", join="_"), *pf.layer("sr_scale", "d_z", "d_f", join="_"))
 REFERENCE = (
     TensorSpec("sr_class_mean", ("classes", "d_z")),
     TensorSpec("sr_class_scale", ("classes", "d_z")),

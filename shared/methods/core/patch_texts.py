@@ -102,9 +102,12 @@ class PatchTextLogits:
 class PatchTextClassifier:
     """Classifies by the patches of an image; there are no weights that plain code could use."""
 
-    def __init__(self, context: pf.ClientContext, transport: Transport, text: Tensor):
-        """text: raw features ``(N, C, d_e)``."""
-        self._logits, self._text = PatchTextLogits(context.backbone.logit_scale, transport), text
+    def __init__(self, context: pf.ClientContext, transport: Transport, contexts: Tensor):
+        """contexts: ``(N, m, d_t)``, each before every candidate's name."""
+        prompts = pf.class_prompts(context, contexts.shape[1])
+        with torch.no_grad():
+            self._text = context.backbone.encode_prompts(contexts, prompts, normalize=False)
+        self._logits = PatchTextLogits(context.backbone.logit_scale, transport)
 
     def logits(self, split: pf.Split, indices: Tensor) -> Tensor:
         """``(B, C)`` logits of the images at ``indices (B,)``."""

@@ -31,11 +31,12 @@ from promptfed.shared.methods.core.interface.base import ServerContext as Server
 from promptfed.shared.methods.core.interface.base import Split as Split
 from promptfed.shared.methods.core.interface.base import TrainResult as TrainResult
 from promptfed.shared.methods.core.interface.base import Updates as Updates
-from promptfed.shared.methods.core.interface.defaults import defaults as defaults
 from promptfed.shared.methods.core.interface.disclosures import AGGREGATE as AGGREGATE
 from promptfed.shared.methods.core.interface.disclosures import Disclosed as Disclosed
+from promptfed.shared.methods.core.interface.hyperparameters import defaults as defaults
 from promptfed.shared.methods.core.interface.insights import Measured as Measured
 from promptfed.shared.methods.core.interface.protection import Objective as Objective
+from promptfed.shared.methods.core.layers import layer as layer
 from promptfed.shared.methods.core.text_features import template_features as template_features
 from promptfed.shared.methods.core.training import Group as Group
 from promptfed.shared.methods.core.training import leaf as leaf

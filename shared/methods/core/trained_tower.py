@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from promptfed.shared.clip.towers.functional import BLOCK_KINDS
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import HeadRate
-from promptfed.shared.methods.core.kept_blocks import CacheBlocks
-from promptfed.shared.methods.core.visual import Towers, VisualHyper
+from promptfed.shared.methods.core.visual import CacheBlocks, Towers, VisualHyper
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -40,6 +40,15 @@ Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 def images_of(split: pf.Split, indices: Tensor) -> Tensor:
     """The preprocessed images themselves: the `Read` of a tower that changes from its first block on."""
     return split.images(indices)
+
+
+CacheBlocks = Annotated[
+    bool,
+    Field(
+        description="keep on the client's disk, in 16 bits, what each image is before the first block that changes "
+        "(ViT-B/16: 303 kB an image): the frozen blocks below run once an image instead of once a step"
+    ),
+]
 
 
 class VisualHyper(pf.Hyperparameters):
@@ -188,3 +197,14 @@ def _depth(depth: int | None, layers: int | None, tower: str) -> int:
     if depth is not None and depth > layers:
         raise pf.MethodError(f"depth = {depth}, but the {tower} has {layers} blocks: lower it, or leave it out for all")
     return layers if depth is None else depth
+
+
+def check_kept_blocks(method: str, spec: pf.FederationSpec, *, frozen_below: bool, how: str) -> None:
+    """Raise MethodError where no block below the changed ones is left, or images change from step to step."""
+    if not frozen_below:
+        raise pf.MethodError(f"{method} changes the first block too, so that no rows can be kept: {how}")
+    if spec.training.augmentation != "none":
+        raise pf.MethodError(
+            "cache_blocks keeps what an image is, and with training.augmentation it is another one in every step: "
+            "leave one of them out"
+        )

@@ -19,10 +19,9 @@ from torch.nn import functional as F
 from promptfed.shared.methods.core import heads, trained_tower, visual
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead, TextHead
-from promptfed.shared.methods.core.kept_blocks import check_kept_blocks
 from promptfed.shared.methods.core.merging import MergedTowers
 from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
-from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper
+from promptfed.shared.methods.core.visual import ImageClassifier, VisualHyper, check_kept_blocks
 from promptfed.shared.tensors import Tensors, TensorSpec
 
 CHANGE = "change."  # before the names of what a client sends

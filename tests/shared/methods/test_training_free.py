@@ -22,8 +22,7 @@ from promptfed.shared.methods.core.interface.base import (
     MethodError,
     ServerContext,
 )
-from promptfed.shared.methods.core.server.gaussians import ClassGaussians, discriminants, statistics
-from promptfed.shared.methods.fedgda import FedGDA, fused
+from promptfed.shared.methods.fedgda import ClassGaussians, FedGDA, discriminants, fused, statistics
 from promptfed.shared.methods.tip_adapter import BLEND, KEYS, LABELS, TipAdapter, cropped, held_out
 from promptfed.shared.methods.zero_shot import TemplateClassifier
 from promptfed.shared.seeds import generator, initial_draws

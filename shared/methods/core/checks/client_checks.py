@@ -6,14 +6,7 @@ import math
 
 from promptfed.shared.methods.core.checks.mean_checks import check_one_mean, distinct_phases
 from promptfed.shared.methods.core.interface.base import Method, MethodError, ServerContext
-from promptfed.shared.privacy.accounting import (
-    PrivacyError,
-    calibrate,
-    check_delta,
-    default_delta,
-    epsilon_of,
-    replace_one_epsilon,
-)
+from promptfed.shared.privacy import accounting
 from promptfed.shared.privacy.client_level import AdaptedClip, Drowned, budget_rounds, client_event
 from promptfed.shared.privacy.distributed import MOST_NUMBERS, PartialNoise, epsilon_of_sums
 from promptfed.shared.spec.spec import FederationSpec
@@ -75,14 +68,14 @@ def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
     if not given.is_central:
         return spec
     least = spec.participation.min_clients
-    delta = given.delta or default_delta(least)
+    delta = given.delta or accounting.default_delta(least)
     phases = noised_phases(method, spec.rounds, spec.rounds)
     try:
-        check_delta(delta, least)
-        z = given.noise_multiplier or calibrate(given.epsilon or 0.0, delta, 1.0, phases)
+        accounting.check_delta(delta, least)
+        z = given.noise_multiplier or accounting.calibrate(given.epsilon or 0.0, delta, 1.0, phases)
         if given.adaptive_clip is not None:
             adapted(spec, expected_clients(spec, least)).noise_of_changes(z)
-    except PrivacyError as error:
+    except accounting.PrivacyError as error:
         raise MethodError(str(error)) from None
     return spec.model_copy(update={"privacy": given.model_copy(update={"delta": delta, "noise_multiplier": z})})
 
@@ -108,7 +101,7 @@ def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
     per_round = max(len(phases) for phases in _rounds(method, spec))
     try:
         allowed = budget_rounds(given.noise_multiplier, 1.0, per_round, spec.rounds, given.epsilon, given.delta)
-    except PrivacyError as error:
+    except accounting.PrivacyError as error:
         raise MethodError(str(error)) from None
     return None if allowed == spec.rounds else allowed
 
@@ -126,7 +119,7 @@ def spent(spec: FederationSpec, phases: int) -> float:
     assert given.delta is not None
     if given.is_distributed:
         return epsilon_of_sums(partial_noise(spec).rho(MOST_NUMBERS), phases, given.delta)
-    return epsilon_of([client_event(given.noise_multiplier, 1.0, phases)], given.delta)
+    return accounting.epsilon_of([client_event(given.noise_multiplier, 1.0, phases)], given.delta)
 
 
 def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
@@ -144,12 +137,12 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
     if given.is_distributed:  # twice the distance is four times ρ
         rho = 4 * partial_noise(spec).rho(MOST_NUMBERS)
         return spending | {"epsilon_replace_one": epsilon_of_sums(rho, phases, given.delta)}
-    spending["epsilon_replace_one"] = replace_one_epsilon(
+    spending["epsilon_replace_one"] = accounting.replace_one_epsilon(
         [client_event(given.noise_multiplier, 1.0, phases)], given.delta
     )
     if part.is_secret:
         amplified = client_event(given.noise_multiplier, part.fraction, phases)
-        spending["epsilon_if_secret"] = epsilon_of([amplified], given.delta)
+        spending["epsilon_if_secret"] = accounting.epsilon_of([amplified], given.delta)
     return spending
 
 
@@ -204,6 +197,6 @@ def check_clients(spec: FederationSpec, clients: int) -> None:
         return
     assert spec.privacy.delta is not None
     try:
-        check_delta(spec.privacy.delta, max(1, clients))
-    except PrivacyError as error:
+        accounting.check_delta(spec.privacy.delta, max(1, clients))
+    except accounting.PrivacyError as error:
         raise MethodError(f"{error}: create the federation with a smaller privacy.delta") from None

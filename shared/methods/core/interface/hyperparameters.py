@@ -1,8 +1,9 @@
-"""The bases of what a spec says to a method, and of what a client may choose for itself."""
+"""What a spec says to a method, what a method lays under a spec, and what a client may choose for itself."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,3 +28,11 @@ class OwnOptions(BaseModel):
     """Base of what a client may choose for itself: read from its own settings, never sent, unknown keys refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def defaults(
+    rounds: int | None = None, sections: Mapping[str, Any] | None = None, **training: float | str
+) -> dict[str, Any]:
+    """A spec's ``rounds``, ``training`` and other ``sections``, such as aggregation; what is not given is left out."""
+    given = {"rounds": rounds, "training": training} | dict(sections or {})
+    return {name: value for name, value in given.items() if value}

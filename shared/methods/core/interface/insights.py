@@ -11,15 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from promptfed.shared.methods.core.interface.base import (
-    Classifier,
-    ClientContext,
-    Combine,
-    Method,
-    Phase,
-    ServerContext,
-    Updates,
-)
+from promptfed.shared.methods.core.interface import base
 from promptfed.shared.tensors import Tensors
 
 
@@ -35,7 +27,7 @@ class Measured:
 class MeasuresPhases(Protocol):
     """A method with numbers of its own in the reports of phases, such as PLAN's attention shares γ."""
 
-    def measure(self, before: Tensors, phase: Phase, after: Tensors, context: ServerContext) -> Measured:
+    def measure(self, before: Tensors, phase: base.Phase, after: Tensors, context: base.ServerContext) -> Measured:
         """Finite numbers for the report of ``phase``, from the states before and after it."""
 
 
@@ -44,7 +36,12 @@ class MeasuresUpdates(Protocol):
     """A method with numbers for reports that only the updates tell, such as FedLoRA's error of averaging factors."""
 
     def aggregate_measured(
-        self, state: Tensors, phase: Phase, updates: Updates, combine: Combine, context: ServerContext
+        self,
+        state: Tensors,
+        phase: base.Phase,
+        updates: base.Updates,
+        combine: base.Combine,
+        context: base.ServerContext,
     ) -> tuple[Tensors, Measured]:
         """The state of `Method.aggregate`, and finite numbers for the report of ``phase``.
 
@@ -64,7 +61,7 @@ class ChoosesPrompts(Protocol):
 class LearnsContexts(Protocol):
     """A method that learns vectors which stand where word embeddings do, so that words can be near them."""
 
-    def contexts(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def contexts(self, state: Tensors, context: base.ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
         """Vectors ``(m, d_t)`` by label.
 
         ``class_features``: the normalised text feature ``(d_e,)`` of each bare class name, or of none.
@@ -75,7 +72,9 @@ class LearnsContexts(Protocol):
 class PlacesClients(Protocol):
     """A method whose state tells clients apart, so that the page can draw which are alike."""
 
-    def client_vectors(self, state: Tensors, context: ServerContext, class_features: Mapping[str, Tensor]) -> Tensors:
+    def client_vectors(
+        self, state: Tensors, context: base.ServerContext, class_features: Mapping[str, Tensor]
+    ) -> Tensors:
         """By client, what the state says of it or makes for it, in one shape for all; none where it says nothing."""
 
 
@@ -83,7 +82,7 @@ class PlacesClients(Protocol):
 class GeneratesPrompts(Protocol):
     """A method whose state holds a generator of prompts for any class names."""
 
-    def generate(self, state: Tensors, text_features: Tensor, context: ServerContext) -> Tensors:
+    def generate(self, state: Tensors, text_features: Tensor, context: base.ServerContext) -> Tensors:
         """Prompts for classes with normalised ``text_features (C, d_e)``."""
 
 
@@ -91,11 +90,11 @@ class GeneratesPrompts(Protocol):
 class HasVariants(Protocol):
     """A method whose clients can classify in further ways, which evaluations compare."""
 
-    def variants(self, context: ClientContext, payload: Tensors, private: Tensors) -> dict[str, Classifier]:
+    def variants(self, context: base.ClientContext, payload: Tensors, private: Tensors) -> dict[str, base.Classifier]:
         """Classifiers that are measured beside `Method.classifier`, by the name that reports give them."""
 
 
-def learned_prompts(method: Method, state: Tensors) -> Tensors:
+def learned_prompts(method: base.Method, state: Tensors) -> Tensors:
     """What ``method`` learns, by name: what it chooses, or all float tensors of ``state`` that clients may see."""
     if isinstance(method, ChoosesPrompts):
         return method.prompts(state)
