@@ -45,16 +45,18 @@ Candidate = Annotated[str, Field(max_length=200), AfterValidator(_with_one_slot)
 class DiPromptHyper(pf.Hyperparameters):
     """The prompts, and the domains that there may be."""
 
-    m: int = Field(4, ge=1, le=64, description="vectors of each prompt")
+    m: int = Field(default=4, ge=1, le=64, description="vectors of each prompt")
     candidates: list[Candidate] = Field(
-        ["a photo of a {}", "a painting of a {}", "a sketch of a {}"],
+        default=["a photo of a {}", "a painting of a {}", "a sketch of a {}"],
         min_length=2,
         max_length=64,
         description="descriptions of the M candidate domains, which need be nobody's, with '{}' for the class name",
     )
-    beta: float = Field(0.5, ge=0, lt=1, description="β of the domain prompts' moving average at the coordinator")
+    beta: float = Field(
+        default=0.5, ge=0, lt=1, description="β of the domain prompts' moving average at the coordinator"
+    )
     query: Literal["learned", "fixed"] = Field(
-        "learned", description="fixed: domains are told apart by their descriptions alone"
+        default="learned", description="fixed: domains are told apart by their descriptions alone"
     )
 
 

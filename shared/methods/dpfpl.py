@@ -30,21 +30,21 @@ PAPER_DELTA = 1e-5  # δ in the released code's noise
 class DPFPLHyper(pf.ContextHyper):
     """A learned context, the factors of the private one, and the paper's noise."""
 
-    b: int = Field(8, ge=1, le=64, description="rank b of the private context's factors u·v")
+    b: int = Field(default=8, ge=1, le=64, description="rank b of the private context's factors u·v")
     factorise: Literal["every_step", "every_task"] = Field(
-        "every_step",
+        default="every_step",
         description="every_step: the released update, by gradients of both factors, the residual constant; "
         "every_task: factors once per task, then factors and residual are all trained",
     )
     paper_epsilon: float | None = Field(
-        None,
+        default=None,
         gt=0,
         le=1e6,
         description="ε in the released code's noise on the gradients of u and v (its --noise): smaller is noisier; "
         "it guarantees nothing, and is not for privacy.level sample",
     )
     paper_clip: float = Field(
-        10.0, gt=0, le=1000, description="with paper_epsilon: length to which gradients are shortened"
+        default=10.0, gt=0, le=1000, description="with paper_epsilon: length to which gradients are shortened"
     )
 
     @model_validator(mode="before")

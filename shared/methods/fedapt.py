@@ -37,17 +37,17 @@ ALONE = 1e-6  # what other domains may share in an image that is taken for one d
 class FedAPTHyper(pf.Hyperparameters):
     """The prompt, and how an image's domains are found and used."""
 
-    m: int = Field(16, ge=1, le=64, description="context vectors of each class")
-    class_specific: bool = Field(True, description="a context for every class, or one for all")
+    m: int = Field(default=16, ge=1, le=64, description="context vectors of each class")
+    class_specific: bool = Field(default=True, description="a context for every class, or one for all")
     adaptive: bool = Field(
-        True, description="keys are mixed for each image by its domains; false: everybody's is their mean"
+        default=True, description="keys are mixed for each image by its domains; false: everybody's is their mean"
     )
     mixture: Literal["soft", "hard"] = Field(
-        "soft", description="soft: keys mixed by how likely; hard: the likeliest domain's"
+        default="soft", description="soft: keys mixed by how likely; hard: the likeliest domain's"
     )
-    t: float = Field(0.01, gt=0, le=1000, description="temperature of the softmax over standardised scores")
+    t: float = Field(default=0.01, gt=0, le=1000, description="temperature of the softmax over standardised scores")
     query_scale: float = Field(
-        10.0, gt=0, le=1000, description="s, length of the features that the query is trained on"
+        default=10.0, gt=0, le=1000, description="s, length of the features that the query is trained on"
     )
 
 

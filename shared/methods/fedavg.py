@@ -11,11 +11,10 @@ from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from promptfed.shared.methods.core import fedsr
+from promptfed.shared.methods.core import fedsr, generalization
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.fedsr import Representation
-from promptfed.shared.methods.core.server import generalization
-from promptfed.shared.methods.core.server.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
+from promptfed.shared.methods.core.generalization import GAP, OWN_LOSS, ROUND, WEIGHTS, Subset
 from promptfed.shared.methods.core.visual import CHUNK, ImageClassifier
 from promptfed.shared.methods.core.weights import CHANGE, WeightMethod, WeightsHyper
 from promptfed.shared.tensors import Tensors, TensorSpec
@@ -25,20 +24,20 @@ class FedAvgHyper(WeightsHyper):
     """Which weights are trained under which head, and two ways to generalise to domains that nobody has."""
 
     fedsr: bool = Field(
-        False,
+        default=False,
         description="FedSR: behind the tower a normal distribution of a representation z, on which the linear head "
         "stands, kept short and near what its class alone would say",
     )
-    d_z: int = Field(512, ge=1, le=8192, description="fedsr: numbers of z")
-    length_weight: float = Field(0.01, ge=0, le=1000, description="fedsr: weight of the mean of ‖z‖²")
-    divergence_weight: float = Field(0.0005, ge=0, le=1000, description="fedsr: weight of the divergence")
+    d_z: int = Field(default=512, ge=1, le=8192, description="fedsr: numbers of z")
+    length_weight: float = Field(default=0.01, ge=0, le=1000, description="fedsr: weight of the mean of ‖z‖²")
+    divergence_weight: float = Field(default=0.0005, ge=0, le=1000, description="fedsr: weight of the divergence")
     weighting: Literal["samples", "ga"] = Field(
-        "samples",
+        default="samples",
         description="samples: as the spec's aggregation says; ga: FedDG-GA's weights, larger for clients who are "
         "worse off with the mean than with their own last update; each tells that gap in loss, on a tenth of its "
         "training images that is not trained on",
     )
-    centred: bool = Field(True, description="ga: the gaps less their mean, as the paper has it")
+    centred: bool = Field(default=True, description="ga: the gaps less their mean, as the paper has it")
 
 
 class FedAvg(WeightMethod):

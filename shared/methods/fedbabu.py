@@ -17,13 +17,13 @@ class FedBABUHyper(TowerHyper):
     """What is trained of the tower, and the fine-tuning before an evaluation."""
 
     finetune: Literal["all", "head"] = Field(
-        "all", description="what is fine-tuned on the client's own training images"
+        default="all", description="what is fine-tuned on the client's own training images"
     )
     finetune_epochs: int = Field(
-        5, ge=1, le=10_000, description="epochs over the client's training images before an evaluation"
+        default=5, ge=1, le=10_000, description="epochs over the client's training images before an evaluation"
     )
     finetune_learning_rate: float | None = Field(
-        None, gt=0, le=1000, description="the tower's rate in the fine-tuning; default: training.learning_rate"
+        default=None, gt=0, le=1000, description="the tower's rate in the fine-tuning; default: training.learning_rate"
     )
 
 

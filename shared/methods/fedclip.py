@@ -38,7 +38,7 @@ class FedCLIPHyper(pf.Hyperparameters):
     """What the adapter sees; it is as wide as the embeddings."""
 
     features: Literal["raw", "normalized"] = Field(
-        "raw",
+        default="raw",
         description="image features as the tower gives them, which the released code adapts, or on the unit sphere",
     )
 

@@ -30,7 +30,7 @@ class FedCoCoOpHyper(pf.ContextHyper):
     """A learned context and the size of the meta-net."""
 
     reduction: int = Field(
-        16, ge=1, le=1024, description="the meta-net's hidden layer has d_e / reduction units; CoCoOp's is 16"
+        default=16, ge=1, le=1024, description="the meta-net's hidden layer has d_e / reduction units; CoCoOp's is 16"
     )
 
 

@@ -33,16 +33,16 @@ class FedGDAHyper(pf.Hyperparameters):
     """The prior's strength and how the Gaussians and the template are brought together."""
 
     rho: float = Field(
-        1.0, ge=0, le=1e6, description="ρ: what an image of the federation counts beside a trainer's own"
+        default=1.0, ge=0, le=1e6, description="ρ: what an image of the federation counts beside a trainer's own"
     )
     fusion: Literal["adaptive", "fixed", "text", "image"] = Field(
-        "adaptive",
+        default="adaptive",
         description="adaptive: probabilities of both, weighed by how sure each is (TOFA); fixed: the template's "
         "logits + λ·g (CLIP-GDA); or one of them alone",
     )
-    fixed_weight: float = Field(1.0, ge=0, le=1000, description="λ of fusion: fixed")
+    fixed_weight: float = Field(default=1.0, ge=0, le=1000, description="λ of fusion: fixed")
     min_count: int = Field(
-        2,
+        default=2,
         ge=1,
         le=1000,
         description="images of a class under which a client sends nothing of it: of one, the mean is its feature",

@@ -13,7 +13,7 @@ class FedKgCoOpHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the weight of the knowledge-guided term."""
 
     w: float = Field(
-        8.0, ge=0, le=1e6, description="weight of 1 − mean cosine to the template's text features; KgCoOp's λ"
+        default=8.0, ge=0, le=1e6, description="weight of 1 − mean cosine to the template's text features; KgCoOp's λ"
     )
 
 

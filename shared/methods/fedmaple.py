@@ -28,9 +28,12 @@ STATE = (TEXT, WEIGHT, BIAS)
 class FedMapleHyper(VisualHyper):
     """MaPLe's hyperparameters, with as many tokens as the methods that it is compared with here."""
 
-    m: int = Field(8, ge=1, le=64, description="prompt tokens in each block, text and visual alike")
+    m: int = Field(default=8, ge=1, le=64, description="prompt tokens in each block, text and visual alike")
     depth: int | None = Field(
-        None, ge=1, le=256, description="blocks with prompts (J); default: 9, or all of the tower that has fewer"
+        default=None,
+        ge=1,
+        le=256,
+        description="blocks with prompts (J); default: 9, or all of the tower that has fewer",
     )
 
 

@@ -39,28 +39,30 @@ WORDS_STD = 0.01  # of what is added to the words' embeddings, so that groups di
 class FedMGPHyper(VisualHyper):
     """How many groups, how they are kept apart, and which are shared."""
 
-    groups: int = Field(5, ge=1, le=32, description="G, pairs of prompts of a client")
-    shared: int = Field(2, ge=1, le=32, description="s, pairs that it shares each round")
-    m: int = Field(2, ge=1, le=64, description="vectors of each prompt")
+    groups: int = Field(default=5, ge=1, le=32, description="G, pairs of prompts of a client")
+    shared: int = Field(default=2, ge=1, le=32, description="s, pairs that it shares each round")
+    m: int = Field(default=2, ge=1, le=64, description="vectors of each prompt")
     context_init: str | None = Field(
-        "a photo of a",
+        default="a photo of a",
         max_length=200,
         description="words whose first m token embeddings start each text prompt; the others stand between it and "
         "the class name; null: random, and no words",
     )
     modalities: Literal["both", "text", "visual"] = Field(
-        "both", description="which prompts there are; text: no image tower is trained"
+        default="both", description="which prompts there are; text: no image tower is trained"
     )
     diversity: Literal["cos", "l1", "l2", "none"] = Field(
-        "cos", description="what of two groups' features is made small"
+        default="cos", description="what of two groups' features is made small"
     )
-    diversity_weight: float = Field(1.0, ge=0, le=1000, description="λ of the diversity term")
+    diversity_weight: float = Field(default=1.0, ge=0, le=1000, description="λ of the diversity term")
     select: Literal["similar", "random", "fixed", "all"] = Field(
-        "similar", description="similar: drawn by likeness to the global ones; fixed: the first s; all: of s = G, each"
+        default="similar",
+        description="similar: drawn by likeness to the global ones; fixed: the first s; all: of s = G, each",
     )
-    temperature: float = Field(1.0, gt=0, le=1000, description="τ_s of select: similar")
+    temperature: float = Field(default=1.0, gt=0, le=1000, description="τ_s of select: similar")
     inference: Literal["mean", "max", "features"] = Field(
-        "mean", description="of the groups' logits the mean or the largest, or the logits of their mean features"
+        default="mean",
+        description="of the groups' logits the mean or the largest, or the logits of their mean features",
     )
 
 

@@ -50,39 +50,43 @@ class FedMVPHyper(pf.Hyperparameters):
     """The generator, what images are compared with, and when its low-rank part takes over."""
 
     label_space: pf.LabelSpace = "client"
-    m: int = Field(4, ge=1, le=512, description="prompts of an image")
-    heads: int = Field(4, ge=1, le=256, description="attention heads of the generator; must divide d_v")
+    m: int = Field(default=4, ge=1, le=512, description="prompts of an image")
+    heads: int = Field(default=4, ge=1, le=256, description="attention heads of the generator; must divide d_v")
     queries: Literal["patches", "mean"] = Field(
-        "patches",
+        default="patches",
         description="patches: each looks at the texts, and what a run of them finds is averaged; mean: a run is "
         "averaged first, so that m queries look instead of one for each patch",
     )
     texts: Literal["attributes", "joined", "template"] = Field(
-        "attributes",
+        default="attributes",
         description="what images are compared with: the mean of a class's descriptions (code), the template "
         "and the descriptions in one text (paper), or the template",
     )
     consistency: float = Field(
-        10.0, ge=0, le=1000, description="α of 1 − cos with the frozen tower's feature; 0: without it"
+        default=10.0, ge=0, le=1000, description="α of 1 − cos with the frozen tower's feature; 0: without it"
     )
     flip: bool = Field(
-        True, description="the frozen tower sees the image mirrored half of the time; false: its kept feature"
+        default=True, description="the frozen tower sees the image mirrored half of the time; false: its kept feature"
     )
     lora: Literal["switch", "off"] = Field(
-        "switch", description="switch: once the mean loss is under `sigma`, only a low-rank part trains; off: never"
+        default="switch",
+        description="switch: once the mean loss is under `sigma`, only a low-rank part trains; off: never",
     )
-    sigma: float = Field(0.5, gt=0, le=1e6, description="σ, the loss under which the federation switches")
+    sigma: float = Field(default=0.5, gt=0, le=1e6, description="σ, the loss under which the federation switches")
     lora_from: int | None = Field(
-        None, ge=2, le=100_000, description="switch in this round instead; from then on only the low-rank part is sent"
+        default=None,
+        ge=2,
+        le=100_000,
+        description="switch in this round instead; from then on only the low-rank part is sent",
     )
-    r: int = Field(8, ge=1, le=1024, description="rank of the low-rank part")
+    r: int = Field(default=8, ge=1, le=1024, description="rank of the low-rank part")
 
 
 class FedMVPOwn(pf.OwnOptions):
     """What a client chooses for itself."""
 
     class_descriptions: Json[ClassDescriptions] | None = Field(
-        None, description="descriptions of this client's classes, as JSON"
+        default=None, description="descriptions of this client's classes, as JSON"
     )
 
 

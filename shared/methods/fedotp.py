@@ -21,17 +21,18 @@ from promptfed.shared.methods.core.private_context import PairLoss, PrivateConte
 class FedOTPHyper(pf.ContextHyper):
     """A learned context, and how patches and prompts are matched."""
 
-    gamma: float = Field(0.8, gt=0, le=1, description="γ, the mass that goes to the prompts: 1 is balanced")
-    epsilon: float = Field(0.1, ge=0.01, le=10, description="weight ε of the plan's entropy")
-    iterations: int = Field(100, ge=1, le=10_000, description="most pairs of scaling steps of a plan")
+    gamma: float = Field(default=0.8, gt=0, le=1, description="γ, the mass that goes to the prompts: 1 is balanced")
+    epsilon: float = Field(default=0.1, ge=0.01, le=10, description="weight ε of the plan's entropy")
+    iterations: int = Field(default=100, ge=1, le=10_000, description="most pairs of scaling steps of a plan")
     threshold: float = Field(
-        1e-3, ge=0, lt=1, description="relative change of a plan's column scaling at which it is done"
+        default=1e-3, ge=0, lt=1, description="relative change of a plan's column scaling at which it is done"
     )
     transport: Literal["unbalanced", "balanced", "average"] = Field(
-        "unbalanced", description="the paper's plan, or its ablations: classical transport, or the mean similarity"
+        default="unbalanced",
+        description="the paper's plan, or its ablations: classical transport, or the mean similarity",
     )
     pooled_weight: float = Field(
-        0.0, ge=0, le=1e3, description="weight of the pooled feature's logit beside the patches'; not FedOTP's"
+        default=0.0, ge=0, le=1e3, description="weight of the pooled feature's logit beside the patches'; not FedOTP's"
     )
 
 

@@ -22,16 +22,16 @@ Pairs = Literal["both", "positive_only", "negative_only"]
 class FedPGPHyper(pf.ContextHyper):
     """A learned context, its low-rank adaptation and the weight of the contrastive loss."""
 
-    b: int = Field(8, ge=1, le=64, description="bottleneck: rank of the adaptation U·V (Eq. 9)")
-    mu: float = Field(1.0, ge=0, le=1e6, description="weight μ of the contrastive loss (Eq. 13)")
-    tau_con: float = Field(0.5, gt=0, le=1e3, description="temperature of the contrastive loss (Eq. 12)")
+    b: int = Field(default=8, ge=1, le=64, description="bottleneck: rank of the adaptation U·V (Eq. 9)")
+    mu: float = Field(default=1.0, ge=0, le=1e6, description="weight μ of the contrastive loss (Eq. 13)")
+    tau_con: float = Field(default=0.5, gt=0, le=1e3, description="temperature of the contrastive loss (Eq. 12)")
     pairs: Pairs = Field(
-        "both",
+        default="both",
         description="the contrastive loss (both), or an ablation: 1 − cos(z_G, z_C) alone (positive_only), "
         "cos(z_G, z_i) alone (negative_only)",
     )
     full_rank: bool = Field(
-        False, description="ablation: an adaptation of full rank in the place of U·V; b is not used then"
+        default=False, description="ablation: an adaptation of full rank in the place of U·V; b is not used then"
     )
 
 

@@ -29,27 +29,28 @@ class FedPHAHyper(pf.ContextHyper):
     """The shared context's length, the clients' own ones, and the terms of the loss."""
 
     local_lengths: dict[str, Length] | None = Field(
-        None, description="vectors of the private context by client; a client's own `m_local` comes first, m last"
+        default=None,
+        description="vectors of the private context by client; a client's own `m_local` comes first, m last",
     )
     ratio: float = Field(
-        0.8, ge=0, le=1, description="ρ: the ⌊m·(1 − ρ)⌋ leading directions of the shared context are removed"
+        default=0.8, ge=0, le=1, description="ρ: the ⌊m·(1 − ρ)⌋ leading directions of the shared context are removed"
     )
     projection: Literal["complement", "span"] = Field(
-        "complement",
+        default="complement",
         description="onto all that is orthogonal to these, or onto the shared context's other directions alone",
     )
-    pull: float = Field(1.0, ge=0, le=1e6, description="weight w₁ of mean (z^L − ẑ^L)²")
-    push: float = Field(1.0, ge=0, le=1e6, description="weight w₂ of mean ReLU(α − ‖z^L − z^G‖)")
-    alpha: float = Field(1.0, ge=0, le=2, description="distance α up to which features are pushed apart")
+    pull: float = Field(default=1.0, ge=0, le=1e6, description="weight w₁ of mean (z^L − ẑ^L)²")
+    push: float = Field(default=1.0, ge=0, le=1e6, description="weight w₂ of mean ReLU(α − ‖z^L − z^G‖)")
+    alpha: float = Field(default=1.0, ge=0, le=2, description="distance α up to which features are pushed apart")
     global_loss: bool = Field(
-        True, description="whether the shared context has a cross-entropy of its own; else the push trains it"
+        default=True, description="whether the shared context has a cross-entropy of its own; else the push trains it"
     )
 
 
 class FedPHAOwn(pf.OwnOptions):
     """What a client chooses for itself."""
 
-    m_local: Length | None = Field(None, description="vectors of this client's private context")
+    m_local: Length | None = Field(default=None, description="vectors of this client's private context")
 
 
 def removed(m: int, ratio: float) -> int:

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 class FedPLOTHyper(pf.ContextHyper):
     """Several learned contexts, and how patches and prompts are matched."""
 
-    prompts: int = Field(4, ge=1, le=16, description="N, contexts that each class is described with")
-    epsilon: float = Field(0.1, ge=0.01, le=10, description="weight ε of the plan's entropy")
-    iterations: int = Field(100, ge=1, le=10_000, description="most pairs of scaling steps of a plan")
+    prompts: int = Field(default=4, ge=1, le=16, description="N, contexts that each class is described with")
+    epsilon: float = Field(default=0.1, ge=0.01, le=10, description="weight ε of the plan's entropy")
+    iterations: int = Field(default=100, ge=1, le=10_000, description="most pairs of scaling steps of a plan")
     threshold: float = Field(
-        1e-2, ge=0, lt=1, description="relative change of a plan's column scaling at which it is done"
+        default=1e-2, ge=0, lt=1, description="relative change of a plan's column scaling at which it is done"
     )
     transport: Literal["balanced", "average"] = Field(
-        "balanced", description="PLOT's plan, or the mean similarity to all contexts"
+        default="balanced", description="PLOT's plan, or the mean similarity to all contexts"
     )
     pooled_weight: float = Field(
-        0.0, ge=0, le=1e3, description="weight of the pooled feature's logit; 1 in PLOT's ImageNet runs"
+        default=0.0, ge=0, le=1e3, description="weight of the pooled feature's logit; 1 in PLOT's ImageNet runs"
     )
 
 

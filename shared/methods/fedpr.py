@@ -25,11 +25,13 @@ ROUNDING = 1e-9  # of (1 − ρ)·d, which binary arithmetic may leave under a w
 class FedPRHyper(FedVPTDeepHyper):
     """Prompts in every block, and how much of the space they may not move in."""
 
-    m: int = Field(8, ge=1, le=512, description="prompt tokens in each block that has any")
+    m: int = Field(default=8, ge=1, le=512, description="prompt tokens in each block that has any")
     rho: float = Field(
-        0.8, gt=0, le=1, description="ρ, share of the directions in which prompts may move; 1: no projection"
+        default=0.8, gt=0, le=1, description="ρ, share of the directions in which prompts may move; 1: no projection"
     )
-    normalise: bool = Field(True, description="steps are divided by √(ρ·d_v), the projection's length, as in the paper")
+    normalise: bool = Field(
+        default=True, description="steps are divided by √(ρ·d_v), the projection's length, as in the paper"
+    )
 
 
 def projection(prompts: Tensor, rho: float) -> Callable[[Tensor], Tensor]:

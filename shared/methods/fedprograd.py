@@ -19,10 +19,11 @@ class FedProGradHyper(pf.ContextHyper):
     """PromptFL's hyperparameters, and how the template's predictions hold its gradient."""
 
     weight: float = Field(
-        1.0, ge=0, le=1e6, description="λ of the projection, or of the term in the loss (mode: penalty)"
+        default=1.0, ge=0, le=1e6, description="λ of the projection, or of the term in the loss (mode: penalty)"
     )
     mode: Literal["project", "penalty"] = Field(
-        "project", description="ProGrad's projection of the gradient, or λ·KL added to the loss and nothing projected"
+        default="project",
+        description="ProGrad's projection of the gradient, or λ·KL added to the loss and nothing projected",
     )
 
 

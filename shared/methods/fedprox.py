@@ -16,7 +16,7 @@ class FedProxHyper(WeightsHyper):
     """FedAvg's hyperparameters and the weight of the proximal term."""
 
     mu: float = Field(
-        0.01, ge=0, le=1000, description="weight of the proximal term; its paper tries 0.001, 0.01, 0.1 and 1"
+        default=0.01, ge=0, le=1000, description="weight of the proximal term; its paper tries 0.001, 0.01, 0.1 and 1"
     )
 
 

@@ -22,10 +22,10 @@ class FedRepHyper(TowerHyper):
     """What is trained of the tower, and how long the head is before it."""
 
     head_epochs: int = Field(
-        10, ge=1, le=10_000, description="E_h, epochs of the head under the received tower, before the tower's"
+        default=10, ge=1, le=10_000, description="E_h, epochs of the head under the received tower, before the tower's"
     )
     refit_epochs: int = Field(
-        0,
+        default=0,
         ge=0,
         le=10_000,
         description="epochs of the client's head under the averaged tower before an evaluation, in a copy that is "

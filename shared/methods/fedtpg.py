@@ -45,14 +45,14 @@ class FedTPGHyper(pf.Hyperparameters):
     """The generator's sizes."""
 
     label_space: pf.LabelSpace = "client"
-    m: int = Field(4, ge=1, le=64, description="number of context vectors, and of learned queries")
-    heads: int = Field(4, ge=1, le=64, description="heads of the attention; they divide the tower's width")
+    m: int = Field(default=4, ge=1, le=64, description="number of context vectors, and of learned queries")
+    heads: int = Field(default=4, ge=1, le=64, description="heads of the attention; they divide the tower's width")
     feedforward: FeedForward = Field(
-        "relu",
+        default="relu",
         description="h_φ: two layers of d_t with ReLU (the paper's text), or d→8d→GEGLU→4d→d (its released code)",
     )
     start: Literal["xavier", "normal"] = Field(
-        "xavier",
+        default="xavier",
         description="weights at the start: Xavier's uniform draws; normal: N(0, 0.02²), so small that all queries "
         "attend to all classes alike and the m vectors of a task are one vector m times",
     )

@@ -28,16 +28,21 @@ class VptHyper(VisualHyper):
     """Hyperparameters of visual prompt tuning; shallow unless told otherwise."""
 
     m: int = Field(
-        10, ge=0, le=512, description="prompt tokens in each block that has any; 0: a linear head alone (singleset_vpt)"
+        default=10,
+        ge=0,
+        le=512,
+        description="prompt tokens in each block that has any; 0: a linear head alone (singleset_vpt)",
     )
-    depth: int | None = Field(1, ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
+    depth: int | None = Field(
+        default=1, ge=1, le=256, description="blocks with prompts, counted from the first; null: all"
+    )
     head: Literal["text", "linear"] = Field(
-        "text",
+        default="text",
         description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
         "feature, private to each client, as in pFedPG's tables",
     )
     projected: bool = Field(
-        False, description="the linear head stands on the feature behind the image tower's projection"
+        default=False, description="the linear head stands on the feature behind the image tower's projection"
     )
     head_learning_rate: HeadRate = None
 

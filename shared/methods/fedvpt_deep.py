@@ -10,8 +10,10 @@ from promptfed.shared.methods.fedvpt import FedVPT, VptHyper
 class FedVPTDeepHyper(VptHyper):
     """As in pFedPG's tables: one token in each of all blocks."""
 
-    m: int = Field(1, ge=1, le=512, description="prompt tokens in each block that has any")
-    depth: int | None = Field(None, ge=1, le=256, description="blocks with prompts, counted from the first; null: all")
+    m: int = Field(default=1, ge=1, le=512, description="prompt tokens in each block that has any")
+    depth: int | None = Field(
+        default=None, ge=1, le=256, description="blocks with prompts, counted from the first; null: all"
+    )
 
 
 class FedVPTDeep(FedVPT):

@@ -26,16 +26,18 @@ class PerFedAvgHyper(WeightsHyper):
     """FedAvg's hyperparameters, the two rates, and how long a client adapts."""
 
     inner_learning_rate: float | None = Field(
-        None,
+        default=None,
         gt=0,
         le=1000,
         description="α, of the step that is looked ahead; default: the training's. A linear head has "
         "head_learning_rate in both steps",
     )
     adapt_steps: int = Field(
-        1, ge=1, le=1000, description="steps of rate α on own training images before a trainer classifies"
+        default=1, ge=1, le=1000, description="steps of rate α on own training images before a trainer classifies"
     )
-    hessian: bool = Field(False, description="the Hessian's product with the gradient as well, by a finite difference")
+    hessian: bool = Field(
+        default=False, description="the Hessian's product with the gradient as well, by a finite difference"
+    )
 
 
 class PerFedAvg(WeightMethod):

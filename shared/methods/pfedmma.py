@@ -40,21 +40,21 @@ class PFedMMAHyper(pf.Hyperparameters):
     """The adapters, and what of them is shared."""
 
     cache_blocks: CacheBlocks = False
-    r: int = Field(32, ge=1, le=4096, description="width of the adapters")
+    r: int = Field(default=32, ge=1, le=4096, description="width of the adapters")
     k: int | None = Field(
-        None,
+        default=None,
         ge=1,
         le=256,
         description=f"pairs of blocks with adapters, from the top; default: {PAIRS}, or all there are",
     )
-    alpha: float = Field(0.001, ge=0, le=1000, description="α, weight of what an adapter adds")
+    alpha: float = Field(default=0.001, ge=0, le=1000, description="α, weight of what an adapter adds")
     scale_gradients: bool = Field(
-        True, description="adapters learn by their gradient divided by α, as released; else α makes it tiny"
+        default=True, description="adapters learn by their gradient divided by α, as released; else α makes it tiny"
     )
-    activation: Literal["relu", "gelu"] = Field("relu", description="φ: the code's, or a summary's")
-    towers: Literal["both", "visual", "text"] = Field("both", description="which towers have adapters")
+    activation: Literal["relu", "gelu"] = Field(default="relu", description="φ: the code's, or a summary's")
+    towers: Literal["both", "visual", "text"] = Field(default="both", description="which towers have adapters")
     share: Literal["middle", "none", "all"] = Field(
-        "middle", description="what is averaged: S alone, nothing, or D and U too"
+        default="middle", description="what is averaged: S alone, nothing, or D and U too"
     )
 
 

@@ -32,19 +32,19 @@ TIE = 1e-12  # of the largest squared distance: nearer ones are the same, and th
 class PFedMoAPHyper(pf.ContextHyper):
     """A learned context, the experts and the gate."""
 
-    experts: int = Field(9, ge=0, le=256, description="K, contexts of other clients that each downloads")
+    experts: int = Field(default=9, ge=0, le=256, description="K, contexts of other clients that each downloads")
     selection: Literal["nearest", "random"] = Field(
-        "nearest", description="the contexts nearest to the client's own, or any, seeded by round and client"
+        default="nearest", description="the contexts nearest to the client's own, or any, seeded by round and client"
     )
-    local_weight: float = Field(0.5, ge=0, le=1e3, description="λ of the own context's logit beside the gate's")
-    gate_width: int = Field(128, ge=1, le=4096, description="g, at most the joint embedding's width")
-    heads: int = Field(8, ge=1, le=64, description="h, heads of the gate; must divide its width")
+    local_weight: float = Field(default=0.5, ge=0, le=1e3, description="λ of the own context's logit beside the gate's")
+    gate_width: int = Field(default=128, ge=1, le=4096, description="g, at most the joint embedding's width")
+    heads: int = Field(default=8, ge=1, le=64, description="h, heads of the gate; must divide its width")
     gate_scaling: float = Field(
-        10.0, gt=0, le=1e4, description="s, which the gate's scores are multiplied by before the softmax"
+        default=10.0, gt=0, le=1e4, description="s, which the gate's scores are multiplied by before the softmax"
     )
-    gate_learning_rate: float = Field(0.01, gt=0, le=1000, description="rate of the gate, constant")
+    gate_learning_rate: float = Field(default=0.01, gt=0, le=1000, description="rate of the gate, constant")
     similarity: Literal["dot", "cosine"] = Field(
-        "dot", description="of an image's feature and the gate's output; cosine normalises both"
+        default="dot", description="of an image's feature and the gate's output; cosine normalises both"
     )
 
 

@@ -23,7 +23,6 @@ from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.client_rows import row_of
 from promptfed.shared.methods.core.heads import HeadRate, LinearHead, head_width
 from promptfed.shared.methods.core.prompted_head import PromptedHead
-from promptfed.shared.methods.core.server.row_optimizers import MEAN, SQUARE, STEPS, adam, sgd
 from promptfed.shared.methods.core.visual import ImageClassifier, Towers, VisualHyper, vpt_bound
 from promptfed.shared.tensors import Tensors, TensorSpec
 
@@ -58,22 +57,22 @@ HIDDEN = 100  # pFedHN's
 class PFedPGHyper(VisualHyper):
     """pFedPG's hyperparameters (section 4.1.3) and the ablations of its Table 4."""
 
-    m: int = Field(10, ge=1, le=512, description="prompt tokens between [cls] and the patches (K)")
+    m: int = Field(default=10, ge=1, le=512, description="prompt tokens between [cls] and the patches (K)")
     generator: Literal["attention", "mlp", "adain", "basis"] = Field(
-        "attention",
+        default="attention",
         description="attention: equation 3; mlp: descriptor → hidden → all tokens, without a basis; adain: the "
         "basis' tokens with the descriptor's mean and deviation; basis: the same prompts for every client",
     )
     inner_width: int | None = Field(
-        None, ge=1, le=16384, description="l_k = l_v of the attention; default: the vision tower's width"
+        default=None, ge=1, le=16384, description="l_k = l_v of the attention; default: the vision tower's width"
     )
-    hidden: int = Field(HIDDEN, ge=1, le=16384, description="hidden width of the generator `mlp`")
+    hidden: int = Field(default=HIDDEN, ge=1, le=16384, description="hidden width of the generator `mlp`")
     generator_optimizer: Literal["adam", "sgd"] = Field(
-        "adam", description="takes one step a round on generator, basis and descriptors"
+        default="adam", description="takes one step a round on generator, basis and descriptors"
     )
-    generator_learning_rate: float = Field(0.001, gt=0, le=1000, description="its rate α")
+    generator_learning_rate: float = Field(default=0.001, gt=0, le=1000, description="its rate α")
     projected: bool = Field(
-        False, description="the head stands on the feature behind the image tower's projection, not before it"
+        default=False, description="the head stands on the feature behind the image tower's projection, not before it"
     )
     head_learning_rate: HeadRate = None
 
@@ -135,6 +134,49 @@ def gradients(kind: str, parameters: Mapping[str, Tensor], descriptors: Tensor, 
 
 def _like(reference: Tensor, tensor: Tensor) -> Tensor:
     return tensor.to(reference.dtype)
+
+
+# The optimizer
+
+BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
+MEAN, SQUARE, STEPS = "adam_mean.", "adam_square.", "adam_steps"
+"""Adam keeps its moments and counters in the state beside what it moves: ``adam_mean.NAME``, ``adam_square.NAME``,
+``adam_steps`` and, where rows move alone, ``adam_steps.NAME``."""
+
+
+def sgd(state: Tensors, name: str, gradient: Tensor, rate: float, rows: list[int] | None) -> Tensors:
+    """w ← w − α·g, in ``rows`` only where they are given; ``gradient`` is theirs."""
+    return {name: _put(state[name], rows, _at(state[name], rows) - rate * gradient)}
+
+
+def adam(state: Tensors, name: str, gradient: Tensor, rate: float, rows: list[int] | None) -> Tensors:
+    """Adam without weight decay (Kingma and Ba, 2015, Algorithm 1), in ``rows`` only where they are given."""
+    counter = STEPS if rows is None else f"{STEPS}.{name}"
+    steps = _at(state[counter], rows) + 1
+    mean = torch.lerp(_at(state[MEAN + name], rows), gradient, 1 - BETAS[0])
+    square = (_at(state[SQUARE + name], rows) * BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+    counted = (steps if rows is None else steps.unsqueeze(-1)).double()  # beside all of it, or beside (k, d_v)
+    correction = [(1 - beta**counted).float() for beta in BETAS]
+    spread = (square / correction[1]).sqrt_().add_(ADAM_EPS).mul_(correction[0])
+    moved = torch.div(mean, spread, out=spread).mul_(-rate).add_(_at(state[name], rows))
+    after = {name: moved, MEAN + name: mean, SQUARE + name: square}
+    if rows is not None:
+        after[counter] = steps
+    return {key: _put(state[key], rows, value) for key, value in after.items()}
+
+
+def _at(tensor: Tensor, rows: list[int] | None) -> Tensor:
+    return tensor if rows is None else tensor[rows]
+
+
+def _put(tensor: Tensor, rows: list[int] | None, value: Tensor) -> Tensor:
+    """A copy of ``tensor``, in its own dtype, with ``value`` in ``rows`` or everywhere."""
+    value = value.to(tensor.dtype)
+    if rows is None:
+        return value
+    copy = tensor.clone()
+    copy[rows] = value
+    return copy
 
 
 # The method

@@ -24,19 +24,20 @@ class PFedPromptHyper(pf.ContextHyper):
     """PromptFL's hyperparameters, and what is made of the memory."""
 
     memory: Literal["features", "labels"] = Field(
-        "features", description="attend to the memory's features, or add a kernel density of its labels (Tip-Adapter's)"
+        default="features",
+        description="attend to the memory's features, or add a kernel density of its labels (Tip-Adapter's)",
     )
-    weight: float = Field(1.0, ge=0, le=1e3, description="w, of what the memory adds to the logits")
+    weight: float = Field(default=1.0, ge=0, le=1e3, description="w, of what the memory adds to the logits")
     kappa: float | None = Field(
-        None, gt=0, le=1e4, description="κ, sharpness of the attention; default: the logit scale"
+        default=None, gt=0, le=1e4, description="κ, sharpness of the attention; default: the logit scale"
     )
-    beta: float = Field(5.5, gt=0, le=1e3, description="β, sharpness of the labels' kernel")
+    beta: float = Field(default=5.5, gt=0, le=1e3, description="β, sharpness of the labels' kernel")
     query: Literal["pooled", "patches"] = Field(
-        "pooled", description="what attends to the memory: the image, or each of its patches"
+        default="pooled", description="what attends to the memory: the image, or each of its patches"
     )
-    per_class: int = Field(16, ge=1, le=10_000, description="most images of a class in the memory")
+    per_class: int = Field(default=16, ge=1, le=10_000, description="most images of a class in the memory")
     train_with_memory: bool = Field(
-        False, description="whether the memory stands in the training loss too, without the image itself"
+        default=False, description="whether the memory stands in the training loss too, without the image itself"
     )
 
 

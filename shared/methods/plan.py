@@ -32,31 +32,31 @@ OWNERS = TensorSpec("prompt_owners", ("K",), dtype="int64", shared_with_clients=
 class PlanHyper(VisualHyper):
     """PLAN's hyperparameters (section V-C) and the ablations of its Table VI."""
 
-    m: int = Field(8, ge=1, le=64, description="prompt tokens in each block, text and visual alike")
+    m: int = Field(default=8, ge=1, le=64, description="prompt tokens in each block, text and visual alike")
     depth: int | None = Field(
-        None, ge=1, le=256, description="blocks with prompts, counted from the first; default: all"
+        default=None, ge=1, le=256, description="blocks with prompts, counted from the first; default: all"
     )
     alpha: float = Field(
-        1.0, ge=0, le=1e6, description="weight α of the KL divergence to the global prediction; 0: without it"
+        default=1.0, ge=0, le=1e6, description="weight α of the KL divergence to the global prediction; 0: without it"
     )
     zero_shot_reference: bool = Field(
-        True, description="round 1 takes zero-shot CLIP for the global prediction; false: no KL in round 1"
+        default=True, description="round 1 takes zero-shot CLIP for the global prediction; false: no KL in round 1"
     )
     text_aggregation: Literal["attention", "mean"] = Field(
-        "attention", description="mean: without the text aggregator A_t"
+        default="attention", description="mean: without the text aggregator A_t"
     )
     visual_aggregation: Literal["attention", "mean"] = Field(
-        "attention", description="mean: without the visual aggregator A_v"
+        default="attention", description="mean: without the visual aggregator A_v"
     )
-    reduction: int = Field(8, ge=1, le=1024, description="width of a block over its perceptrons' hidden one")
-    residual: bool = Field(True, description="perceptrons are x + W₂·ReLU(W₁x + b₁) + b₂; false: without the x")
+    reduction: int = Field(default=8, ge=1, le=1024, description="width of a block over its perceptrons' hidden one")
+    residual: bool = Field(default=True, description="perceptrons are x + W₂·ReLU(W₁x + b₁) + b₂; false: without the x")
     aggregators: Literal["persist", "reset"] = Field(
-        "persist",
+        default="persist",
         description="persist: a round's aggregators train on from the last round's mean (Algorithm 1 as printed); "
         "reset: from their common start, the plain mean",
     )
     local_prompts: Literal["restart", "persist"] = Field(
-        "restart",
+        default="restart",
         description="restart: Tᵏ := T^g, Vᵏ := V^g in every round (Algorithm 1 as printed); persist: clients keep "
         "their own prompts and start a round from them, T^g and V^g are the reference alone",
     )

@@ -26,12 +26,15 @@ class PromptFLAMPHyper(pf.ContextHyper):
     """A learned context, and how much others' count."""
 
     similarity: Literal["distance", "cosine"] = Field(
-        "distance", description="FedAMP's weights e^(−‖w_i − w_j‖²/σ)/a, or HeurFedAMP's, in proportion to e^(σ·cos)"
+        default="distance",
+        description="FedAMP's weights e^(−‖w_i − w_j‖²/σ)/a, or HeurFedAMP's, in proportion to e^(σ·cos)",
     )
     sigma: float | None = Field(
-        None, gt=0, le=1e6, description="σ; default: the median of the squared distances, or 10 for cosine"
+        default=None, gt=0, le=1e6, description="σ; default: the median of the squared distances, or 10 for cosine"
     )
-    proximal: float = Field(1.0, ge=0, le=1e6, description="weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α")
+    proximal: float = Field(
+        default=1.0, ge=0, le=1e6, description="weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α"
+    )
 
 
 def mixing_weights(rows: Tensor, similarity: str, sigma: float | None) -> Tensor:

@@ -15,10 +15,10 @@ class PromptFLFTHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the length of the fine-tuning."""
 
     finetune_epochs: int = Field(
-        5, ge=1, le=10_000, description="epochs over the client's training images before an evaluation"
+        default=5, ge=1, le=10_000, description="epochs over the client's training images before an evaluation"
     )
     finetune_learning_rate: float | None = Field(
-        None, gt=0, le=1000, description="rate of the fine-tuning; default: training.learning_rate"
+        default=None, gt=0, le=1000, description="rate of the fine-tuning; default: training.learning_rate"
     )
 
 

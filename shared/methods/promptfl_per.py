@@ -15,7 +15,7 @@ class PromptFLPerHyper(pf.ContextHyper):
     """A learned context and where it is divided."""
 
     shared_tokens: int | None = Field(
-        None, ge=1, le=63, description="m_s, first vectors of the context, which are shared; default: ⌊m/2⌋"
+        default=None, ge=1, le=63, description="m_s, first vectors of the context, which are shared; default: ⌊m/2⌋"
     )
 
 

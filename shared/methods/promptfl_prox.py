@@ -12,7 +12,9 @@ from promptfed.shared.methods.promptfl import PromptFL
 class PromptFLProxHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the weight of the proximal term."""
 
-    mu: float = Field(1.0, ge=0, le=1e6, description="weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1")
+    mu: float = Field(
+        default=1.0, ge=0, le=1e6, description="weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1"
+    )
 
 
 class PromptFLProx(PromptFL):

@@ -18,7 +18,10 @@ class PromptFolioHyper(pf.ContextHyper):
     """A learned context and how much the private one counts."""
 
     theta: float = Field(
-        0.4, ge=0, le=1, description="share θ of the private context's text features; 0: all shared, 1: all private"
+        default=0.4,
+        ge=0,
+        le=1,
+        description="share θ of the private context's text features; 0: all shared, 1: all private",
     )
 
 

@@ -30,16 +30,19 @@ CHUNK = 32
 class TipAdapterHyper(pf.Hyperparameters):
     """What the cache holds, and how much it is listened to."""
 
-    alpha: float = Field(1.17, ge=0, le=1000, description="a, weight of the cache's votes, unless searched")
-    beta: float = Field(1.0, ge=0, le=1000, description="b, sharpness of the votes, unless searched")
+    alpha: float = Field(default=1.17, ge=0, le=1000, description="a, weight of the cache's votes, unless searched")
+    beta: float = Field(default=1.0, ge=0, le=1000, description="b, sharpness of the votes, unless searched")
     validation: float = Field(
-        0.25, ge=0, lt=1, description="share of each class's training images on which a and b are searched; 0: fixed"
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="share of each class's training images on which a and b are searched; 0: fixed",
     )
     keys: Literal["images", "means"] = Field(
-        "images", description="a key for each training image, or for each class's mean"
+        default="images", description="a key for each training image, or for each class's mean"
     )
     augment: int = Field(
-        1, ge=1, le=100, description="random crops of each training image whose mean is its key; 1: the image"
+        default=1, ge=1, le=100, description="random crops of each training image whose mean is its key; 1: the image"
     )
 
 

@@ -39,9 +39,9 @@ Penalty = Callable[[Tensor, Tensor], Tensor]
 class ContextHyper(Hyperparameters):
     """Hyperparameters of a learned context (CoOp, Zhou et al. 2022, section 3.2)."""
 
-    m: int = Field(16, ge=1, le=64, description="number of context vectors")
+    m: int = Field(default=16, ge=1, le=64, description="number of context vectors")
     context_init: str | None = Field(
-        None, max_length=200, description="words whose token embeddings start the context; default: N(0, 0.02²)"
+        default=None, max_length=200, description="words whose token embeddings start the context; default: N(0, 0.02²)"
     )
 
 

@@ -59,17 +59,18 @@ class TowerHyper(VisualHyper):
     """Which weights of the image tower are trained, and how changes travel."""
 
     trainable: Trainable = Field(
-        "all",
+        default="all",
         description="all: every weight of the image tower; last_k: its last k blocks and what follows them; norms: "
         "the layer norms; biases: all biases; none: the linear head alone (a linear probe)",
     )
-    k: int = Field(1, ge=1, le=256, description="last_k: how many blocks, counted from the last")
+    k: int = Field(default=1, ge=1, le=256, description="last_k: how many blocks, counted from the last")
     projected: bool = Field(
-        False, description="the linear head stands on the feature behind the image tower's projection"
+        default=False, description="the linear head stands on the feature behind the image tower's projection"
     )
     head_learning_rate: HeadRate = None
     transport: Literal["float32", "bfloat16"] = Field(
-        "float32", description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits"
+        default="float32",
+        description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits",
     )
     cache_blocks: CacheBlocks = False
 

@@ -55,10 +55,11 @@ class VisualHyper(pf.Hyperparameters):
     """How the image tower is run; neither option changes what is computed but for rounding."""
 
     autocast: Literal["none", "bf16"] = Field(
-        "none", description="bf16: the image tower computes in bfloat16; texts, prompts, losses and optimizer do not"
+        default="none",
+        description="bf16: the image tower computes in bfloat16; texts, prompts, losses and optimizer do not",
     )
     checkpoint: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="activation checkpointing: hold the image tower's activations for so many images at once and "
         "compute the others' again in the backward pass; default: hold all",

@@ -32,7 +32,7 @@ class HeadHyper(TowerHyper):
     """Which weights are trained under which head."""
 
     head: Literal["text", "linear"] = Field(
-        "text",
+        default="text",
         description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
         "feature, trained from scratch; where it is shared, over the spec's class_names",
     )
@@ -42,7 +42,8 @@ class WeightsHyper(HeadHyper):
     """Which weights are trained under which head, and which of them stay with each client."""
 
     private: Literal["none", "norms"] = Field(
-        "none", description="norms: each client's layer norms are its own and never sent, FedBN's idea for this tower"
+        default="none",
+        description="norms: each client's layer norms are its own and never sent, FedBN's idea for this tower",
     )
 
 

@@ -16,24 +16,27 @@ from promptfed.shared.methods.fast_pt.style_transfer import StyleTransferHyper
 class FastPTHyper(pf.ContextHyper, StyleTransferHyper):
     """Both prompts are of length m. The switches are the paper's ablations (Table 3)."""
 
-    m: int = Field(4, ge=1, le=64, description="vectors of the global prompt, and of a domain prompt")
+    m: int = Field(default=4, ge=1, le=64, description="vectors of the global prompt, and of a domain prompt")
     classifier_learning_rate: float = Field(
-        0.01, gt=0, le=1000, description="rate of the domain classifier; the prompts' is training.learning_rate"
+        default=0.01, gt=0, le=1000, description="rate of the domain classifier; the prompts' is training.learning_rate"
     )
     mixture: Mixture = Field(
-        "hard",
+        default="hard",
         description="an image's domain prompt: its likeliest domain's, or the average by the classifier's softmax",
     )
     merge_domains: bool = Field(
-        False, description="let clients whose descriptions are the same be one domain, instead of refusing"
+        default=False, description="let clients whose descriptions are the same be one domain, instead of refusing"
     )
     prompts: Literal["both", "global", "domain"] = Field(
-        "both", description="ablation: the global prompt alone, or the domain prompts (and the classifier) alone"
+        default="both",
+        description="ablation: the global prompt alone, or the domain prompts (and the classifier) alone",
     )
-    contrastive: bool = Field(True, description="ablation: the contrastive term; without a global prompt there is none")
-    mst: bool = Field(True, description="ablation: style transfer; else the own embeddings only")
+    contrastive: bool = Field(
+        default=True, description="ablation: the contrastive term; without a global prompt there is none"
+    )
+    mst: bool = Field(default=True, description="ablation: style transfer; else the own embeddings only")
     target_descriptions: bool = Field(
-        False, description="ablation: transfer to the evaluators' domains too, for the global prompt"
+        default=False, description="ablation: transfer to the evaluators' domains too, for the global prompt"
     )
 
 

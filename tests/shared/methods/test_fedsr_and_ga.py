@@ -17,10 +17,9 @@ from promptfed.runtime.services import Site
 from promptfed.shared.clip import Backbone
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method, resolve_spec
-from promptfed.shared.methods.core import fedsr
+from promptfed.shared.methods.core import fedsr, generalization
+from promptfed.shared.methods.core.generalization import Subset, adjusted, held_out
 from promptfed.shared.methods.core.interface.base import ClientInfo, ClientUpdate, Method, MethodError, ServerContext
-from promptfed.shared.methods.core.server import generalization
-from promptfed.shared.methods.core.server.generalization import Subset, adjusted, held_out
 from promptfed.shared.seeds import generator, initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors

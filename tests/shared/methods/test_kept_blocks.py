@@ -15,8 +15,8 @@ from promptfed.client_service.training.data import TRAIN, ClientData
 from promptfed.shared.clip import Backbone, FeatureCache
 from promptfed.shared.data import open_source
 from promptfed.shared.methods import make_method, resolve_spec
+from promptfed.shared.methods.core.generalization import Subset
 from promptfed.shared.methods.core.interface.base import MethodError
-from promptfed.shared.methods.core.server.generalization import Subset
 from promptfed.shared.seeds import initial_draws
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import Tensors

@@ -1,1 +1,0 @@
-"""Arithmetic on the coordinator: sums, weights and optimizer steps over the rows of clients."""
