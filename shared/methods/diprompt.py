@@ -45,18 +45,16 @@ Candidate = Annotated[str, Field(max_length=200), AfterValidator(_with_one_slot)
 class DiPromptHyper(pf.Hyperparameters):
     """The prompts, and the domains that there may be."""
 
-    m: int = Field(default=4, ge=1, le=64, description="vectors of each prompt")
-    candidates: list[Candidate] = Field(
-        default=["a photo of a {}", "a painting of a {}", "a sketch of a {}"],
+    m: int = pf.option(4, "vectors of each prompt", ge=1, le=64)
+    candidates: list[Candidate] = pf.option(
+        ["a photo of a {}", "a painting of a {}", "a sketch of a {}"],
+        "descriptions of the M candidate domains, which need be nobody's, with '{}' for the class name",
         min_length=2,
         max_length=64,
-        description="descriptions of the M candidate domains, which need be nobody's, with '{}' for the class name",
     )
-    beta: float = Field(
-        default=0.5, ge=0, lt=1, description="β of the domain prompts' moving average at the coordinator"
-    )
-    query: Literal["learned", "fixed"] = Field(
-        default="learned", description="fixed: domains are told apart by their descriptions alone"
+    beta: float = pf.option(0.5, "β of the domain prompts' moving average at the coordinator", ge=0, lt=1)
+    query: Literal["learned", "fixed"] = pf.option(
+        "learned", "fixed: domains are told apart by their descriptions alone"
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -30,22 +30,20 @@ PAPER_DELTA = 1e-5  # δ in the released code's noise
 class DPFPLHyper(pf.ContextHyper):
     """A learned context, the factors of the private one, and the paper's noise."""
 
-    b: int = Field(default=8, ge=1, le=64, description="rank b of the private context's factors u·v")
-    factorise: Literal["every_step", "every_task"] = Field(
-        default="every_step",
-        description="every_step: the released update, by gradients of both factors, the residual constant; "
+    b: int = pf.option(8, "rank b of the private context's factors u·v", ge=1, le=64)
+    factorise: Literal["every_step", "every_task"] = pf.option(
+        "every_step",
+        "every_step: the released update, by gradients of both factors, the residual constant; "
         "every_task: factors once per task, then factors and residual are all trained",
     )
-    paper_epsilon: float | None = Field(
-        default=None,
+    paper_epsilon: float | None = pf.option(
+        None,
+        "ε in the released code's noise on the gradients of u and v (its --noise): smaller is noisier; "
+        "it guarantees nothing, and is not for privacy.level sample",
         gt=0,
         le=1e6,
-        description="ε in the released code's noise on the gradients of u and v (its --noise): smaller is noisier; "
-        "it guarantees nothing, and is not for privacy.level sample",
     )
-    paper_clip: float = Field(
-        default=10.0, gt=0, le=1000, description="with paper_epsilon: length to which gradients are shortened"
-    )
+    paper_clip: float = pf.option(10.0, "with paper_epsilon: length to which gradients are shortened", gt=0, le=1000)
 
     @model_validator(mode="before")
     @classmethod

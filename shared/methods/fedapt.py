@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -37,18 +36,12 @@ ALONE = 1e-6  # what other domains may share in an image that is taken for one d
 class FedAPTHyper(pf.Hyperparameters):
     """The prompt, and how an image's domains are found and used."""
 
-    m: int = Field(default=16, ge=1, le=64, description="context vectors of each class")
-    class_specific: bool = Field(default=True, description="a context for every class, or one for all")
-    adaptive: bool = Field(
-        default=True, description="keys are mixed for each image by its domains; false: everybody's is their mean"
-    )
-    mixture: Literal["soft", "hard"] = Field(
-        default="soft", description="soft: keys mixed by how likely; hard: the likeliest domain's"
-    )
-    t: float = Field(default=0.01, gt=0, le=1000, description="temperature of the softmax over standardised scores")
-    query_scale: float = Field(
-        default=10.0, gt=0, le=1000, description="s, length of the features that the query is trained on"
-    )
+    m: int = pf.option(16, "context vectors of each class", ge=1, le=64)
+    class_specific: bool = pf.option(True, "a context for every class, or one for all")
+    adaptive: bool = pf.option(True, "keys are mixed for each image by its domains; false: everybody's is their mean")
+    mixture: Literal["soft", "hard"] = pf.option("soft", "soft: keys mixed by how likely; hard: the likeliest domain's")
+    t: float = pf.option(0.01, "temperature of the softmax over standardised scores", gt=0, le=1000)
+    query_scale: float = pf.option(10.0, "s, length of the features that the query is trained on", gt=0, le=1000)
 
 
 def scaled(prompt: Tensor, key: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -23,21 +22,21 @@ from promptfed.shared.tensors import Tensors, TensorSpec
 class FedAvgHyper(WeightsHyper):
     """Which weights are trained under which head, and two ways to generalise to domains that nobody has."""
 
-    fedsr: bool = Field(
-        default=False,
-        description="FedSR: behind the tower a normal distribution of a representation z, on which the linear head "
+    fedsr: bool = pf.option(
+        False,
+        "FedSR: behind the tower a normal distribution of a representation z, on which the linear head "
         "stands, kept short and near what its class alone would say",
     )
-    d_z: int = Field(default=512, ge=1, le=8192, description="fedsr: numbers of z")
-    length_weight: float = Field(default=0.01, ge=0, le=1000, description="fedsr: weight of the mean of ‖z‖²")
-    divergence_weight: float = Field(default=0.0005, ge=0, le=1000, description="fedsr: weight of the divergence")
-    weighting: Literal["samples", "ga"] = Field(
-        default="samples",
-        description="samples: as the spec's aggregation says; ga: FedDG-GA's weights, larger for clients who are "
+    d_z: int = pf.option(512, "fedsr: numbers of z", ge=1, le=8192)
+    length_weight: float = pf.option(0.01, "fedsr: weight of the mean of ‖z‖²", ge=0, le=1000)
+    divergence_weight: float = pf.option(0.0005, "fedsr: weight of the divergence", ge=0, le=1000)
+    weighting: Literal["samples", "ga"] = pf.option(
+        "samples",
+        "samples: as the spec's aggregation says; ga: FedDG-GA's weights, larger for clients who are "
         "worse off with the mean than with their own last update; each tells that gap in loss, on a tenth of its "
         "training images that is not trained on",
     )
-    centred: bool = Field(default=True, description="ga: the gaps less their mean, as the paper has it")
+    centred: bool = pf.option(True, "ga: the gaps less their mean, as the paper has it")
 
 
 class FedAvg(WeightMethod):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
 from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core.heads import Head, LinearHead, head_width
 from promptfed.shared.methods.core.trained_tower import TowerHyper, TrainedTower
@@ -16,14 +14,12 @@ from promptfed.shared.tensors import Tensors
 class FedBABUHyper(TowerHyper):
     """What is trained of the tower, and the fine-tuning before an evaluation."""
 
-    finetune: Literal["all", "head"] = Field(
-        default="all", description="what is fine-tuned on the client's own training images"
+    finetune: Literal["all", "head"] = pf.option("all", "what is fine-tuned on the client's own training images")
+    finetune_epochs: int = pf.option(
+        5, "epochs over the client's training images before an evaluation", ge=1, le=10_000
     )
-    finetune_epochs: int = Field(
-        default=5, ge=1, le=10_000, description="epochs over the client's training images before an evaluation"
-    )
-    finetune_learning_rate: float | None = Field(
-        default=None, gt=0, le=1000, description="the tower's rate in the fine-tuning; default: training.learning_rate"
+    finetune_learning_rate: float | None = pf.option(
+        None, "the tower's rate in the fine-tuning; default: training.learning_rate", gt=0, le=1000
     )
 
 

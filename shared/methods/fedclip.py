@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -37,9 +36,8 @@ ADAPTER = (
 class FedCLIPHyper(pf.Hyperparameters):
     """What the adapter sees; it is as wide as the embeddings."""
 
-    features: Literal["raw", "normalized"] = Field(
-        default="raw",
-        description="image features as the tower gives them, which the released code adapts, or on the unit sphere",
+    features: Literal["raw", "normalized"] = pf.option(
+        "raw", "image features as the tower gives them, which the released code adapts, or on the unit sphere"
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -29,8 +28,8 @@ TEXTS_AT_ONCE = 512  # prompted texts in one pass: bounds the memory, never the 
 class FedCoCoOpHyper(pf.ContextHyper):
     """A learned context and the size of the meta-net."""
 
-    reduction: int = Field(
-        default=16, ge=1, le=1024, description="the meta-net's hidden layer has d_e / reduction units; CoCoOp's is 16"
+    reduction: int = pf.option(
+        16, "the meta-net's hidden layer has d_e / reduction units; CoCoOp's is 16", ge=1, le=1024
     )
 
 

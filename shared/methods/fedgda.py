@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -32,20 +31,15 @@ SENT = (SHARE, SUM, MOMENT)
 class FedGDAHyper(pf.Hyperparameters):
     """The prior's strength and how the Gaussians and the template are brought together."""
 
-    rho: float = Field(
-        default=1.0, ge=0, le=1e6, description="ρ: what an image of the federation counts beside a trainer's own"
-    )
-    fusion: Literal["adaptive", "fixed", "text", "image"] = Field(
-        default="adaptive",
-        description="adaptive: probabilities of both, weighed by how sure each is (TOFA); fixed: the template's "
+    rho: float = pf.option(1.0, "ρ: what an image of the federation counts beside a trainer's own", ge=0, le=1e6)
+    fusion: Literal["adaptive", "fixed", "text", "image"] = pf.option(
+        "adaptive",
+        "adaptive: probabilities of both, weighed by how sure each is (TOFA); fixed: the template's "
         "logits + λ·g (CLIP-GDA); or one of them alone",
     )
-    fixed_weight: float = Field(default=1.0, ge=0, le=1000, description="λ of fusion: fixed")
-    min_count: int = Field(
-        default=2,
-        ge=1,
-        le=1000,
-        description="images of a class under which a client sends nothing of it: of one, the mean is its feature",
+    fixed_weight: float = pf.option(1.0, "λ of fusion: fixed", ge=0, le=1000)
+    min_count: int = pf.option(
+        2, "images of a class under which a client sends nothing of it: of one, the mean is its feature", ge=1, le=1000
     )
 
 

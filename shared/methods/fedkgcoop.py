@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -12,9 +11,7 @@ from promptfed.shared.methods.promptfl import PromptFL
 class FedKgCoOpHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the weight of the knowledge-guided term."""
 
-    w: float = Field(
-        default=8.0, ge=0, le=1e6, description="weight of 1 − mean cosine to the template's text features; KgCoOp's λ"
-    )
+    w: float = pf.option(8.0, "weight of 1 − mean cosine to the template's text features; KgCoOp's λ", ge=0, le=1e6)
 
 
 class FedKgCoOp(PromptFL):

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -34,24 +33,20 @@ VISUAL, TEXT = "visual", "text"
 class FedLoRAHyper(VisualHyper):
     """Where changes of low rank are, how large they are, and how the coordinator makes them one."""
 
-    r: int = Field(default=2, ge=1, le=256, description="rank of each change")
-    alpha: float = Field(default=1.0, gt=0, le=1000, description="α of the factor γ before B·A")
-    scaling: Literal["root", "rank"] = Field(
-        default="root", description="γ = α/√r, as CLIP-LoRA's released code has it, or α/r, as LoRA"
+    r: int = pf.option(2, "rank of each change", ge=1, le=256)
+    alpha: float = pf.option(1.0, "α of the factor γ before B·A", gt=0, le=1000)
+    scaling: Literal["root", "rank"] = pf.option(
+        "root", "γ = α/√r, as CLIP-LoRA's released code has it, or α/r, as LoRA"
     )
-    matrices: Literal["qkv", "qkvo"] = Field(
-        default="qkv", description="which matrices of attention: query, key, value (and output)"
-    )
-    blocks: Literal["all", "last_k"] = Field(default="all", description="which blocks of a tower")
-    k: int = Field(default=1, ge=1, le=256, description="last_k: how many blocks, counted from the last")
-    towers: Literal["both", "visual", "text"] = Field(default="both", description="which towers are adapted")
-    dropout: float = Field(
-        default=0.25, ge=0, lt=1, description="of the input of A in training, a mask of its own for each matrix"
-    )
+    matrices: Literal["qkv", "qkvo"] = pf.option("qkv", "which matrices of attention: query, key, value (and output)")
+    blocks: Literal["all", "last_k"] = pf.option("all", "which blocks of a tower")
+    k: int = pf.option(1, "last_k: how many blocks, counted from the last", ge=1, le=256)
+    towers: Literal["both", "visual", "text"] = pf.option("both", "which towers are adapted")
+    dropout: float = pf.option(0.25, "of the input of A in training, a mask of its own for each matrix", ge=0, lt=1)
     cache_blocks: CacheBlocks = False
-    aggregation: Literal["average", "freeze_a", "alternate", "svd"] = Field(
-        default="average",
-        description="average: of A and of B, which is not the average of B·A (reported); freeze_a: all keep the A "
+    aggregation: Literal["average", "freeze_a", "alternate", "svd"] = pf.option(
+        "average",
+        "average: of A and of B, which is not the average of B·A (reported); freeze_a: all keep the A "
         "that they draw, B alone travels; alternate: B in odd rounds, A in even ones; svd: the nearest B·A of rank "
         "r to the average product. The last three are exact, svd up to its rank",
     )

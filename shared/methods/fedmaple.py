@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -28,12 +27,9 @@ STATE = (TEXT, WEIGHT, BIAS)
 class FedMapleHyper(VisualHyper):
     """MaPLe's hyperparameters, with as many tokens as the methods that it is compared with here."""
 
-    m: int = Field(default=8, ge=1, le=64, description="prompt tokens in each block, text and visual alike")
-    depth: int | None = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description="blocks with prompts (J); default: 9, or all of the tower that has fewer",
+    m: int = pf.option(8, "prompt tokens in each block, text and visual alike", ge=1, le=64)
+    depth: int | None = pf.option(
+        None, "blocks with prompts (J); default: 9, or all of the tower that has fewer", ge=1, le=256
     )
 
 

@@ -15,7 +15,6 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -39,30 +38,26 @@ WORDS_STD = 0.01  # of what is added to the words' embeddings, so that groups di
 class FedMGPHyper(VisualHyper):
     """How many groups, how they are kept apart, and which are shared."""
 
-    groups: int = Field(default=5, ge=1, le=32, description="G, pairs of prompts of a client")
-    shared: int = Field(default=2, ge=1, le=32, description="s, pairs that it shares each round")
-    m: int = Field(default=2, ge=1, le=64, description="vectors of each prompt")
-    context_init: str | None = Field(
-        default="a photo of a",
-        max_length=200,
-        description="words whose first m token embeddings start each text prompt; the others stand between it and "
+    groups: int = pf.option(5, "G, pairs of prompts of a client", ge=1, le=32)
+    shared: int = pf.option(2, "s, pairs that it shares each round", ge=1, le=32)
+    m: int = pf.option(2, "vectors of each prompt", ge=1, le=64)
+    context_init: str | None = pf.option(
+        "a photo of a",
+        "words whose first m token embeddings start each text prompt; the others stand between it and "
         "the class name; null: random, and no words",
+        max_length=200,
     )
-    modalities: Literal["both", "text", "visual"] = Field(
-        default="both", description="which prompts there are; text: no image tower is trained"
+    modalities: Literal["both", "text", "visual"] = pf.option(
+        "both", "which prompts there are; text: no image tower is trained"
     )
-    diversity: Literal["cos", "l1", "l2", "none"] = Field(
-        default="cos", description="what of two groups' features is made small"
+    diversity: Literal["cos", "l1", "l2", "none"] = pf.option("cos", "what of two groups' features is made small")
+    diversity_weight: float = pf.option(1.0, "λ of the diversity term", ge=0, le=1000)
+    select: Literal["similar", "random", "fixed", "all"] = pf.option(
+        "similar", "similar: drawn by likeness to the global ones; fixed: the first s; all: of s = G, each"
     )
-    diversity_weight: float = Field(default=1.0, ge=0, le=1000, description="λ of the diversity term")
-    select: Literal["similar", "random", "fixed", "all"] = Field(
-        default="similar",
-        description="similar: drawn by likeness to the global ones; fixed: the first s; all: of s = G, each",
-    )
-    temperature: float = Field(default=1.0, gt=0, le=1000, description="τ_s of select: similar")
-    inference: Literal["mean", "max", "features"] = Field(
-        default="mean",
-        description="of the groups' logits the mean or the largest, or the logits of their mean features",
+    temperature: float = pf.option(1.0, "τ_s of select: similar", gt=0, le=1000)
+    inference: Literal["mean", "max", "features"] = pf.option(
+        "mean", "of the groups' logits the mean or the largest, or the logits of their mean features"
     )
 
 

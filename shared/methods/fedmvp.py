@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import Field, Json
+from pydantic import Json
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -50,43 +50,35 @@ class FedMVPHyper(pf.Hyperparameters):
     """The generator, what images are compared with, and when its low-rank part takes over."""
 
     label_space: pf.LabelSpace = "client"
-    m: int = Field(default=4, ge=1, le=512, description="prompts of an image")
-    heads: int = Field(default=4, ge=1, le=256, description="attention heads of the generator; must divide d_v")
-    queries: Literal["patches", "mean"] = Field(
-        default="patches",
-        description="patches: each looks at the texts, and what a run of them finds is averaged; mean: a run is "
+    m: int = pf.option(4, "prompts of an image", ge=1, le=512)
+    heads: int = pf.option(4, "attention heads of the generator; must divide d_v", ge=1, le=256)
+    queries: Literal["patches", "mean"] = pf.option(
+        "patches",
+        "patches: each looks at the texts, and what a run of them finds is averaged; mean: a run is "
         "averaged first, so that m queries look instead of one for each patch",
     )
-    texts: Literal["attributes", "joined", "template"] = Field(
-        default="attributes",
-        description="what images are compared with: the mean of a class's descriptions (code), the template "
+    texts: Literal["attributes", "joined", "template"] = pf.option(
+        "attributes",
+        "what images are compared with: the mean of a class's descriptions (code), the template "
         "and the descriptions in one text (paper), or the template",
     )
-    consistency: float = Field(
-        default=10.0, ge=0, le=1000, description="α of 1 − cos with the frozen tower's feature; 0: without it"
+    consistency: float = pf.option(10.0, "α of 1 − cos with the frozen tower's feature; 0: without it", ge=0, le=1000)
+    flip: bool = pf.option(True, "the frozen tower sees the image mirrored half of the time; false: its kept feature")
+    lora: Literal["switch", "off"] = pf.option(
+        "switch", "switch: once the mean loss is under `sigma`, only a low-rank part trains; off: never"
     )
-    flip: bool = Field(
-        default=True, description="the frozen tower sees the image mirrored half of the time; false: its kept feature"
+    sigma: float = pf.option(0.5, "σ, the loss under which the federation switches", gt=0, le=1e6)
+    lora_from: int | None = pf.option(
+        None, "switch in this round instead; from then on only the low-rank part is sent", ge=2, le=100_000
     )
-    lora: Literal["switch", "off"] = Field(
-        default="switch",
-        description="switch: once the mean loss is under `sigma`, only a low-rank part trains; off: never",
-    )
-    sigma: float = Field(default=0.5, gt=0, le=1e6, description="σ, the loss under which the federation switches")
-    lora_from: int | None = Field(
-        default=None,
-        ge=2,
-        le=100_000,
-        description="switch in this round instead; from then on only the low-rank part is sent",
-    )
-    r: int = Field(default=8, ge=1, le=1024, description="rank of the low-rank part")
+    r: int = pf.option(8, "rank of the low-rank part", ge=1, le=1024)
 
 
 class FedMVPOwn(pf.OwnOptions):
     """What a client chooses for itself."""
 
-    class_descriptions: Json[ClassDescriptions] | None = Field(
-        default=None, description="descriptions of this client's classes, as JSON"
+    class_descriptions: Json[ClassDescriptions] | None = pf.option(
+        None, "descriptions of this client's classes, as JSON"
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,18 +20,15 @@ from promptfed.shared.methods.core.private_context import PairLoss, PrivateConte
 class FedOTPHyper(pf.ContextHyper):
     """A learned context, and how patches and prompts are matched."""
 
-    gamma: float = Field(default=0.8, gt=0, le=1, description="γ, the mass that goes to the prompts: 1 is balanced")
-    epsilon: float = Field(default=0.1, ge=0.01, le=10, description="weight ε of the plan's entropy")
-    iterations: int = Field(default=100, ge=1, le=10_000, description="most pairs of scaling steps of a plan")
-    threshold: float = Field(
-        default=1e-3, ge=0, lt=1, description="relative change of a plan's column scaling at which it is done"
+    gamma: float = pf.option(0.8, "γ, the mass that goes to the prompts: 1 is balanced", gt=0, le=1)
+    epsilon: float = pf.option(0.1, "weight ε of the plan's entropy", ge=0.01, le=10)
+    iterations: int = pf.option(100, "most pairs of scaling steps of a plan", ge=1, le=10_000)
+    threshold: float = pf.option(1e-3, "relative change of a plan's column scaling at which it is done", ge=0, lt=1)
+    transport: Literal["unbalanced", "balanced", "average"] = pf.option(
+        "unbalanced", "the paper's plan, or its ablations: classical transport, or the mean similarity"
     )
-    transport: Literal["unbalanced", "balanced", "average"] = Field(
-        default="unbalanced",
-        description="the paper's plan, or its ablations: classical transport, or the mean similarity",
-    )
-    pooled_weight: float = Field(
-        default=0.0, ge=0, le=1e3, description="weight of the pooled feature's logit beside the patches'; not FedOTP's"
+    pooled_weight: float = pf.option(
+        0.0, "weight of the pooled feature's logit beside the patches'; not FedOTP's", ge=0, le=1e3
     )
 
 

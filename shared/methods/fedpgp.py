@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -22,17 +21,15 @@ Pairs = Literal["both", "positive_only", "negative_only"]
 class FedPGPHyper(pf.ContextHyper):
     """A learned context, its low-rank adaptation and the weight of the contrastive loss."""
 
-    b: int = Field(default=8, ge=1, le=64, description="bottleneck: rank of the adaptation U·V (Eq. 9)")
-    mu: float = Field(default=1.0, ge=0, le=1e6, description="weight μ of the contrastive loss (Eq. 13)")
-    tau_con: float = Field(default=0.5, gt=0, le=1e3, description="temperature of the contrastive loss (Eq. 12)")
-    pairs: Pairs = Field(
-        default="both",
-        description="the contrastive loss (both), or an ablation: 1 − cos(z_G, z_C) alone (positive_only), "
+    b: int = pf.option(8, "bottleneck: rank of the adaptation U·V (Eq. 9)", ge=1, le=64)
+    mu: float = pf.option(1.0, "weight μ of the contrastive loss (Eq. 13)", ge=0, le=1e6)
+    tau_con: float = pf.option(0.5, "temperature of the contrastive loss (Eq. 12)", gt=0, le=1e3)
+    pairs: Pairs = pf.option(
+        "both",
+        "the contrastive loss (both), or an ablation: 1 − cos(z_G, z_C) alone (positive_only), "
         "cos(z_G, z_i) alone (negative_only)",
     )
-    full_rank: bool = Field(
-        default=False, description="ablation: an adaptation of full rank in the place of U·V; b is not used then"
-    )
+    full_rank: bool = pf.option(False, "ablation: an adaptation of full rank in the place of U·V; b is not used then")
 
 
 class FedPGP(pf.SharedContextMethod):

@@ -28,29 +28,25 @@ ROUNDING = 1e-9  # of m·(1 − ρ), which binary arithmetic may leave under a w
 class FedPHAHyper(pf.ContextHyper):
     """The shared context's length, the clients' own ones, and the terms of the loss."""
 
-    local_lengths: dict[str, Length] | None = Field(
-        default=None,
-        description="vectors of the private context by client; a client's own `m_local` comes first, m last",
+    local_lengths: dict[str, Length] | None = pf.option(
+        None, "vectors of the private context by client; a client's own `m_local` comes first, m last"
     )
-    ratio: float = Field(
-        default=0.8, ge=0, le=1, description="ρ: the ⌊m·(1 − ρ)⌋ leading directions of the shared context are removed"
+    ratio: float = pf.option(0.8, "ρ: the ⌊m·(1 − ρ)⌋ leading directions of the shared context are removed", ge=0, le=1)
+    projection: Literal["complement", "span"] = pf.option(
+        "complement", "onto all that is orthogonal to these, or onto the shared context's other directions alone"
     )
-    projection: Literal["complement", "span"] = Field(
-        default="complement",
-        description="onto all that is orthogonal to these, or onto the shared context's other directions alone",
-    )
-    pull: float = Field(default=1.0, ge=0, le=1e6, description="weight w₁ of mean (z^L − ẑ^L)²")
-    push: float = Field(default=1.0, ge=0, le=1e6, description="weight w₂ of mean ReLU(α − ‖z^L − z^G‖)")
-    alpha: float = Field(default=1.0, ge=0, le=2, description="distance α up to which features are pushed apart")
-    global_loss: bool = Field(
-        default=True, description="whether the shared context has a cross-entropy of its own; else the push trains it"
+    pull: float = pf.option(1.0, "weight w₁ of mean (z^L − ẑ^L)²", ge=0, le=1e6)
+    push: float = pf.option(1.0, "weight w₂ of mean ReLU(α − ‖z^L − z^G‖)", ge=0, le=1e6)
+    alpha: float = pf.option(1.0, "distance α up to which features are pushed apart", ge=0, le=2)
+    global_loss: bool = pf.option(
+        True, "whether the shared context has a cross-entropy of its own; else the push trains it"
     )
 
 
 class FedPHAOwn(pf.OwnOptions):
     """What a client chooses for itself."""
 
-    m_local: Length | None = Field(default=None, description="vectors of this client's private context")
+    m_local: Length | None = pf.option(None, "vectors of this client's private context")
 
 
 def removed(m: int, ratio: float) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -24,17 +23,15 @@ if TYPE_CHECKING:
 class FedPLOTHyper(pf.ContextHyper):
     """Several learned contexts, and how patches and prompts are matched."""
 
-    prompts: int = Field(default=4, ge=1, le=16, description="N, contexts that each class is described with")
-    epsilon: float = Field(default=0.1, ge=0.01, le=10, description="weight ε of the plan's entropy")
-    iterations: int = Field(default=100, ge=1, le=10_000, description="most pairs of scaling steps of a plan")
-    threshold: float = Field(
-        default=1e-2, ge=0, lt=1, description="relative change of a plan's column scaling at which it is done"
+    prompts: int = pf.option(4, "N, contexts that each class is described with", ge=1, le=16)
+    epsilon: float = pf.option(0.1, "weight ε of the plan's entropy", ge=0.01, le=10)
+    iterations: int = pf.option(100, "most pairs of scaling steps of a plan", ge=1, le=10_000)
+    threshold: float = pf.option(1e-2, "relative change of a plan's column scaling at which it is done", ge=0, lt=1)
+    transport: Literal["balanced", "average"] = pf.option(
+        "balanced", "PLOT's plan, or the mean similarity to all contexts"
     )
-    transport: Literal["balanced", "average"] = Field(
-        default="balanced", description="PLOT's plan, or the mean similarity to all contexts"
-    )
-    pooled_weight: float = Field(
-        default=0.0, ge=0, le=1e3, description="weight of the pooled feature's logit; 1 in PLOT's ImageNet runs"
+    pooled_weight: float = pf.option(
+        0.0, "weight of the pooled feature's logit; 1 in PLOT's ImageNet runs", ge=0, le=1e3
     )
 
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -25,13 +24,9 @@ ROUNDING = 1e-9  # of (1 − ρ)·d, which binary arithmetic may leave under a w
 class FedPRHyper(FedVPTDeepHyper):
     """Prompts in every block, and how much of the space they may not move in."""
 
-    m: int = Field(default=8, ge=1, le=512, description="prompt tokens in each block that has any")
-    rho: float = Field(
-        default=0.8, gt=0, le=1, description="ρ, share of the directions in which prompts may move; 1: no projection"
-    )
-    normalise: bool = Field(
-        default=True, description="steps are divided by √(ρ·d_v), the projection's length, as in the paper"
-    )
+    m: int = pf.option(8, "prompt tokens in each block that has any", ge=1, le=512)
+    rho: float = pf.option(0.8, "ρ, share of the directions in which prompts may move; 1: no projection", gt=0, le=1)
+    normalise: bool = pf.option(True, "steps are divided by √(ρ·d_v), the projection's length, as in the paper")
 
 
 def projection(prompts: Tensor, rho: float) -> Callable[[Tensor], Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,12 +17,9 @@ from promptfed.shared.tensors import Tensors
 class FedProGradHyper(pf.ContextHyper):
     """PromptFL's hyperparameters, and how the template's predictions hold its gradient."""
 
-    weight: float = Field(
-        default=1.0, ge=0, le=1e6, description="λ of the projection, or of the term in the loss (mode: penalty)"
-    )
-    mode: Literal["project", "penalty"] = Field(
-        default="project",
-        description="ProGrad's projection of the gradient, or λ·KL added to the loss and nothing projected",
+    weight: float = pf.option(1.0, "λ of the projection, or of the term in the loss (mode: penalty)", ge=0, le=1e6)
+    mode: Literal["project", "penalty"] = pf.option(
+        "project", "ProGrad's projection of the gradient, or λ·KL added to the loss and nothing projected"
     )
 
 

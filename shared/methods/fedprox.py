@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.core import visual
 from promptfed.shared.methods.core.heads import Head
 from promptfed.shared.methods.core.trained_tower import TrainedTower
@@ -15,9 +15,7 @@ from promptfed.shared.methods.core.weights import WeightMethod, WeightsHyper
 class FedProxHyper(WeightsHyper):
     """FedAvg's hyperparameters and the weight of the proximal term."""
 
-    mu: float = Field(
-        default=0.01, ge=0, le=1000, description="weight of the proximal term; its paper tries 0.001, 0.01, 0.1 and 1"
-    )
+    mu: float = pf.option(0.01, "weight of the proximal term; its paper tries 0.001, 0.01, 0.1 and 1", ge=0, le=1000)
 
 
 class FedProx(WeightMethod):

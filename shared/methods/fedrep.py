@@ -8,7 +8,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -21,15 +20,15 @@ from promptfed.shared.tensors import Tensors
 class FedRepHyper(TowerHyper):
     """What is trained of the tower, and how long the head is before it."""
 
-    head_epochs: int = Field(
-        default=10, ge=1, le=10_000, description="E_h, epochs of the head under the received tower, before the tower's"
+    head_epochs: int = pf.option(
+        10, "E_h, epochs of the head under the received tower, before the tower's", ge=1, le=10_000
     )
-    refit_epochs: int = Field(
-        default=0,
+    refit_epochs: int = pf.option(
+        0,
+        "epochs of the client's head under the averaged tower before an evaluation, in a copy that is "
+        "not kept; 0: none",
         ge=0,
         le=10_000,
-        description="epochs of the client's head under the averaged tower before an evaluation, in a copy that is "
-        "not kept; 0: none",
     )
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -45,15 +44,14 @@ class FedTPGHyper(pf.Hyperparameters):
     """The generator's sizes."""
 
     label_space: pf.LabelSpace = "client"
-    m: int = Field(default=4, ge=1, le=64, description="number of context vectors, and of learned queries")
-    heads: int = Field(default=4, ge=1, le=64, description="heads of the attention; they divide the tower's width")
-    feedforward: FeedForward = Field(
-        default="relu",
-        description="h_φ: two layers of d_t with ReLU (the paper's text), or d→8d→GEGLU→4d→d (its released code)",
+    m: int = pf.option(4, "number of context vectors, and of learned queries", ge=1, le=64)
+    heads: int = pf.option(4, "heads of the attention; they divide the tower's width", ge=1, le=64)
+    feedforward: FeedForward = pf.option(
+        "relu", "h_φ: two layers of d_t with ReLU (the paper's text), or d→8d→GEGLU→4d→d (its released code)"
     )
-    start: Literal["xavier", "normal"] = Field(
-        default="xavier",
-        description="weights at the start: Xavier's uniform draws; normal: N(0, 0.02²), so small that all queries "
+    start: Literal["xavier", "normal"] = pf.option(
+        "xavier",
+        "weights at the start: Xavier's uniform draws; normal: N(0, 0.02²), so small that all queries "
         "attend to all classes alike and the m vectors of a task are one vector m times",
     )
 

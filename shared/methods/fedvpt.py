@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -27,23 +26,16 @@ PROMPTS = TensorSpec("visual_prompts", ("depth_v", "m", "d_v"))
 class VptHyper(VisualHyper):
     """Hyperparameters of visual prompt tuning; shallow unless told otherwise."""
 
-    m: int = Field(
-        default=10,
-        ge=0,
-        le=512,
-        description="prompt tokens in each block that has any; 0: a linear head alone (singleset_vpt)",
+    m: int = pf.option(
+        10, "prompt tokens in each block that has any; 0: a linear head alone (singleset_vpt)", ge=0, le=512
     )
-    depth: int | None = Field(
-        default=1, ge=1, le=256, description="blocks with prompts, counted from the first; null: all"
-    )
-    head: Literal["text", "linear"] = Field(
-        default="text",
-        description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
+    depth: int | None = pf.option(1, "blocks with prompts, counted from the first; null: all", ge=1, le=256)
+    head: Literal["text", "linear"] = pf.option(
+        "text",
+        "text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
         "feature, private to each client, as in pFedPG's tables",
     )
-    projected: bool = Field(
-        default=False, description="the linear head stands on the feature behind the image tower's projection"
-    )
+    projected: bool = pf.option(False, "the linear head stands on the feature behind the image tower's projection")
     head_learning_rate: HeadRate = None
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
+from promptfed.shared.methods.core import toolkit as pf
 from promptfed.shared.methods.fedvpt import FedVPT, VptHyper
 
 
 class FedVPTDeepHyper(VptHyper):
     """As in pFedPG's tables: one token in each of all blocks."""
 
-    m: int = Field(default=1, ge=1, le=512, description="prompt tokens in each block that has any")
-    depth: int | None = Field(
-        default=None, ge=1, le=256, description="blocks with prompts, counted from the first; null: all"
-    )
+    m: int = pf.option(1, "prompt tokens in each block that has any", ge=1, le=512)
+    depth: int | None = pf.option(None, "blocks with prompts, counted from the first; null: all", ge=1, le=256)
 
 
 class FedVPTDeep(FedVPT):

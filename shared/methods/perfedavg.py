@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,19 +24,15 @@ DELTA = 1e-3  # of the finite difference
 class PerFedAvgHyper(WeightsHyper):
     """FedAvg's hyperparameters, the two rates, and how long a client adapts."""
 
-    inner_learning_rate: float | None = Field(
-        default=None,
+    inner_learning_rate: float | None = pf.option(
+        None,
+        "α, of the step that is looked ahead; default: the training's. A linear head has "
+        "head_learning_rate in both steps",
         gt=0,
         le=1000,
-        description="α, of the step that is looked ahead; default: the training's. A linear head has "
-        "head_learning_rate in both steps",
     )
-    adapt_steps: int = Field(
-        default=1, ge=1, le=1000, description="steps of rate α on own training images before a trainer classifies"
-    )
-    hessian: bool = Field(
-        default=False, description="the Hessian's product with the gradient as well, by a finite difference"
-    )
+    adapt_steps: int = pf.option(1, "steps of rate α on own training images before a trainer classifies", ge=1, le=1000)
+    hessian: bool = pf.option(False, "the Hessian's product with the gradient as well, by a finite difference")
 
 
 class PerFedAvg(WeightMethod):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -40,22 +39,17 @@ class PFedMMAHyper(pf.Hyperparameters):
     """The adapters, and what of them is shared."""
 
     cache_blocks: CacheBlocks = False
-    r: int = Field(default=32, ge=1, le=4096, description="width of the adapters")
-    k: int | None = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description=f"pairs of blocks with adapters, from the top; default: {PAIRS}, or all there are",
+    r: int = pf.option(32, "width of the adapters", ge=1, le=4096)
+    k: int | None = pf.option(
+        None, f"pairs of blocks with adapters, from the top; default: {PAIRS}, or all there are", ge=1, le=256
     )
-    alpha: float = Field(default=0.001, ge=0, le=1000, description="α, weight of what an adapter adds")
-    scale_gradients: bool = Field(
-        default=True, description="adapters learn by their gradient divided by α, as released; else α makes it tiny"
+    alpha: float = pf.option(0.001, "α, weight of what an adapter adds", ge=0, le=1000)
+    scale_gradients: bool = pf.option(
+        True, "adapters learn by their gradient divided by α, as released; else α makes it tiny"
     )
-    activation: Literal["relu", "gelu"] = Field(default="relu", description="φ: the code's, or a summary's")
-    towers: Literal["both", "visual", "text"] = Field(default="both", description="which towers have adapters")
-    share: Literal["middle", "none", "all"] = Field(
-        default="middle", description="what is averaged: S alone, nothing, or D and U too"
-    )
+    activation: Literal["relu", "gelu"] = pf.option("relu", "φ: the code's, or a summary's")
+    towers: Literal["both", "visual", "text"] = pf.option("both", "which towers have adapters")
+    share: Literal["middle", "none", "all"] = pf.option("middle", "what is averaged: S alone, nothing, or D and U too")
 
 
 class _Scaled(torch.autograd.Function):

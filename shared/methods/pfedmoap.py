@@ -11,7 +11,6 @@ import logging
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,19 +31,19 @@ TIE = 1e-12  # of the largest squared distance: nearer ones are the same, and th
 class PFedMoAPHyper(pf.ContextHyper):
     """A learned context, the experts and the gate."""
 
-    experts: int = Field(default=9, ge=0, le=256, description="K, contexts of other clients that each downloads")
-    selection: Literal["nearest", "random"] = Field(
-        default="nearest", description="the contexts nearest to the client's own, or any, seeded by round and client"
+    experts: int = pf.option(9, "K, contexts of other clients that each downloads", ge=0, le=256)
+    selection: Literal["nearest", "random"] = pf.option(
+        "nearest", "the contexts nearest to the client's own, or any, seeded by round and client"
     )
-    local_weight: float = Field(default=0.5, ge=0, le=1e3, description="λ of the own context's logit beside the gate's")
-    gate_width: int = Field(default=128, ge=1, le=4096, description="g, at most the joint embedding's width")
-    heads: int = Field(default=8, ge=1, le=64, description="h, heads of the gate; must divide its width")
-    gate_scaling: float = Field(
-        default=10.0, gt=0, le=1e4, description="s, which the gate's scores are multiplied by before the softmax"
+    local_weight: float = pf.option(0.5, "λ of the own context's logit beside the gate's", ge=0, le=1e3)
+    gate_width: int = pf.option(128, "g, at most the joint embedding's width", ge=1, le=4096)
+    heads: int = pf.option(8, "h, heads of the gate; must divide its width", ge=1, le=64)
+    gate_scaling: float = pf.option(
+        10.0, "s, which the gate's scores are multiplied by before the softmax", gt=0, le=1e4
     )
-    gate_learning_rate: float = Field(default=0.01, gt=0, le=1000, description="rate of the gate, constant")
-    similarity: Literal["dot", "cosine"] = Field(
-        default="dot", description="of an image's feature and the gate's output; cosine normalises both"
+    gate_learning_rate: float = pf.option(0.01, "rate of the gate, constant", gt=0, le=1000)
+    similarity: Literal["dot", "cosine"] = pf.option(
+        "dot", "of an image's feature and the gate's output; cosine normalises both"
     )
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -57,22 +56,22 @@ HIDDEN = 100  # pFedHN's
 class PFedPGHyper(VisualHyper):
     """pFedPG's hyperparameters (section 4.1.3) and the ablations of its Table 4."""
 
-    m: int = Field(default=10, ge=1, le=512, description="prompt tokens between [cls] and the patches (K)")
-    generator: Literal["attention", "mlp", "adain", "basis"] = Field(
-        default="attention",
-        description="attention: equation 3; mlp: descriptor → hidden → all tokens, without a basis; adain: the "
+    m: int = pf.option(10, "prompt tokens between [cls] and the patches (K)", ge=1, le=512)
+    generator: Literal["attention", "mlp", "adain", "basis"] = pf.option(
+        "attention",
+        "attention: equation 3; mlp: descriptor → hidden → all tokens, without a basis; adain: the "
         "basis' tokens with the descriptor's mean and deviation; basis: the same prompts for every client",
     )
-    inner_width: int | None = Field(
-        default=None, ge=1, le=16384, description="l_k = l_v of the attention; default: the vision tower's width"
+    inner_width: int | None = pf.option(
+        None, "l_k = l_v of the attention; default: the vision tower's width", ge=1, le=16384
     )
-    hidden: int = Field(default=HIDDEN, ge=1, le=16384, description="hidden width of the generator `mlp`")
-    generator_optimizer: Literal["adam", "sgd"] = Field(
-        default="adam", description="takes one step a round on generator, basis and descriptors"
+    hidden: int = pf.option(HIDDEN, "hidden width of the generator `mlp`", ge=1, le=16384)
+    generator_optimizer: Literal["adam", "sgd"] = pf.option(
+        "adam", "takes one step a round on generator, basis and descriptors"
     )
-    generator_learning_rate: float = Field(default=0.001, gt=0, le=1000, description="its rate α")
-    projected: bool = Field(
-        default=False, description="the head stands on the feature behind the image tower's projection, not before it"
+    generator_learning_rate: float = pf.option(0.001, "its rate α", gt=0, le=1000)
+    projected: bool = pf.option(
+        False, "the head stands on the feature behind the image tower's projection, not before it"
     )
     head_learning_rate: HeadRate = None
 

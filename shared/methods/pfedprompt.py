@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,21 +22,18 @@ from promptfed.shared.tensors import Tensors
 class PFedPromptHyper(pf.ContextHyper):
     """PromptFL's hyperparameters, and what is made of the memory."""
 
-    memory: Literal["features", "labels"] = Field(
-        default="features",
-        description="attend to the memory's features, or add a kernel density of its labels (Tip-Adapter's)",
+    memory: Literal["features", "labels"] = pf.option(
+        "features", "attend to the memory's features, or add a kernel density of its labels (Tip-Adapter's)"
     )
-    weight: float = Field(default=1.0, ge=0, le=1e3, description="w, of what the memory adds to the logits")
-    kappa: float | None = Field(
-        default=None, gt=0, le=1e4, description="κ, sharpness of the attention; default: the logit scale"
+    weight: float = pf.option(1.0, "w, of what the memory adds to the logits", ge=0, le=1e3)
+    kappa: float | None = pf.option(None, "κ, sharpness of the attention; default: the logit scale", gt=0, le=1e4)
+    beta: float = pf.option(5.5, "β, sharpness of the labels' kernel", gt=0, le=1e3)
+    query: Literal["pooled", "patches"] = pf.option(
+        "pooled", "what attends to the memory: the image, or each of its patches"
     )
-    beta: float = Field(default=5.5, gt=0, le=1e3, description="β, sharpness of the labels' kernel")
-    query: Literal["pooled", "patches"] = Field(
-        default="pooled", description="what attends to the memory: the image, or each of its patches"
-    )
-    per_class: int = Field(default=16, ge=1, le=10_000, description="most images of a class in the memory")
-    train_with_memory: bool = Field(
-        default=False, description="whether the memory stands in the training loss too, without the image itself"
+    per_class: int = pf.option(16, "most images of a class in the memory", ge=1, le=10_000)
+    train_with_memory: bool = pf.option(
+        False, "whether the memory stands in the training loss too, without the image itself"
     )
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -32,32 +31,24 @@ OWNERS = TensorSpec("prompt_owners", ("K",), dtype="int64", shared_with_clients=
 class PlanHyper(VisualHyper):
     """PLAN's hyperparameters (section V-C) and the ablations of its Table VI."""
 
-    m: int = Field(default=8, ge=1, le=64, description="prompt tokens in each block, text and visual alike")
-    depth: int | None = Field(
-        default=None, ge=1, le=256, description="blocks with prompts, counted from the first; default: all"
+    m: int = pf.option(8, "prompt tokens in each block, text and visual alike", ge=1, le=64)
+    depth: int | None = pf.option(None, "blocks with prompts, counted from the first; default: all", ge=1, le=256)
+    alpha: float = pf.option(1.0, "weight α of the KL divergence to the global prediction; 0: without it", ge=0, le=1e6)
+    zero_shot_reference: bool = pf.option(
+        True, "round 1 takes zero-shot CLIP for the global prediction; false: no KL in round 1"
     )
-    alpha: float = Field(
-        default=1.0, ge=0, le=1e6, description="weight α of the KL divergence to the global prediction; 0: without it"
-    )
-    zero_shot_reference: bool = Field(
-        default=True, description="round 1 takes zero-shot CLIP for the global prediction; false: no KL in round 1"
-    )
-    text_aggregation: Literal["attention", "mean"] = Field(
-        default="attention", description="mean: without the text aggregator A_t"
-    )
-    visual_aggregation: Literal["attention", "mean"] = Field(
-        default="attention", description="mean: without the visual aggregator A_v"
-    )
-    reduction: int = Field(default=8, ge=1, le=1024, description="width of a block over its perceptrons' hidden one")
-    residual: bool = Field(default=True, description="perceptrons are x + W₂·ReLU(W₁x + b₁) + b₂; false: without the x")
-    aggregators: Literal["persist", "reset"] = Field(
-        default="persist",
-        description="persist: a round's aggregators train on from the last round's mean (Algorithm 1 as printed); "
+    text_aggregation: Literal["attention", "mean"] = pf.option("attention", "mean: without the text aggregator A_t")
+    visual_aggregation: Literal["attention", "mean"] = pf.option("attention", "mean: without the visual aggregator A_v")
+    reduction: int = pf.option(8, "width of a block over its perceptrons' hidden one", ge=1, le=1024)
+    residual: bool = pf.option(True, "perceptrons are x + W₂·ReLU(W₁x + b₁) + b₂; false: without the x")
+    aggregators: Literal["persist", "reset"] = pf.option(
+        "persist",
+        "persist: a round's aggregators train on from the last round's mean (Algorithm 1 as printed); "
         "reset: from their common start, the plain mean",
     )
-    local_prompts: Literal["restart", "persist"] = Field(
-        default="restart",
-        description="restart: Tᵏ := T^g, Vᵏ := V^g in every round (Algorithm 1 as printed); persist: clients keep "
+    local_prompts: Literal["restart", "persist"] = pf.option(
+        "restart",
+        "restart: Tᵏ := T^g, Vᵏ := V^g in every round (Algorithm 1 as printed); persist: clients keep "
         "their own prompts and start a round from them, T^g and V^g are the reference alone",
     )
 

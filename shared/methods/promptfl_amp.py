@@ -11,7 +11,6 @@ from statistics import median
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -25,16 +24,13 @@ COSINE_SIGMA = 10.0
 class PromptFLAMPHyper(pf.ContextHyper):
     """A learned context, and how much others' count."""
 
-    similarity: Literal["distance", "cosine"] = Field(
-        default="distance",
-        description="FedAMP's weights e^(−‖w_i − w_j‖²/σ)/a, or HeurFedAMP's, in proportion to e^(σ·cos)",
+    similarity: Literal["distance", "cosine"] = pf.option(
+        "distance", "FedAMP's weights e^(−‖w_i − w_j‖²/σ)/a, or HeurFedAMP's, in proportion to e^(σ·cos)"
     )
-    sigma: float | None = Field(
-        default=None, gt=0, le=1e6, description="σ; default: the median of the squared distances, or 10 for cosine"
+    sigma: float | None = pf.option(
+        None, "σ; default: the median of the squared distances, or 10 for cosine", gt=0, le=1e6
     )
-    proximal: float = Field(
-        default=1.0, ge=0, le=1e6, description="weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α"
-    )
+    proximal: float = pf.option(1.0, "weight λ of (λ/2)·‖w − u‖²; stands for the paper's λ/α", ge=0, le=1e6)
 
 
 def mixing_weights(rows: Tensor, similarity: str, sigma: float | None) -> Tensor:

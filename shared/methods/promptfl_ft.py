@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -14,11 +13,11 @@ from promptfed.shared.tensors import Tensors
 class PromptFLFTHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the length of the fine-tuning."""
 
-    finetune_epochs: int = Field(
-        default=5, ge=1, le=10_000, description="epochs over the client's training images before an evaluation"
+    finetune_epochs: int = pf.option(
+        5, "epochs over the client's training images before an evaluation", ge=1, le=10_000
     )
-    finetune_learning_rate: float | None = Field(
-        default=None, gt=0, le=1000, description="rate of the fine-tuning; default: training.learning_rate"
+    finetune_learning_rate: float | None = pf.option(
+        None, "rate of the fine-tuning; default: training.learning_rate", gt=0, le=1000
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -14,8 +13,8 @@ from promptfed.shared.tensors import TensorSpec
 class PromptFLPerHyper(pf.ContextHyper):
     """A learned context and where it is divided."""
 
-    shared_tokens: int | None = Field(
-        default=None, ge=1, le=63, description="m_s, first vectors of the context, which are shared; default: ⌊m/2⌋"
+    shared_tokens: int | None = pf.option(
+        None, "m_s, first vectors of the context, which are shared; default: ⌊m/2⌋", ge=1, le=63
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -12,9 +11,7 @@ from promptfed.shared.methods.promptfl import PromptFL
 class PromptFLProxHyper(pf.ContextHyper):
     """PromptFL's hyperparameters and the weight of the proximal term."""
 
-    mu: float = Field(
-        default=1.0, ge=0, le=1e6, description="weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1"
-    )
+    mu: float = pf.option(1.0, "weight μ of (μ/2)·‖ctx − global‖²; FedProx's own grid ends at 1", ge=0, le=1e6)
 
 
 class PromptFLProx(PromptFL):

@@ -7,7 +7,6 @@ Source: Pan et al., "Federated Learning from Vision-Language Foundation Models: 
 from __future__ import annotations
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from promptfed.shared.methods.core import toolkit as pf
@@ -17,11 +16,8 @@ from promptfed.shared.methods.core.private_context import PairLoss, PrivateConte
 class PromptFolioHyper(pf.ContextHyper):
     """A learned context and how much the private one counts."""
 
-    theta: float = Field(
-        default=0.4,
-        ge=0,
-        le=1,
-        description="share θ of the private context's text features; 0: all shared, 1: all private",
+    theta: float = pf.option(
+        0.4, "share θ of the private context's text features; 0: all shared, 1: all private", ge=0, le=1
     )
 
 

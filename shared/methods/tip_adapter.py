@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -30,20 +29,13 @@ CHUNK = 32
 class TipAdapterHyper(pf.Hyperparameters):
     """What the cache holds, and how much it is listened to."""
 
-    alpha: float = Field(default=1.17, ge=0, le=1000, description="a, weight of the cache's votes, unless searched")
-    beta: float = Field(default=1.0, ge=0, le=1000, description="b, sharpness of the votes, unless searched")
-    validation: float = Field(
-        default=0.25,
-        ge=0,
-        lt=1,
-        description="share of each class's training images on which a and b are searched; 0: fixed",
+    alpha: float = pf.option(1.17, "a, weight of the cache's votes, unless searched", ge=0, le=1000)
+    beta: float = pf.option(1.0, "b, sharpness of the votes, unless searched", ge=0, le=1000)
+    validation: float = pf.option(
+        0.25, "share of each class's training images on which a and b are searched; 0: fixed", ge=0, lt=1
     )
-    keys: Literal["images", "means"] = Field(
-        default="images", description="a key for each training image, or for each class's mean"
-    )
-    augment: int = Field(
-        default=1, ge=1, le=100, description="random crops of each training image whose mean is its key; 1: the image"
-    )
+    keys: Literal["images", "means"] = pf.option("images", "a key for each training image, or for each class's mean")
+    augment: int = pf.option(1, "random crops of each training image whose mean is its key; 1: the image", ge=1, le=100)
 
 
 @dataclass(frozen=True)

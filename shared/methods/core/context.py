@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from promptfed.shared.methods.core.interface.base import (
     ServerContext,
     Split,
 )
+from promptfed.shared.methods.core.interface.hyperparameters import option
 from promptfed.shared.methods.core.interface.protection import Objective
 from promptfed.shared.methods.core.training import leaf, train
 from promptfed.shared.spec.spec import FederationSpec
@@ -39,9 +39,9 @@ Penalty = Callable[[Tensor, Tensor], Tensor]
 class ContextHyper(Hyperparameters):
     """Hyperparameters of a learned context (CoOp, Zhou et al. 2022, section 3.2)."""
 
-    m: int = Field(default=16, ge=1, le=64, description="number of context vectors")
-    context_init: str | None = Field(
-        default=None, max_length=200, description="words whose token embeddings start the context; default: N(0, 0.02²)"
+    m: int = option(16, "number of context vectors", ge=1, le=64)
+    context_init: str | None = option(
+        None, "words whose token embeddings start the context; default: N(0, 0.02²)", max_length=200
     )
 
 

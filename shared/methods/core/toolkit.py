@@ -34,6 +34,7 @@ from promptfed.shared.methods.core.interface.base import Updates as Updates
 from promptfed.shared.methods.core.interface.disclosures import AGGREGATE as AGGREGATE
 from promptfed.shared.methods.core.interface.disclosures import Disclosed as Disclosed
 from promptfed.shared.methods.core.interface.hyperparameters import defaults as defaults
+from promptfed.shared.methods.core.interface.hyperparameters import option as option
 from promptfed.shared.methods.core.interface.insights import Measured as Measured
 from promptfed.shared.methods.core.interface.protection import Objective as Objective
 from promptfed.shared.methods.core.layers import layer as layer

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -58,19 +57,16 @@ _LAST = ("ln_post_weight", "ln_post_bias", "proj")
 class TowerHyper(VisualHyper):
     """Which weights of the image tower are trained, and how changes travel."""
 
-    trainable: Trainable = Field(
-        default="all",
-        description="all: every weight of the image tower; last_k: its last k blocks and what follows them; norms: "
+    trainable: Trainable = pf.option(
+        "all",
+        "all: every weight of the image tower; last_k: its last k blocks and what follows them; norms: "
         "the layer norms; biases: all biases; none: the linear head alone (a linear probe)",
     )
-    k: int = Field(default=1, ge=1, le=256, description="last_k: how many blocks, counted from the last")
-    projected: bool = Field(
-        default=False, description="the linear head stands on the feature behind the image tower's projection"
-    )
+    k: int = pf.option(1, "last_k: how many blocks, counted from the last", ge=1, le=256)
+    projected: bool = pf.option(False, "the linear head stands on the feature behind the image tower's projection")
     head_learning_rate: HeadRate = None
-    transport: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="how changes travel, both ways; bfloat16: half the bytes, each number to three digits",
+    transport: Literal["float32", "bfloat16"] = pf.option(
+        "float32", "how changes travel, both ways; bfloat16: half the bytes, each number to three digits"
     )
     cache_blocks: CacheBlocks = False
 

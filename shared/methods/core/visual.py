@@ -54,15 +54,14 @@ CacheBlocks = Annotated[
 class VisualHyper(pf.Hyperparameters):
     """How the image tower is run; neither option changes what is computed but for rounding."""
 
-    autocast: Literal["none", "bf16"] = Field(
-        default="none",
-        description="bf16: the image tower computes in bfloat16; texts, prompts, losses and optimizer do not",
+    autocast: Literal["none", "bf16"] = pf.option(
+        "none", "bf16: the image tower computes in bfloat16; texts, prompts, losses and optimizer do not"
     )
-    checkpoint: int | None = Field(
-        default=None,
-        ge=1,
-        description="activation checkpointing: hold the image tower's activations for so many images at once and "
+    checkpoint: int | None = pf.option(
+        None,
+        "activation checkpointing: hold the image tower's activations for so many images at once and "
         "compute the others' again in the backward pass; default: hold all",
+        ge=1,
     )
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -31,9 +30,9 @@ HEAD = tuple(spec.name for spec in heads.SHARED_HEAD)
 class HeadHyper(TowerHyper):
     """Which weights are trained under which head."""
 
-    head: Literal["text", "linear"] = Field(
-        default="text",
-        description="text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
+    head: Literal["text", "linear"] = pf.option(
+        "text",
+        "text: cosines with the template's features, as CLIP; linear: a linear head on the pooled "
         "feature, trained from scratch; where it is shared, over the spec's class_names",
     )
 
@@ -41,9 +40,8 @@ class HeadHyper(TowerHyper):
 class WeightsHyper(HeadHyper):
     """Which weights are trained under which head, and which of them stay with each client."""
 
-    private: Literal["none", "norms"] = Field(
-        default="none",
-        description="norms: each client's layer norms are its own and never sent, FedBN's idea for this tower",
+    private: Literal["none", "norms"] = pf.option(
+        "none", "norms: each client's layer norms are its own and never sent, FedBN's idea for this tower"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,27 +15,23 @@ from promptfed.shared.methods.fast_pt.style_transfer import StyleTransferHyper
 class FastPTHyper(pf.ContextHyper, StyleTransferHyper):
     """Both prompts are of length m. The switches are the paper's ablations (Table 3)."""
 
-    m: int = Field(default=4, ge=1, le=64, description="vectors of the global prompt, and of a domain prompt")
-    classifier_learning_rate: float = Field(
-        default=0.01, gt=0, le=1000, description="rate of the domain classifier; the prompts' is training.learning_rate"
+    m: int = pf.option(4, "vectors of the global prompt, and of a domain prompt", ge=1, le=64)
+    classifier_learning_rate: float = pf.option(
+        0.01, "rate of the domain classifier; the prompts' is training.learning_rate", gt=0, le=1000
     )
-    mixture: Mixture = Field(
-        default="hard",
-        description="an image's domain prompt: its likeliest domain's, or the average by the classifier's softmax",
+    mixture: Mixture = pf.option(
+        "hard", "an image's domain prompt: its likeliest domain's, or the average by the classifier's softmax"
     )
-    merge_domains: bool = Field(
-        default=False, description="let clients whose descriptions are the same be one domain, instead of refusing"
+    merge_domains: bool = pf.option(
+        False, "let clients whose descriptions are the same be one domain, instead of refusing"
     )
-    prompts: Literal["both", "global", "domain"] = Field(
-        default="both",
-        description="ablation: the global prompt alone, or the domain prompts (and the classifier) alone",
+    prompts: Literal["both", "global", "domain"] = pf.option(
+        "both", "ablation: the global prompt alone, or the domain prompts (and the classifier) alone"
     )
-    contrastive: bool = Field(
-        default=True, description="ablation: the contrastive term; without a global prompt there is none"
-    )
-    mst: bool = Field(default=True, description="ablation: style transfer; else the own embeddings only")
-    target_descriptions: bool = Field(
-        default=False, description="ablation: transfer to the evaluators' domains too, for the global prompt"
+    contrastive: bool = pf.option(True, "ablation: the contrastive term; without a global prompt there is none")
+    mst: bool = pf.option(True, "ablation: style transfer; else the own embeddings only")
+    target_descriptions: bool = pf.option(
+        False, "ablation: transfer to the evaluators' domains too, for the global prompt"
     )
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from pydantic import Field
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
@@ -34,22 +33,20 @@ REPORTED = ("alignment_before", "alignment_after", "consistency_before", "consis
 class StyleTransferHyper(pf.Hyperparameters):
     """How the transforms are trained; the paper gives λ, the rate, the decay and d_e/2 hidden units."""
 
-    mst_weight: float = Field(default=0.5, ge=0, le=1, description="λ, the alignment term's share of MST's loss")
-    mst_temperature: float = Field(
-        default=1.0, gt=0, le=100, description="divides the cosines of MST's consistency term; CLIP's own is 0.01"
+    mst_weight: float = pf.option(0.5, "λ, the alignment term's share of MST's loss", ge=0, le=1)
+    mst_temperature: float = pf.option(
+        1.0, "divides the cosines of MST's consistency term; CLIP's own is 0.01", gt=0, le=100
     )
-    mst_hidden: int | None = Field(
-        default=None, ge=1, le=65_536, description="hidden units of a transform; default: half of d_e"
+    mst_hidden: int | None = pf.option(None, "hidden units of a transform; default: half of d_e", ge=1, le=65_536)
+    mst_steps: int = pf.option(
+        400, "steps of each transform's training, however few images there are", ge=1, le=1_000_000
     )
-    mst_steps: int = Field(
-        default=400, ge=1, le=1_000_000, description="steps of each transform's training, however few images there are"
+    mst_epochs: int | None = pf.option(
+        None, "epochs of each transform's training, instead of mst_steps", ge=1, le=10_000
     )
-    mst_epochs: int | None = Field(
-        default=None, ge=1, le=10_000, description="epochs of each transform's training, instead of mst_steps"
-    )
-    mst_batch_size: int = Field(default=256, ge=1, le=100_000, description="batch of a transform's training")
-    mst_learning_rate: float = Field(default=1e-3, gt=0, le=10, description="AdamW's rate in MST")
-    mst_weight_decay: float = Field(default=0.05, ge=0, le=10, description="AdamW's weight decay in MST")
+    mst_batch_size: int = pf.option(256, "batch of a transform's training", ge=1, le=100_000)
+    mst_learning_rate: float = pf.option(1e-3, "AdamW's rate in MST", gt=0, le=10)
+    mst_weight_decay: float = pf.option(0.05, "AdamW's weight decay in MST", ge=0, le=10)
 
 
 def new_transform(d_e: int, hidden: int, draws: Generator) -> Tensors:

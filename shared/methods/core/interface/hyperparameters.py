@@ -30,6 +30,11 @@ class OwnOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+def option(default: Any, description: str, **bounds: Any) -> Any:
+    """A hyperparameter: its default, what the pages say of it, and pydantic's bounds, such as ``ge`` and ``le``."""
+    return Field(default=default, description=description, **bounds)
+
+
 def defaults(
     rounds: int | None = None, sections: Mapping[str, Any] | None = None, **training: float | str
 ) -> dict[str, Any]:
