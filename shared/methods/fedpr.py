@@ -1,4 +1,4 @@
-"""FedPR: deep visual prompts that a client moves only where the global ones do not lie.
+"""FedPR: deep visual prompts that a client moves only in the null space of the global prompts.
 
 Notation: P_l ``(m, d_v)`` the prompts of block l as the round began, Π_l the projection away from what they hold.
 

@@ -1,4 +1,4 @@
-"""FedProGrad: PromptFL that drops what its gradient has against the template's predictions (ProGrad, federated)."""
+"""FedProGrad: PromptFL without the part of its gradient that opposes the template's predictions (ProGrad)."""
 
 from __future__ import annotations
 

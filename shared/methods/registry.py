@@ -77,7 +77,7 @@ class MethodRegistry(MutableMapping[str, type[Method]]):
             self._classes[name] = kind
 
     def use(self, kind: type[Method]) -> None:
-        """Know the method ``kind`` in this process, as a notebook defines it; a later one of its name replaces it.
+        """Register a method class in this process, such as one of a notebook. A later class of its name replaces it.
 
         Raises:
             ValueError: it is no complete method, or promptfed or a package has another of its name.

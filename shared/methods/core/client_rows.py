@@ -1,7 +1,7 @@
 """What methods share whose coordinator keeps each client's last context: a row for every client that the state knows.
 
 Notation: ``n`` clients in order of name, ``m`` context vectors, ``d_t`` width of the text tower. Rows are nobody's to
-download as they are; a method says what it makes of them for others.
+download as they are; a method decides what others receive of them.
 """
 
 from __future__ import annotations

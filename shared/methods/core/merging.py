@@ -1,4 +1,4 @@
-"""Methods whose state changes weights of the towers: others can load the model with the changes in it."""
+"""Export of methods that change weights of the towers: a model with the changes merged in."""
 
 from __future__ import annotations
 

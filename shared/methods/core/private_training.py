@@ -25,8 +25,8 @@ WITHIN = 1 - 1e-6  # of the clip: what rounding to float32 may add to a norm
 class PrivateGradients:
     """The gradients of one training loop over ``parameters``, step by step.
 
-    Without an ``objective``, ``loss(indices)`` is asked for one unit at a time, as many passes as units. Where units
-    are groups, a unit's loss is the mean over the images that stand for it.
+    Without an ``objective``, ``loss(indices)`` is computed for one unit at a time. Where units are groups, a unit's
+    loss is the mean over its images.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How many bytes a method's exchanges have, and what follows for limits, times and disks where they are many."""
+"""Sizes of a method's exchanges in bytes, and the limits, deadlines and disk space that follow from them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def check_sizes(spec: FederationSpec, method: Method, context: ServerContext, cl
 
 
 def _bytes(specs: tuple[TensorSpec, ...], dims: dict[str, int]) -> int:
-    """Of tensors whose sizes are known; one that depends on who answers counts once."""
+    """Bytes of ``specs``; a size that depends on who answers counts as 1."""
     return sum(
         math.prod(dims.get(size, 1) if isinstance(size, str) else size for size in spec.shape)
         * DTYPES[spec.dtype].itemsize

@@ -1,4 +1,4 @@
-"""Text features that no training changes: computed once per backbone and label space, and kept as long as the backbone.
+"""Text features that training does not change: computed once per backbone and label space.
 
 A template's features (zero-shot classifiers, FedPGP's z_C, KgCoOp's) and those of bare class names (FedTPG's T) are
 constants of a frozen text tower.
@@ -51,7 +51,7 @@ def name_features(backbone: Backbone, class_names: Sequence[str]) -> Tensor:
 
 
 def same_in_a_text(class_names: Sequence[str]) -> list[str]:
-    """Those of ``class_names`` that a text tower cannot tell from another: equal but for case, "_" and spaces."""
+    """Those of ``class_names`` that differ from another only in case, "_" or spaces: a text tower sees one name."""
     normal = [" ".join(spoken(name).casefold().split()) for name in class_names]
     counts = Counter(normal)
     return [name for name, text in zip(class_names, normal, strict=True) if counts[text] > 1]

@@ -1,4 +1,4 @@
-"""The local training loop that the methods share: seeded batches, a fresh optimizer, a cosine over rounds."""
+"""The local training loop: seeded batches, a fresh optimizer in each task, a cosine schedule over rounds."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _protected(
     groups: Sequence[Group],
     through: Reparameterisation | None = None,
 ) -> float:
-    """The same loop over private gradients. Nothing in it depends on data but these: it stops on no loss."""
+    """The same loop over private gradients. Nothing else in it depends on data, so it does not check the loss."""
     assert context.protection is not None
     if epochs is not None:
         raise UnprotectedError("a training loop of other epochs than the spec's was not accounted for")

@@ -1,4 +1,4 @@
-"""What a spec may ask for at ``privacy.level: client`` with noise at the coordinator: built, or refused by name."""
+"""Checks of ``privacy.level: client`` with noise at the coordinator, and what its noise costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 
 
 def check_central(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec`` asks for what noise at the coordinator cannot protect."""
+    """Raise MethodError where noise at the coordinator cannot give what ``spec`` asks for."""
     given, rule, part = spec.privacy, spec.aggregation, spec.participation
     check_one_mean(method, spec.rounds, "protect", "no noise fits them")
     check_client_level(spec)
@@ -43,7 +43,7 @@ def check_client_level(spec: FederationSpec) -> None:
 
 
 def check_sampling(spec: FederationSpec) -> None:
-    """Raise MethodError where Poisson sampling is asked for without what it is for."""
+    """Raise MethodError for Poisson sampling without central noise, which is all that it serves."""
     if spec.participation.sampling == "poisson" and not spec.privacy.is_central:
         raise MethodError("sampling poisson is for privacy.level client with central noise: leave it out")
 
@@ -59,10 +59,10 @@ def noised_phases(method: Method, rounds: int, total: int) -> int:
 
 
 def with_noise(method: Method, spec: FederationSpec) -> FederationSpec:
-    """``spec`` with the δ and the noise multiplier that follow from it; itself where the level is another.
+    """``spec`` with its δ and noise multiplier filled in; unchanged at any other level.
 
     Raises:
-        MethodError: δ is none for so many clients, or no noise is enough.
+        MethodError: δ does not suit the number of clients, or no noise is enough.
     """
     given = spec.privacy
     if not given.is_central:
@@ -88,7 +88,7 @@ def adapted(spec: FederationSpec, expected: float) -> AdaptedClip:
 
 
 def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
-    """Rounds that the budget of a spec with its noise allows; None where it ends none of them.
+    """Rounds that the privacy budget allows; None if it allows all of them.
 
     Raises:
         MethodError: not even one.
@@ -107,10 +107,10 @@ def allowed_rounds(method: Method, spec: FederationSpec) -> int | None:
 
 
 def spent(spec: FederationSpec, phases: int) -> float:
-    """ε of so many noised sums at the spec's δ, for zero-out neighbours, against whoever knows who took part.
+    """ε of ``phases`` noised sums at the spec's δ, for zero-out neighbours, if it is known who took part.
 
-    Poisson sampling amplifies nothing here: when rounds open and close, traffic, and what an operator shows tell of
-    who took part. Calibration and budgets go by this ε too.
+    Poisson sampling does not amplify here, since timing, traffic and the operator's pages reveal who took part.
+    Calibration and budgets use this ε too.
     """
     given = spec.privacy
     if phases == 0:
@@ -123,7 +123,7 @@ def spent(spec: FederationSpec, phases: int) -> float:
 
 
 def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
-    """ε of so many noised sums, by the names that reports use.
+    """ε of ``phases`` noised sums by the names that reports use.
 
     ``epsilon``: as `spent`. ``epsilon_replace_one``: of replace-one neighbours. ``epsilon_if_secret``: of zero-out
     neighbours under Poisson sampling, against who learns nothing of who took part; None where nothing is amplified.
@@ -147,7 +147,7 @@ def costs(spec: FederationSpec, phases: int) -> dict[str, float | None]:
 
 
 def honest_parts(spec: FederationSpec) -> int:
-    """h: parts of the noise at least that are in a secure sum and told to nobody on the operator's side."""
+    """h: the least number of noise parts in a secure sum that the operator's side does not know."""
     assert spec.secure_aggregation is not None
     return spec.secure_aggregation.minimum - spec.privacy.colluding
 
@@ -161,7 +161,7 @@ def partial_noise(spec: FederationSpec) -> PartialNoise:
 
 
 def expected_clients(spec: FederationSpec, clients: int) -> float:
-    """K̄ of ``clients`` trainers: q·N under Poisson sampling, else as many as a round asks."""
+    """K̄, the expected participants of ``clients`` trainers: q·N under Poisson sampling, else those a round asks."""
     part = spec.participation
     if part.sampling == "poisson":
         return part.fraction * clients
@@ -169,7 +169,7 @@ def expected_clients(spec: FederationSpec, clients: int) -> float:
 
 
 def drowned(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> Drowned:
-    """How much the noise leaves of a mean over ``clients`` trainers. Raises MethodError as ``dims`` does."""
+    """How the noise compares with a mean over ``clients`` trainers. Raises MethodError as ``dims`` does."""
     dims = method.dims(context)
     phases = distinct_phases(method, spec.rounds)
     numbers = max(sum(math.prod(tensor.resolve(dims)) for tensor in phase.up) for phase in phases)
@@ -182,7 +182,7 @@ def drowned(method: Method, spec: FederationSpec, context: ServerContext, client
 
 
 def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext, clients: int) -> None:
-    """Raise MethodError where the noise is longer than all that ``clients`` could learn in all rounds."""
+    """Raise MethodError where the noise exceeds all that ``clients`` could learn in all rounds."""
     if not spec.privacy.protects_clients or spec.privacy.accept_noise:
         return
     ratio = drowned(method, spec, context, clients)
@@ -192,7 +192,7 @@ def check_hopeless(method: Method, spec: FederationSpec, context: ServerContext,
 
 
 def check_clients(spec: FederationSpec, clients: int) -> None:
-    """Raise MethodError where δ is too large for so many trainers: at 1/N one of them may be published whole."""
+    """Raise MethodError where δ is too large: with δ = 1/N the data of one of N trainers may be published."""
     if not spec.privacy.protects_clients:
         return
     assert spec.privacy.delta is not None

@@ -1,4 +1,4 @@
-"""What a spec may ask for at ``privacy.level: client`` with all clients' noise together: built, or refused by name."""
+"""Checks of ``privacy.level: client`` where each client adds a part of the noise to a secure sum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from promptfed.shared.spec.spec_section import ceil_fraction
 
 
 def check_distributed(spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec`` asks for what the clients' noise in a sum cannot protect."""
+    """Raise MethodError where the clients' noise in a sum cannot give what ``spec`` asks for."""
     given = spec.privacy
     if spec.secure_aggregation is None:
         raise MethodError("noise: distributed is enough only where nobody sees its parts: give secure_aggregation")
@@ -27,13 +27,13 @@ def check_distributed(spec: FederationSpec) -> None:
 
 
 def with_parts(method: Method, spec: FederationSpec) -> FederationSpec:
-    """``spec`` with the least sum, δ and noise multiplier that follow from it; itself where the noise is another's.
+    """``spec`` with its least sum, δ and noise multiplier filled in; unchanged for any other noise.
 
-    The least sum is what the threshold makes of the fewest clients that a first attempt goes on with: so many parts of
-    the noise are in every sum, since clients refuse smaller ones.
+    The least sum is the threshold's share of the fewest clients with which a first attempt continues. Every sum has at
+    least so many parts of the noise, since clients refuse smaller sums.
 
     Raises:
-        MethodError: no part is secret, δ is none for so many clients, or no noise is enough.
+        MethodError: no part is secret, δ does not suit the number of clients, or no noise is enough.
     """
     given, secure = spec.privacy, spec.secure_aggregation
     if not given.is_distributed or secure is None:

@@ -1,4 +1,4 @@
-"""What a spec may ask for under ``privacy``: protected, or refused by name."""
+"""The check of a spec's section ``privacy``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from promptfed.shared.spec.spec import FederationSpec
 
 
 def check_privacy(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec.privacy`` asks for what ``method`` or this version cannot protect."""
+    """Raise MethodError where ``spec.privacy`` asks for a protection that ``method`` or this version cannot give."""
     given = spec.privacy
     check_sampling(spec)
     if given.level == "none":
@@ -48,7 +48,7 @@ def _check_of_this_level(given: PrivacySpec) -> None:
 
 
 def training_loops(method: Method, rounds: int) -> int:
-    """How many protected training loops a federation of ``rounds`` asks a client for at most.
+    """The most protected training loops that a federation of ``rounds`` asks of a client.
 
     Raises:
         PrivacyError: none at all.

@@ -1,4 +1,4 @@
-"""Which methods can do without the mean: the check of a spec's aggregation rule."""
+"""The check of a spec's aggregation rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDING = 1e-9  # of a share times a number
 
 
 def check_rule(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec.aggregation`` asks for a rule that the method or its rounds cannot have."""
+    """Raise MethodError where the rule of ``spec.aggregation`` does not suit the method or the number of updates."""
     check_means(method, spec)
     least = spec.participation.least_answers
     try:

@@ -1,4 +1,4 @@
-"""What a spec may ask for under ``secure_aggregation``: summed, or refused by name."""
+"""The check of a spec's section ``secure_aggregation``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_CLIENTS = 1024
 
 
 def check_secure(method: Method, spec: FederationSpec) -> None:
-    """Raise MethodError where ``spec`` needs what a coordinator that sees nothing but sums cannot have."""
+    """Raise MethodError where ``spec`` needs more than the sums that the coordinator sees."""
     given = spec.secure_aggregation
     if given is None:
         return

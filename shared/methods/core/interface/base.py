@@ -1,4 +1,4 @@
-"""The interface behind which every federated prompt learning method stands.
+"""The interface of a federated method.
 
 A method is one file with two halves. The server half turns states and updates into states; the client half turns a
 payload, private data and private state into an update. Both are functions of plain tensors, configuration and a
@@ -89,13 +89,13 @@ class ClientInfo:
 
 
 def without_text(shape: BackboneShape) -> bool:
-    """Whether only an image tower is described: a CLIP model's text tower has positions, if none for prompts."""
+    """Whether ``shape`` describes an image tower alone: a CLIP model's text tower has at least positions."""
     return shape.d_v is not None and shape.d_t is None and shape.context_length is None
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the server half may look at besides the state: the roster is in client-name order."""
+    """What the server half is given besides the state. ``clients`` are in order of name."""
 
     training: TrainingSpec
     shape: BackboneShape
@@ -120,7 +120,7 @@ Combine = Callable[[Updates], Tensors]
 
 @dataclass(frozen=True)
 class ClientContext:
-    """What the client half is handed for one task.
+    """What the client half is given for one task.
 
     ``terms``: what the owner of the data agreed to. ``class_names`` are the candidates: in training the label space of
     ``train``, in an evaluation those of the test set that a classifier is made for. ``label_space`` is always that of
@@ -238,14 +238,14 @@ class Method(ABC):
 
     @classmethod
     def can_protect(cls) -> bool:
-        """Whether this very class says that it protects: another's training, of a subclass, is looked at by itself."""
+        """Whether this class itself sets ``protects``: it is not inherited, since a subclass may train otherwise."""
         return bool(vars(cls).get("protects", False))
 
     @property
     def disclosures(self) -> tuple[Disclosed, ...]:
-        """What the operator and other sites can learn of a client, as its owner is told before it joins.
+        """What the operator and other sites can learn about a client. Its owner reads this before it joins.
 
-        A method whose updates or payloads tell more than an aggregate does says so here.
+        Override it where updates or payloads reveal more than an aggregate does.
         """
         phases = [phase for round in (1, 2) for phase in self.phases(round, 2)]
         return (AGGREGATE,) if any(phase.up for phase in phases) else ()
@@ -312,7 +312,7 @@ class Method(ABC):
         return {spec.name: state[spec.name] for spec in self.payload_tensors(phase)}
 
     def payload_tensors(self, phase: Phase | None) -> tuple[TensorSpec, ...]:
-        """What `payload` holds in ``phase``, or in an evaluation (all that is shared): a client takes nothing else."""
+        """The tensors of `payload` in ``phase``, or in an evaluation (all shared ones). A client refuses any other."""
         if phase is not None:
             return phase.down
         return tuple(spec for spec in self.state_tensors() if spec.shared_with_clients)
