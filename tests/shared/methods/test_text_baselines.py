@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from promptfed.shared.clip import Backbone
-from promptfed.shared.methods import fedcocoop, make_method, promptfl_ft, resolve_spec
+from promptfed.shared.methods import fedcocoop, make_method, resolve_spec
+from promptfed.shared.methods.core import toolkit
 from promptfed.shared.methods.core.interface.base import ClientContext, Method, ServerContext
 from promptfed.shared.methods.core.interface.hooks import Retargets
 from promptfed.shared.methods.core.training import batches, learning_rate
@@ -144,13 +145,13 @@ def test_promptfl_ft_tunes_on_its_own_label_space_once_for_all_test_sets(
 ) -> None:
     """A further test set has other candidates; what was learned for it comes from the client's own classes."""
     spaces: list[tuple[str, ...]] = []
-    train_context = promptfl_ft.train_context
+    train_context = toolkit.train_context
 
     def counted(context: ClientContext, start: Tensor) -> tuple[Tensor, float]:
         spaces.append(context.class_names)
         return train_context(context, start)
 
-    monkeypatch.setattr(promptfl_ft, "train_context", counted)
+    monkeypatch.setattr(toolkit, "train_context", counted)
     context, payload = replace(make_context(8), label_space=NAMES), {"context": start_context(backbone)}
     other = replace(context, class_names=("paintbrush", "anvil", "comet"))
     method = fine_tuner(finetune_epochs=1, finetune_learning_rate=0.5)
