@@ -49,7 +49,7 @@ demo: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy promptfed benchmarks
+	$(BIN)/mypy -p promptfed -p benchmarks -p tests
 	$(BIN)/lint-imports --no-cache --no-logo
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

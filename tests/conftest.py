@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from promptfed.coordinator.engine import malloc
 
 # How long an example takes says nothing about it, whichever file is run alone.
 settings.register_profile("any_speed", deadline=None)
@@ -27,6 +32,7 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name in UNWANTED or name.startswith(("PROMPTFED_CLIENT_", "PROMPTFED_COORDINATOR", "PROMPTFED_OPERATOR_")):
             del os.environ[name]
+    malloc.share_heaps()
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
 
@@ -59,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """One line of what was skipped and how to get it: a reason reads `what: how`."""
+    largest = max(PEAKS.values(), default=_peak())
+    terminalreporter.write_line(f"peak memory of a process that ran tests: {largest:,.0f} MB")
     reasons = {report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped")}
     groups = {what: how.partition(";")[0] for what, _, how in (reason.partition(": ") for reason in reasons)}
     if "not slow" in config.option.markexpr:
@@ -67,6 +75,35 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         groups["the second tier"] = "make test-all"
     if groups:
         terminalreporter.write_line("skipped: " + ", ".join(f"{what} ({groups[what]})" for what in sorted(groups)))
+
+
+PEAKS: dict[str, float] = {}
+"""The peak memory of each process that ran tests, in MB, by its name."""
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells the first process its peak memory."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = _peak()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Note the peak memory of a worker that has ended."""
+    if "peak" in getattr(node, "workeroutput", {}):
+        PEAKS[node.gateway.id] = node.workeroutput["peak"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_is_given_back() -> Iterator[None]:
+    """Workers run hundreds of modules: what one leaves free in the C library's heap goes back to the system."""
+    yield
+    gc.collect()
+    malloc.give_back()
 
 
 @pytest.fixture(autouse=True)

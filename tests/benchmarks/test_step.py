@@ -40,7 +40,7 @@ def test_chunks_of_classes_are_the_same_step(tmp_path: Path, monkeypatch: pytest
     made = benchmark.SlowBackbone
 
     def noted(*given: object) -> benchmark.SlowBackbone:
-        backbones.append(made(*given))  # type: ignore[arg-type]
+        backbones.append(made(*given))
         return backbones[-1]
 
     monkeypatch.setattr(benchmark, "SlowBackbone", noted)
