@@ -98,7 +98,7 @@ FOLDERS = "benchmarks|client_service|coordinator|deploy|docs|examples|promptfed|
 NAMED = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./*-]*\w)")
 WRITTEN_BY_READERS = {
     "docs/results/gpu.json",
-    "promptfed/cli/versions.py",
+    "promptfed/cli/commands/versions.py",
     "shared/methods/promptfl_sparse.py",
     "tests/shared/methods/test_promptfl_sparse.py",
 }
