@@ -206,7 +206,7 @@ def commands() -> str:
 
 
 def _commands(group: Any, path: str) -> Iterable[tuple[str, Any]]:
-    for name, program in group.commands.items():
+    for name, program in sorted(group.commands.items()):
         if getattr(program, "hidden", False):
             continue
         if hasattr(program, "commands"):
