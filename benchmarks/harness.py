@@ -14,8 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,23 +71,9 @@ def fill_tables(page: str, name: str, made: Mapping[str, str]) -> str:
     return page
 
 
-def mean_and_spread(values: Sequence[float], scale: float = 100.0, digits: int = 1, *, sample: bool = False) -> str:
-    """``mean ± standard deviation``, in percent by default; the deviation of the population or of a sample."""
-    mean = statistics.fmean(values)
-    spread = statistics.stdev(values) if sample and len(values) > 1 else statistics.pstdev(values)
-    return f"{scale * mean:.{digits}f} ± {scale * spread:.{digits}f}"
-
-
 def in_words(seconds: float) -> str:
     """Seconds, or milliseconds below one."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
-
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU seconds of one call, of all threads."""
-    began = time.process_time()
-    work()
-    return time.process_time() - began
 
 
 def medians(runs: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.harness import integers, mean_and_spread, parser, table, write
+from benchmarks.harness import integers, parser, table, write
 from promptfed.coordinator.engine import growth
 from promptfed.experiments.simulation.simulation import simulate
 from promptfed.runtime.services import Site
@@ -183,6 +183,11 @@ class Bench:
             float((plain[others] == TARGET).float().mean()),
             float((plain == source.test.labels).float().mean()),
         )
+
+
+def mean_and_spread(shares: Sequence[float]) -> str:
+    """``mean ± standard deviation`` of the population, in percent."""
+    return f"{100 * statistics.fmean(shares):.1f} ± {100 * statistics.pstdev(shares):.1f}"
 
 
 def poisonings(bench: Bench, rules: Sequence[str], seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,12 @@ def folder_of(root: Path, package: str) -> Path:
     return root / package.removeprefix("@").replace("/", "-")
 
 
-def fetch(root: Path, wanted: Iterable[str] | None = None) -> None:
-    """Unpack into ``root`` each package of ``wanted`` (all that emoji need) that is not there, with npm.
+def fetch(root: Path) -> None:
+    """Unpack into ``root`` every package that emoji need and that is not there, with npm.
 
-    DataError says by hand what npm cannot.
+    DataError without npm: it lists the packages to be unpacked by hand.
     """
-    names = packages() if wanted is None else wanted
-    missing = [package for package in names if not (folder_of(root, package) / "package.json").is_file()]
+    missing = [package for package in packages() if not (folder_of(root, package) / "package.json").is_file()]
     if not missing:
         return
     npm = shutil.which("npm")
