@@ -178,4 +178,4 @@ def test_a_file_in_the_folder_is_a_method_as_contributing_says(tmp_path: Path, m
     own = methods._own_methods()
     assert set(own) == {*METHODS.own(), "promptfl_sparse"}
     assert all(kind.name == name for name, kind in own.items())
-    assert own["promptfl_sparse"](own["promptfl_sparse"].Hyper(weight=0.5)).hyper.model_dump()["weight"] == 0.5  # type: ignore[call-arg]
+    assert own["promptfl_sparse"](own["promptfl_sparse"].Hyper(weight=0.5)).hyper.model_dump()["weight"] == 0.5
