@@ -11,6 +11,10 @@ from typing import Any
 REGION = "us-east-1"
 
 
+# moto keeps what is stored for the whole process: a second server must not come upon the first one's buckets.
+NUMBERS = count()
+
+
 class NoObjectStore(Exception):
     """There can be none here; the text says why."""
 
@@ -25,7 +29,6 @@ class ObjectStoreServer:
             raise NoObjectStore("pip install 'moto[s3]' flask flask-cors") from None
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._make = ThreadedMotoServer
-        self._numbers = count()
         self._server: Any = None
         self._port = 0
         self.start()
@@ -57,6 +60,6 @@ class ObjectStoreServer:
 
     def bucket(self) -> str:
         """The URL of a prefix of a fresh bucket."""
-        name = f"promptfed-{next(self._numbers)}"
+        name = f"promptfed-{next(NUMBERS)}"
         urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")).close()
         return f"s3://{name}/some/prefix"
