@@ -289,7 +289,7 @@ def test_private_state_is_prepared_once_and_again_when_the_peers_change(
         prepared.append((tuple(peer.name for peer in context.peers), "prepared" in private))
         return {"prepared": torch.tensor([float(len(context.peers))])}
 
-    monkeypatch.setattr(PromptFL, "prepare", prepare)
+    monkeypatch.setattr(PromptFL, "prepare", prepare, raising=False)
     monkeypatch.setattr(PromptFL, "needs", Needs(domain_descriptions=True))
     domain = {"name": "sketch", "description": "a sketch of a {}"}
     peers = [{"name": "b", "role": "trainer", "domain": domain}, {"name": "c", "role": "evaluator", "domain": None}]

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from promptfed.client_service.settings import Settings as ClientSettings
-from promptfed.coordinator.__main__ import parser
+from promptfed.coordinator.settings import Settings
+from promptfed.shared.service.command_line import given_settings
 from tests import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -79,7 +80,7 @@ def test_kustomize_builds_it_and_everything_finds_its_pods(part: str) -> None:
 
 def test_the_coordinators_options_are_ones_that_it_has() -> None:
     container = read(FOLDER / "coordinator" / "deployment.yaml")["spec"]["template"]["spec"]["containers"][0]
-    known = vars(parser().parse_args(container["args"]))
+    known = given_settings(Settings, "coordinator", container["args"])
     assert {"advertise_url", "database_url_file", "store", "operator_token_file", "signing_key_file"} <= set(known)
     named = {one["name"] for one in container["env"]}
     assert named == {"POD_IP", "STORE"}
