@@ -1,14 +1,14 @@
 """Memory of a coordinator while updates of hundreds of megabytes come in and are aggregated.
 
-A real coordinator process; this process plays the clients of ``fedavg`` with all weights of a ViT-B/32, whose updates
-it makes one after another in a file and streams. The bar: under 1 GB above idle with ten clients.
+The coordinator is a process. This process plays clients of ``fedavg`` that train all weights of a ViT-B/32: it writes
+one update after another to a file and streams it. The bar is less than 1 GB above idle with ten clients.
 
     python -m benchmarks.large_updates --json benchmarks/large_updates.json
     python -m benchmarks.large_updates --clients 5 --rule krum --json benchmarks/large_updates_krum.json
 
-- anonymous: the process's own memory (RssAnon), the most at any moment, above what it was before anybody enrolled.
-  What is mapped from files is the system's to take back, and is told beside it (peak: VmHWM with it).
-- seconds: of all uploads one after another, and from the last one's receipt to the next round's task.
+- anonymous: the largest RssAnon minus that before the first enrolment. The system can take mapped files back, so they
+  count in the peak (VmHWM) only.
+- seconds: of all uploads in turn, and from the last one's answer to the task of the next round.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PART = 1 << 20
 
 
 class Watch:
-    """The most anonymous memory of a process during a block, looked at twenty times a second."""
+    """The largest anonymous memory of a process during a block, read twenty times a second, in bytes."""
 
     def __init__(self, pid: int):
         self._pid, self._stop = pid, threading.Event()
@@ -65,14 +65,14 @@ class Watch:
 
 
 def parts_of(path: Path) -> Iterator[bytes]:
-    """A file in pieces."""
+    """A file in parts of `PART` bytes."""
     with path.open("rb") as file:
         while part := file.read(PART):
             yield part
 
 
 def changes(trainable: str) -> Tensors:
-    """One client's update, seeded."""
+    """A seeded update, which all clients send."""
     method = make_method({"name": "fedavg", "trainable": trainable})
     context = ServerContext(TrainingSpec(), BackboneShape(**SHAPE), None, (), seed=0, rounds=2)
     dims, [phase] = method.dims(context), method.phases(1, 2)
@@ -81,7 +81,7 @@ def changes(trainable: str) -> Tensors:
 
 
 def run(clients: int, trainable: str, rule: str = "mean") -> dict[str, Any]:
-    """One round."""
+    """Play one round; its figures."""
     with coordinator() as process, Watch(process.pid) as watch:
         spec: dict[str, Any] = {"name": "large", "method": {"name": "fedavg", "trainable": trainable}, "rounds": 2}
         if rule != "mean":
@@ -117,7 +117,7 @@ def run(clients: int, trainable: str, rule: str = "mean") -> dict[str, Any]:
 
 
 def waited(player: ScriptedClient, longest: float = 300) -> dict[str, Any]:
-    """The player's task, once there is one."""
+    """The player's next task; SystemExit if there is none after ``longest`` seconds."""
     end = time.monotonic() + longest
     while time.monotonic() < end:
         response = player.task(wait=20)
@@ -128,15 +128,15 @@ def waited(player: ScriptedClient, longest: float = 300) -> dict[str, Any]:
 
 
 def fetch(player: ScriptedClient, task: dict[str, Any]) -> None:
-    """Download a payload without keeping it."""
+    """Download a payload and drop it."""
     with player.http.stream("GET", task["payload"]["url"], headers=player.headers) as response:
         response.raise_for_status()
-        got = sum(len(part) for part in response.iter_bytes())
-    assert got == task["payload"]["bytes"]
+        size = sum(len(part) for part in response.iter_bytes())
+    assert size == task["payload"]["bytes"]
 
 
 def send(player: ScriptedClient, task: dict[str, Any], tensors: Tensors, body: Path) -> int:
-    """Make one client's update and stream it; its bytes."""
+    """Write an update to the file ``body`` and stream it; its size in bytes."""
     about = {"task_id": task["task_id"], "payload_sha256": task["payload"]["sha256"], "metrics": {"loss": 0.5}}
     encode_file(tensors, body, about)
     size = body.stat().st_size
@@ -147,7 +147,7 @@ def send(player: ScriptedClient, task: dict[str, Any], tensors: Tensors, body: P
 
 
 def main() -> int:
-    """Run it, and say whether the bar is met."""
+    """Run and print; 1 if the bar is missed."""
     command = parser(__doc__)
     command.add_argument("--clients", type=int, default=10)
     command.add_argument("--trainable", default="all")

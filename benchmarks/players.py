@@ -1,6 +1,6 @@
-"""Clients for load on a coordinator: they answer every task at once, without data and training.
+"""Clients that put load on a coordinator: they answer every task at once, without data and training.
 
-A player speaks over any connection, its own or one that it shares with others.
+A player is given a connection for each request, so several players can share one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVALUATION = {"splits": {"test": {"accuracy": 0.5, "num_samples": 10}}}
 
 
 class Connection:
-    """One keep-alive HTTP/1.1 connection: no library in the way of what is measured."""
+    """A keep-alive HTTP/1.1 connection. It uses no HTTP library, whose CPU time would disturb the measurement."""
 
     def __init__(self, port: int):
         self._port = port
@@ -39,17 +39,17 @@ class Connection:
         lines = [f"{verb} {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {token}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         lines += [f"Content-Length: {len(body)}", "", ""]
-        writer.write("\r\n".join(lines).encode() + body)  # in one call of the system, as gRPC's clients do
+        writer.write("\r\n".join(lines).encode() + body)  # one system call, as in gRPC clients
         await writer.drain()
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        answered = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
-        if answered.get("transfer-encoding") == "chunked":
-            return int(head[0].split()[1]), answered, await read_chunks(reader)
-        content = await reader.readexactly(int(answered.get("content-length", 0)))
-        return int(head[0].split()[1]), answered, content
+        received = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        if received.get("transfer-encoding") == "chunked":
+            return int(head[0].split()[1]), received, await read_chunks(reader)
+        content = await reader.readexactly(int(received.get("content-length", 0)))
+        return int(head[0].split()[1]), received, content
 
     async def expect(self, wanted: int, token: str, verb: str, path: str, body: object = None) -> bytes:
-        """The body of an answer that must have the status ``wanted``; ``body`` is sent as JSON."""
+        """Send ``body`` as JSON; the answer's body. SystemExit for another status than ``wanted``."""
         headers = {"Content_Type": "application/json"} if body is not None else {}
         sent = json.dumps(body).encode() if body is not None else b""
         status, _, content = await self.ask(token, verb, path, sent, **headers)
@@ -58,14 +58,14 @@ class Connection:
         return content
 
     def close(self) -> None:
-        """Hang up; the next request opens another connection."""
+        """Close the connection; the next request opens another one."""
         if self._streams is not None:
             self._streams[1].close()
         self._streams = None
 
 
 async def read_chunks(reader: asyncio.StreamReader) -> bytes:
-    """A body in chunks, as long reports come."""
+    """The body of an answer with chunked transfer encoding."""
     chunks = []
     while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
         chunks.append((await reader.readexactly(size + 2))[:-2])
@@ -75,10 +75,10 @@ async def read_chunks(reader: asyncio.StreamReader) -> bytes:
 
 @dataclass
 class Record:
-    """What all players of a run have seen.
+    """What all players of a run have measured.
 
-    ``spans`` are (round, time of the task, time of the 201); ``accepted`` seconds from an update's first byte to its
-    201; ``too_many`` answers 503 to an update.
+    ``spans``: round, time of the task and time of the 201 of each update. ``accepted``: seconds from the first byte of
+    an update to its 201. ``too_many``: number of answers 503 to an update.
     """
 
     spans: list[tuple[int, float, float]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Record:
     evaluations: int = 0
 
     def rounds(self) -> dict[int, list[tuple[float, float]]]:
-        """Each round's spans."""
+        """Times of the task and of the 201 of each update, by round."""
         spans: dict[int, list[tuple[float, float]]] = {}
         for number, begun, ended in self.spans:
             spans.setdefault(number, []).append((begun, ended))
@@ -103,7 +103,7 @@ class Record:
 
 
 class Player:
-    """A client of a federation whose updates have ``SHAPES[kilobytes]``."""
+    """A client of a federation. Its updates have the shape ``SHAPES[kilobytes]``."""
 
     def __init__(self, federation: str, number: int, kilobytes: int, record: Record):
         self.number, self.name = number, f"client-{number:05}"
@@ -116,7 +116,7 @@ class Player:
         await http.expect(201, token, "POST", f"{self._path}/clients", body)
 
     async def poll(self, http: Connection, seconds: int) -> tuple[int, dict[str, Any]]:
-        """Ask for a task and wait for one so long: the status 200, 204 (none) or 410 (ended), and the task."""
+        """Wait at most ``seconds`` for a task: the status 200, 204 (no task) or 410 (ended), and the task."""
         status, _, body = await http.ask(self._secret, "GET", f"{self._path}/task?wait={seconds}")
         if status not in (200, 204, 410):
             raise SystemExit(f"a poll is answered {status}: {body[:500]!r}")
@@ -136,7 +136,7 @@ class Player:
             self.record.evaluations += 1
 
     async def _send(self, http: Connection, path: str, task: dict[str, Any]) -> float:
-        """Send the update until it is accepted; when that was."""
+        """Send the update until it is accepted; the time of the 201."""
         update = self._update(task)
         digest = content_digest(update)
         while True:
@@ -161,13 +161,13 @@ class Player:
 
 @cache
 def content_of(kilobytes: int) -> bytes:
-    """The context that every update of this size holds, made once."""
+    """The context that every update of this size contains, as bytes."""
     return np.random.default_rng(0).standard_normal(SHAPES[kilobytes], dtype=np.float32).tobytes()
 
 
 @dataclass
 class Operator:
-    """The operator of one federation, over a connection of its own."""
+    """The operator of one federation, with its own connection."""
 
     port: int
     token: str
@@ -179,7 +179,7 @@ class Operator:
     async def create(
         self, kilobytes: int, clients: int, rounds: int, *, deadline: float, fraction: float = 1.0, retention: str
     ) -> str:
-        """An enrolment token of a new federation, which evaluates before the first and after the last round only."""
+        """Create the federation; its enrolment token. It evaluates before the first and after the last round only."""
         asked = max(1, int(clients * fraction))
         spec = {
             "name": self.federation,
@@ -193,15 +193,15 @@ class Operator:
         return str((await self._json(201, "POST", "/enrolment-tokens", {"uses": clients}))["token"])
 
     async def start(self) -> None:
-        self._http.close()  # it may have been unused for longer than the coordinator keeps one
+        self._http.close()  # it may be idle for longer than the coordinator keeps a connection
         await self._json(200, "POST", "/start")
 
     async def view(self, path: str = "") -> dict[str, Any]:
-        """The federation, or what lies below it."""
+        """The federation as the coordinator shows it, or the resource ``path`` below it."""
         return await self._json(200, "GET", path)
 
     async def check_finished(self) -> None:
-        """SystemExit where the federation has ended in another way."""
+        """SystemExit unless the federation has finished."""
         self._http.close()
         state = (await self.view())["state"]
         if state != "finished":
@@ -222,7 +222,7 @@ def operator_of(process: CoordinatorProcess, federation: str = "load") -> Operat
 async def each_over(
     connections: Sequence[Connection], players: Iterable[Player], work: Callable[[Player, Connection], Awaitable[None]]
 ) -> None:
-    """``work`` for each player, each over the next free connection."""
+    """Call ``work`` for each player with the next free connection."""
     left = iter(players)
 
     async def take(connection: Connection) -> None:

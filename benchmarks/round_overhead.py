@@ -1,9 +1,9 @@
-"""Costs of a federation beside the training: wall time of a round less the clients' compute.
+"""What a federation costs besides the training: wall time of a round minus the clients' compute time.
 
-`promptfl` on the embedded backbone, with a coordinator process and client processes over HTTP. A round's wall time is
-the coordinator's own, from its opening to its commit. The longest of its clients' `train_seconds` (from the payload in
-hand to the update on disk) is subtracted. The rest is the protocol: tasks, payloads, uploads, admission, fsync,
-aggregation. Medians over the rounds after the first.
+`promptfl` on the embedded backbone, with a coordinator process and client processes over HTTP. The coordinator measures
+a round's wall time from its opening to its commit. The longest `train_seconds` of its clients (from the downloaded
+payload to the update on disk) is subtracted. The rest is tasks, payloads, uploads, admission, fsync and aggregation.
+Medians over the rounds after the first.
 
     python -m benchmarks.round_overhead --clients 2 --rounds 20 --json overhead.json
 """
@@ -25,7 +25,7 @@ STYLES = ("painting", "sketch", "quickdraw", "neon", "chalk", "mosaic")
 
 
 def plan(clients: int, rounds: int, images: int) -> tuple[dict[str, Any], list[Site]]:
-    """The spec, and its clients."""
+    """The spec and the clients."""
     spec = {
         "name": "overhead",
         "method": {"name": "promptfl"},
@@ -41,7 +41,7 @@ def plan(clients: int, rounds: int, images: int) -> tuple[dict[str, Any], list[S
 
 
 def run_processes(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any]]:
-    """Run a federation in processes; the report of every round."""
+    """Run a federation in processes; the reports of all rounds, that of the evaluation before round 1 first."""
     with (
         tempfile.TemporaryDirectory(prefix="promptfed-bench-") as folder,
         Processes(Path(folder)) as processes,
@@ -58,7 +58,7 @@ def run_processes(spec: dict[str, Any], sites: list[Site]) -> list[dict[str, Any
 
 
 def measure(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the phases of rounds 2 to last."""
+    """Medians over the rounds from the second on."""
     walls, computes, overheads = [], [], []
     for report in reports:
         if report["round"] < 2:
@@ -86,6 +86,8 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=20)
     command.add_argument("--images", type=int, default=8, help="training images per class and client")
     options = command.parse_args()
+    if options.rounds < 2:
+        command.error("--rounds: at least 2, since the first round is not measured")
     reports = run_processes(*plan(options.clients, options.rounds, options.images))
     figures = {"clients": options.clients} | measure(reports)
     print(shown(figures))

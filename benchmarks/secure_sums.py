@@ -1,12 +1,12 @@
-"""Costs of secure sums: seconds and bytes of a client, and the seconds that the five steps add to a round.
+"""What secure sums cost: seconds and bytes of a client, and the seconds that the five steps add to a round.
 
-First the protocol alone, without training and HTTP: every step of 10, 100 and 1,000 clients, of whom three in ten are
-lost between the steps, over a vector of ``--numbers``. Seconds are CPU seconds of one client (median over the clients),
-bytes those of all that it sends and reads as they stand on the wire; the coordinator's are those that open the sum.
-Beside them stands the plain update of the same numbers.
+First the protocol alone, without training and HTTP: all steps of 10, 100 and 1,000 clients, three in ten of whom are
+lost before they mask, with a vector of ``--numbers`` entries. Client seconds are CPU seconds and bytes are those on the
+wire, both as medians over the clients; the coordinator's seconds are those in which it opens the sum. The bytes are
+compared with a plain update of as many numbers.
 
-Then real processes on loopback: five clients and a coordinator, plain and summed federations in turns of ``--repeats``.
-What the steps add is the difference of the median seconds of a phase, from its opening to the state that follows.
+Then processes on loopback: five clients and a coordinator, ``--repeats`` times a plain and a summed federation. The
+steps add the difference of the median seconds of a phase, from its opening to the next state.
 
     python -m benchmarks.secure_sums --json benchmarks/secure_sums.json --docs docs/guides/secure-aggregation.md
     python -m benchmarks.secure_sums --clients 10,100 --repeats 1 --rounds 4
@@ -48,7 +48,7 @@ from promptfed.shared.spec.weighting import Weighting
 from promptfed.shared.tensors import encode
 
 SPEC, UNIFORM = SecureAggregationSpec(), Weighting(weighting="uniform")
-LOST = 0.3  # of the clients, between shares and masked vectors
+LOST = 0.3  # share of the clients that is lost between the steps share and mask
 BAR_SECONDS, BAR_BYTES, BAR_CLIENTS = 0.5, 3.0, 100
 DIGEST = "sha256:" + "1" * 64
 ABOUT = {
@@ -66,22 +66,25 @@ T = TypeVar("T")
 
 @dataclass
 class Client:
-    """One simulated client: its state between the steps, its CPU seconds, and its bytes as they stand on the wire."""
+    """A simulated client: its state between the steps, its CPU seconds, and its bytes on the wire."""
 
     vector: Any  # (d,) float64
     seconds: float = 0.0
     up: int = 0
     down: int = 0
 
-    def step(self, work: Callable[[bytes], tuple[BaseModel | bytes, T]], told: BaseModel | None = None) -> T:
-        """Read ``told``, do the step's work on this client's clock, and send the first part of the answer."""
-        body = b"" if told is None else told.model_dump_json().encode()
+    def step(self, work: Callable[[bytes], tuple[BaseModel | bytes, T]], message: BaseModel | None = None) -> T:
+        """Call ``work`` with the coordinator's message and measure it.
+
+        ``work`` returns what goes to the coordinator, whose bytes are counted, and the value that is returned here.
+        """
+        body = b"" if message is None else message.model_dump_json().encode()
         began = time.process_time()
-        answer, kept = work(body)
+        answer, value = work(body)
         self.seconds += time.process_time() - began
         self.down += len(body)
         self.up += len(answer if isinstance(answer, bytes) else answer.model_dump_json().encode())
-        return kept
+        return value
 
     def keys(self, _: bytes) -> tuple[KeysAnswer, KeysAnswer]:
         """Step train."""
@@ -121,7 +124,7 @@ class Client:
 
 
 def protocol(count: int, numbers: int) -> dict[str, Any]:
-    """One attempt of ``count`` clients; what it cost. The sum is checked."""
+    """Run all steps of ``count`` clients once; their costs. SystemExit if the sum is wrong."""
     source = np.random.default_rng(7)
     clients = [Client(source.integers(-(1 << 30), 1 << 30, numbers) / SCALE) for _ in range(count)]
     made, signed = make_roster([client.step(client.keys) for client in clients], SPEC, UNIFORM)
@@ -153,7 +156,7 @@ def protocol(count: int, numbers: int) -> dict[str, Any]:
 
 
 def plain_bytes(numbers: int) -> int:
-    """Bytes of an update in the clear."""
+    """Bytes of a plain update with so many numbers."""
     about = UpdateMetadata(
         task_id="tsk-" + "0" * 16, payload_sha256=DIGEST, metrics={"loss": 0.5, "train_seconds": 0.5}
     )
@@ -161,7 +164,7 @@ def plain_bytes(numbers: int) -> int:
 
 
 def rounds(repeats: int, count: int, clients: int = 5) -> dict[str, Any]:
-    """Seconds of the phases of plain and summed federations in processes, in turns; each run's first is left out."""
+    """Run plain and summed federations in processes, in turns; medians over all rounds but the first of each run."""
     seconds: dict[str, list[float]] = defaultdict(list)
     steps: dict[str, list[float]] = defaultdict(list)
     sent: dict[str, list[int]] = defaultdict(list)
@@ -187,7 +190,7 @@ def rounds(repeats: int, count: int, clients: int = 5) -> dict[str, Any]:
 
 
 def plan(way: str, count: int, clients: int) -> tuple[dict[str, Any], list[Site]]:
-    """The spec of one run, and its clients."""
+    """The spec and the clients of a run. ``way``: plain or summed."""
     spec: dict[str, Any] = {
         "name": way,
         "method": {"name": "promptfl"},
@@ -203,7 +206,7 @@ def plan(way: str, count: int, clients: int) -> tuple[dict[str, Any], list[Site]
 
 
 def as_table(measured: dict[str, Any]) -> str:
-    """The figures as the documentation has them, with the bars."""
+    """The table and the sentence of the documentation, in Markdown."""
     rows = []
     for case in measured["protocol"]:
         ratio = case["client_bytes_up"] / case["plain_bytes_up"]
@@ -223,7 +226,7 @@ def as_table(measured: dict[str, Any]) -> str:
 
 
 def missed(measured: dict[str, Any]) -> list[str]:
-    """The bars that were not reached."""
+    """A sentence for each bar that was missed."""
     problems = []
     for case in measured["protocol"]:
         ratio = case["client_bytes_up"] / case["plain_bytes_up"]
@@ -236,14 +239,16 @@ def missed(measured: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run, print and write; SystemExit where a bar is not reached."""
+    """Run, print and write; SystemExit if a bar is missed."""
     command = parser(__doc__)
     command.add_argument("--clients", type=integers, default=[10, 100, 1000], help="numbers of clients")
     command.add_argument("--numbers", type=int, default=8192, help="numbers in the vector")
-    command.add_argument("--repeats", type=int, default=2, help="turns of plain and summed processes; 0: none")
-    command.add_argument("--rounds", type=int, default=8, help="of each run")
-    command.add_argument("--docs", type=Path, help="write the table between its markers in this page")
+    command.add_argument("--repeats", type=int, default=2, help="pairs of a plain and a summed federation; 0: none")
+    command.add_argument("--rounds", type=int, default=8, help="rounds of each federation; the first is not measured")
+    command.add_argument("--docs", type=Path, help="page in which the table is replaced")
     options = command.parse_args()
+    if options.rounds < 2:
+        command.error("--rounds: at least 2, since the first round is not measured")
     torch.set_num_threads(1)
     measured = {
         "machine": machine(),

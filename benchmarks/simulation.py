@@ -1,9 +1,8 @@
-"""Time and memory of a simulation; each case runs in a process of its own.
+"""Time and memory of a simulation. Each case runs in a process of its own.
 
-Each client holds 16 training and 10 test images of one style; a tenth of the clients trains in each round, one epoch of
-`promptfl` on the embedded backbone. "before round 1" is everything up to it: backbone, drawing and encoding all images,
-enrolment. CPU seconds are those of all threads: the figures to compare on a busy machine. Peak memory is that of the
-whole process.
+Each client has 16 training and 10 test images of one style. In each round a tenth of the clients trains `promptfl` on
+the embedded backbone for one epoch. "before round 1" includes loading the backbone, drawing and encoding all images,
+and enrolment. CPU seconds are those of all threads; compare these on a busy machine. Peak memory is the process's.
 
     python -m benchmarks.simulation --json benchmarks/simulation.json
     python -m benchmarks.simulation --cases 100:20 --pool 2
@@ -31,7 +30,7 @@ TENTH = 0.1
 
 
 def plan(clients: int, rounds: int) -> tuple[dict[str, Any], list[Site]]:
-    """The spec, and its clients; evaluations before the first round and after the last."""
+    """The spec and the clients. They evaluate before the first round and after the last."""
     spec = {
         "name": "simulation",
         "method": {"name": "promptfl"},
@@ -46,13 +45,13 @@ def plan(clients: int, rounds: int) -> tuple[dict[str, Any], list[Site]]:
 
 
 def measure(clients: int, rounds: int, pool: int) -> dict[str, Any]:
-    """Run one case in this process."""
+    """Run a case in this process; its figures."""
     torch.set_num_threads(1)
-    begun: list[float] = []
+    running: list[float] = []  # when the first round began
 
     def progress(snapshot: Snapshot) -> None:
-        if snapshot.state == "running" and not begun:
-            begun.append(time.process_time())
+        if snapshot.state == "running" and not running:
+            running.append(time.process_time())
 
     started = time.process_time()
     run = simulate(*plan(clients, rounds), pool=pool, progress=progress)
@@ -65,8 +64,8 @@ def measure(clients: int, rounds: int, pool: int) -> dict[str, Any]:
         "pool": pool,
         "seconds_before_round_1": round(run.setup_seconds, 2),
         "seconds_of_rounds": round(run.wall_seconds, 2),
-        "cpu_seconds_before_round_1": round(begun[0] - started, 2),
-        "cpu_seconds_of_rounds": round(ended - begun[0], 2),
+        "cpu_seconds_before_round_1": round(running[0] - started, 2),
+        "cpu_seconds_of_rounds": round(ended - running[0], 2),
         "training_tasks": sum(len(phase["updates"]) for phase in phases),
         "evaluations": sum(len(evaluation["clients"]) for evaluation in evaluations),
         "client_seconds": round(run.client_seconds, 2),
@@ -76,7 +75,7 @@ def measure(clients: int, rounds: int, pool: int) -> dict[str, Any]:
 
 
 def pair(text: str) -> tuple[int, int]:
-    """``100:20`` as numbers."""
+    """Clients and rounds of ``100:20``."""
     clients, rounds = text.split(":")
     return int(clients), int(rounds)
 
@@ -85,8 +84,8 @@ def main() -> None:
     """Run the cases and print."""
     command = parser(__doc__)
     command.add_argument("--cases", type=pair, nargs="+", default=list(CASES), help="CLIENTS:ROUNDS")
-    command.add_argument("--case", type=pair, help="run this one here and print its numbers as JSON")
-    command.add_argument("--pool", type=int, default=1)
+    command.add_argument("--case", type=pair, help="run this case in this process and print its numbers as JSON")
+    command.add_argument("--pool", type=int, default=1, help="clients that compute at once")
     options = command.parse_args()
     if options.case is not None:
         clients, rounds = options.case

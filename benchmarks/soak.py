@@ -1,16 +1,18 @@
-"""One coordinator under load for long: 1,000 clients and 200 rounds of 32 KB, then 50 clients and 20 rounds of 5 MB.
+"""Load on a coordinator for hours: 1,000 clients with 32 KB in 200 rounds, then 50 clients with 5 MB in 20 rounds.
 
-A real coordinator process, real HTTP and disk; this process plays all clients of a leg as `benchmarks.coordinator_load`
-does. They never train, so every round is one burst. The first leg keeps every update, the second the last round's only.
+The coordinator is a process with real HTTP and a real disk. This process plays all clients of a leg, as
+`benchmarks.coordinator_load` does. They never train, so every round is one burst. The first leg keeps every update, the
+second only those of the last round.
 
     python -m benchmarks.soak --json soak.json
     python -m benchmarks.soak --legs 32:20:3:all          # KB, clients, rounds, retention: a quick look
 
 - updates/s: over all rounds, from a round's first task received to its last 201.
-- task: a poll with `wait=0` by a client that has just received its task; every tenth client sends one each round. A
-  poll with `wait=30` would measure the other clients. update: from the first byte sent to the 201.
-- memory and open files are the coordinator process's: before anybody came, after the first round, before the last one,
-  and when all have gone. A leak would show between the second and the third.
+- task: a poll with `wait=0` by a client that has just received its task; each round, every tenth client sends one. A
+  poll with `wait=30` would mostly wait for the other clients.
+- update: from the first byte sent to the 201.
+- memory and open files of the coordinator process, four times: before the first enrolment (idle), after the first round
+  (start), before the last round (last), and after the last client has left (end). A leak shows between start and last.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from benchmarks.harness import Footprint, allow_many_connections, coordinator, f
 from benchmarks.players import SHAPES, Operator, Record, operator_of
 
 LEGS = "32:1000:200:all,5120:50:20:last_round"
-PROBES = 10  # one client in so many asks again
+PROBES = 10  # in each round, every tenth client asks again for its task
 LONGEST_SECONDS = 6 * 3600.0
 
 
 @dataclass(frozen=True)
 class Leg:
-    """A federation to be played."""
+    """A federation to play: the size of its updates, its clients, rounds and `retention`."""
 
     kilobytes: int
     clients: int
@@ -46,14 +48,14 @@ class Leg:
 
 @dataclass
 class Soaked(Record):
-    """What a leg's clients have seen, with the seconds of repeated polls and the footprint after each round."""
+    """What a leg's clients have seen. ``polls``: seconds of repeated polls; ``after``: the footprint after a round."""
 
     polls: list[float] = field(default_factory=list)
     after: dict[int, Footprint] = field(default_factory=dict)
 
 
 class SoakClient(LoadClient):
-    """A client that in some rounds asks for its task again, and measures that."""
+    """A client that asks for its task a second time in some rounds and measures the answer."""
 
     record: Soaked
 
@@ -69,9 +71,9 @@ class SoakClient(LoadClient):
 
 
 def figures(leg: Leg, record: Soaked) -> dict[str, Any]:
-    """Figures of the rounds that are over."""
-    whole = [spans for spans in record.rounds().values() if len(spans) == leg.clients]
-    seconds = [max(end for _, end in spans) - min(begin for begin, _ in spans) for spans in whole]
+    """Rates and latencies of the rounds in which every client has sent its update."""
+    complete = [spans for spans in record.rounds().values() if len(spans) == leg.clients]
+    seconds = [max(end for _, end in spans) - min(begin for begin, _ in spans) for spans in complete]
     return {
         "rounds_over": len(seconds),
         "updates": len(record.accepted),
@@ -85,12 +87,12 @@ def figures(leg: Leg, record: Soaked) -> dict[str, Any]:
 
 
 def quantiles(call: str, seconds: list[float]) -> dict[str, float]:
-    """p50 and p99 in milliseconds; NaN where nobody has asked yet."""
+    """p50 and p99 in milliseconds; NaN without values."""
     return {f"{call}_p{q}_ms": float(np.percentile(seconds or [np.nan], q)) * 1e3 for q in (50, 99)}
 
 
 async def watch(operator: Operator, leg: Leg, record: Soaked, pid: int) -> None:
-    """Note the footprint after each round, and print the figures so far for a run that is interrupted."""
+    """Note the footprint after each round and print the figures so far, in case the run is interrupted."""
     done = 0
     while True:
         await asyncio.sleep(1)
@@ -106,7 +108,7 @@ async def watch(operator: Operator, leg: Leg, record: Soaked, pid: int) -> None:
 
 
 async def play_leg(leg: Leg, operator: Operator, record: Soaked, pid: int) -> float:
-    """The whole leg; seconds of its rounds. SystemExit where an update does not count."""
+    """Play the whole leg; seconds of its rounds. SystemExit if an update does not count."""
     token = await operator.create(leg.kilobytes, leg.clients, leg.rounds, deadline=3600, retention=leg.retention)
     clients = [SoakClient(operator.port, number, leg.kilobytes, record) for number in range(leg.clients)]
     _, seconds = await play(operator, token, clients, LONGEST_SECONDS, lambda: watch(operator, leg, record, pid))
@@ -118,27 +120,29 @@ async def play_leg(leg: Leg, operator: Operator, record: Soaked, pid: int) -> fl
 
 
 def measure(leg: Leg) -> dict[str, Any]:
-    """A leg on a coordinator of its own."""
+    """Play a leg on a new coordinator; its figures."""
     record = Soaked()
     with coordinator() as process:
         idle = footprint(process.pid)
         seconds = asyncio.run(play_leg(leg, operator_of(process), record, process.pid))
         end = footprint(process.pid)
         stored = sum(path.stat().st_size for path in process.folder.rglob("*") if path.is_file())
+    # Rounds of less than a second share a footprint: a short leg may have only the one after its last round.
+    noted = list(record.after.values())
     return {
         **asdict(leg),
         "seconds": seconds,
         **figures(leg, record),
         "idle": asdict(idle),
-        "start": asdict(record.after[min(record.after)]),
-        "last": asdict(record.after[max(number for number in record.after if number < leg.rounds)]),
+        "start": asdict(noted[0]),
+        "last": asdict(noted[-2:][0]),
         "end": asdict(end),
         "stored_mb": stored / 1e6,
     }
 
 
 def parse_legs(text: str) -> list[Leg]:
-    """``32:1000:200:all`` and more of them, with commas between."""
+    """The legs of ``32:1000:200:all,5120:50:20:last_round``."""
     legs = []
     for leg in text.split(","):
         kilobytes, clients, rounds, retention = leg.split(":")

@@ -1,45 +1,44 @@
-"""CPU time of one local training step: with nothing kept, and with each saving of `shared/clip`.
+"""CPU time of one local training step, without and with each optimisation of `shared/clip`.
 
     python -m benchmarks.step --json benchmarks/step.json
     python -m benchmarks.step --models ViT-B-16 --classes 10 --methods all
     python -m benchmarks.step --models promptfed-tiny --classes 10 --protected
 
-Every way is the method's own `train`. The ways differ in the backbone and the images that the method is given:
+Every variant calls the method's own `train`. They differ in the backbone and the images that the method is given:
 
-  plain      one step; the frozen image tower encodes the batch, and every prompt passes the text tower by itself over
+  plain      one step; the frozen image tower encodes the batch, and each prompt passes the text tower separately, over
              all positions of all classes, constant texts included
-  cached     the same without the time of the image tower
-  short      image features are kept, and no text position after the end token is computed (promptfl only)
-  ours       image features are kept (patch features on disk, in 16 bits), `[SOS] ctx` is computed once for all classes,
-             and prompts pass the tower together
+  cached     plain without the time of the image tower
+  short      image features are cached, and no text position after the end token is computed (promptfl only)
+  ours       image features are cached (patch features on disk, in 16 bits), `[SOS] ctx` is computed once for all
+             classes, and prompts pass the text tower together
   protected  ours with DP-SGD (promptfl only, with --protected)
 
-The last three are averaged over a task of several steps. One step from the same start must change every tensor alike in
-all ways but `protected`; otherwise the run ends. With more than 100 classes the plain text pass runs in chunks of 100
-under activation checkpointing, since it would not fit into memory. Its first forward pass is not timed, so that
-chunking costs the plain way nothing.
+The last three are averaged over a task of several steps. Except for `protected`, one step from the same start must
+change every tensor in the same way; otherwise the run ends. With more than 100 classes the plain text pass would not
+fit into memory: it runs in chunks of 100 under activation checkpointing. The additional forward pass is not timed, so
+that the plain variant does not pay for the chunks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import in_words, machine, medians, parser, table, write
+from benchmarks.step_batches import KeptBatch, PlainBatch, RandomImages
 from promptfed.shared.clip import Backbone, BackboneError, ClassPrompts, load_backbone, shape_of
 from promptfed.shared.clip.caches.features import PatchCache
 from promptfed.shared.methods import make_method
@@ -57,7 +56,7 @@ RATE_OF_COMPARISON = 1000.0  # one step changes weights by the gradient times th
 RATE_OF_STANDING = 1e-30
 MOST_DEVIATION = 1e-4
 EXPERTS = 9  # other clients' contexts, pFedMoAP's default
-# Options that make a step that of the paper. pFedPrompt's memory is part of its loss only on request.
+# Options with which a step is that of the method's paper. pFedPrompt's memory is part of its loss only on request.
 OPTIONS: dict[str, dict[str, Any]] = {
     "promptfl": {},
     "fedpgp": {},
@@ -72,8 +71,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedprograd": {},
     "fedplot": {},
 }
-STILL = {"pfedmoap": {"gate_learning_rate": 1e-30}}  # for a step that moves nothing
-# These biases are added to all keys, experts or classes alike, so that no softmax depends on them.
+STILL = {"pfedmoap": {"gate_learning_rate": 1e-30}}  # together with RATE_OF_STANDING: a step that changes nothing
+# These biases are added to all keys, experts or classes equally, so that no softmax depends on them.
 WITHOUT_EFFECT = ("key.bias", "value.bias", "output.bias")
 TARGETS = {("promptfl", 10): 30, ("promptfl", 100): 20, ("promptfl", 1000): 12, ("fedotp", 10): 10}  # ViT-B/16
 COLUMNS = {"plain": "plain", "cached": "+ feature cache", "short": "+ short text", "ours": "ours"}
@@ -81,9 +80,9 @@ TextPath = Literal["plain", "short"]
 
 
 class SlowBackbone:
-    """A backbone that encodes each prompt by itself, by one text path, and remembers nothing.
+    """A backbone that encodes each prompt separately on the given text path and caches nothing.
 
-    ``untimed``: CPU seconds of forward passes that are computed once more in the backward pass.
+    ``untimed``: CPU seconds of forward passes that activation checkpointing repeats in the backward pass.
     """
 
     def __init__(self, backbone: Backbone, path: TextPath):
@@ -96,10 +95,10 @@ class SlowBackbone:
     def encode_prompts(self, context: Tensor, prompts: ClassPrompts, *, normalize: bool = True) -> Tensor:
         """``(..., C, d_e)`` of contexts ``(..., m, d_t)``, of length 1 unless ``normalize`` is False."""
         trained = torch.is_grad_enabled()
-        with torch.enable_grad():  # without gradients a backbone answers from what it encoded before
+        with torch.enable_grad():  # without gradients a backbone answers from its cache
             contexts = context.reshape(-1, *context.shape[-2:])
-            each = [self._encode(row if trained else row.requires_grad_(), prompts, normalize) for row in contexts]
-        features = torch.stack(each).reshape(*context.shape[:-2], *each[0].shape)
+            encoded = [self._encode(row if trained else row.requires_grad_(), prompts, normalize) for row in contexts]
+        features = torch.stack(encoded).reshape(*context.shape[:-2], *encoded[0].shape)
         return features if trained else features.detach()
 
     def _encode(self, context: Tensor, prompts: ClassPrompts, normalize: bool) -> Tensor:
@@ -114,88 +113,9 @@ class SlowBackbone:
         return features
 
 
-class RandomImages:
-    """Images as a data source has them."""
-
-    def __init__(self, count: int, side: int, draws: torch.Generator):
-        self._pixels = torch.randint(256, (count, side, side, 3), dtype=torch.uint8, generator=draws).numpy()
-
-    def __len__(self) -> int:
-        return len(self._pixels)
-
-    def image(self, index: int) -> Image.Image:
-        return Image.fromarray(self._pixels[index])
-
-    def digest(self, index: int) -> str:
-        return hashlib.sha256(self._pixels[index].tobytes()).hexdigest()
-
-
-@dataclass
-class KeptBatch:
-    """A training split of one batch, ``steps`` times over: features in memory, patch features on disk."""
-
-    backbone: Backbone
-    source: RandomImages
-    cache: PatchCache
-    pixels: Tensor  # (B, 3, H, W)
-    classes: Tensor  # (B,)
-    encoded: Tensor  # (B, d_e)
-    steps: int = 1
-
-    @property
-    def labels(self) -> Tensor:
-        return self.classes.repeat(self.steps)
-
-    def __len__(self) -> int:
-        return self.steps * len(self.classes)
-
-    def features(self) -> Tensor:
-        return self.encoded.repeat(self.steps, 1)
-
-    def raw_features(self) -> Tensor:
-        """As `features`: random images have no lengths that a step's time depends on."""
-        return self.features()
-
-    def images(self, indices: Tensor) -> Tensor:
-        return self.pixels[indices % len(self.pixels)]
-
-    def patches(self, indices: Tensor) -> Tensor:
-        return self.cache.rows(self.backbone, self.source, (indices % len(self.classes)).tolist())
-
-    def block_rows(self, indices: Tensor, start: int) -> Tensor:
-        raise NotImplementedError("no method of this benchmark trains blocks of the image tower")
-
-
-@dataclass
-class PlainBatch(KeptBatch):
-    """The same batch of which only the pixels are kept; the image tower sees it once in a step, on this clock."""
-
-    tower_seconds: float = 0.0
-
-    @cached_property
-    def _features(self) -> Tensor:
-        began = time.process_time()
-        features = self.backbone.encode_images(self.pixels)
-        self.tower_seconds += time.process_time() - began
-        return features
-
-    @cached_property
-    def _patches(self) -> Tensor:
-        began = time.process_time()
-        patches = self.backbone.encode_patches(self.pixels).half().float()
-        self.tower_seconds += time.process_time() - began
-        return patches
-
-    def features(self) -> Tensor:
-        return self._features
-
-    def patches(self, indices: Tensor) -> Tensor:
-        return self._patches[indices]
-
-
 @dataclass
 class Step:
-    """CPU seconds of a step, those of the image tower among them, and each trained tensor after it."""
+    """CPU seconds of a step, ``tower_seconds`` of them in the image tower, and all trained tensors after it."""
 
     seconds: float
     after: Tensors
@@ -204,7 +124,7 @@ class Step:
 
 @dataclass
 class Task:
-    """A method, and what its client is given."""
+    """A method with the payload, the class names and the images that its client gets."""
 
     method: Method
     payload: Tensors
@@ -213,7 +133,7 @@ class Task:
     kept: KeptBatch
 
     def train(self, split: KeptBatch, rate: float, backbone: Any, protection: Protection | None = None) -> Step:
-        """The method's own training from the start at this rate."""
+        """Call the method's ``train`` on ``split`` with learning rate ``rate``, from the start of the payload."""
         training = self.training.model_copy(update={"learning_rate": rate})
         terms = TrainingTerms(
             method={"name": self.method.name},
@@ -242,7 +162,7 @@ class Task:
         return Step(time.process_time() - began, result.update | result.private)
 
     def plain_step(self) -> Step:
-        """One step with nothing kept."""
+        """One step without any cache."""
         kept = self.kept
         backbone = SlowBackbone(kept.backbone, "plain")
         split = PlainBatch(kept.backbone, kept.source, kept.cache, kept.pixels, kept.classes, kept.encoded)
@@ -250,7 +170,7 @@ class Task:
         return replace(step, seconds=step.seconds - backbone.untimed, tower_seconds=split.tower_seconds)
 
     def steps(self, way: str, count: int, rate: float) -> Step:
-        """``count`` steps on kept features by one of the fast ways; seconds of one step."""
+        """``count`` steps on cached features by ``short``, ``ours`` or ``protected``; its seconds are of one step."""
         protection = None
         if way == "protected":
             size = len(self.kept.classes)
@@ -260,14 +180,14 @@ class Task:
         return replace(step, seconds=step.seconds / count)
 
     def start(self) -> Tensors:
-        """All trained tensors, private ones too, before the first step: after a step of no length."""
+        """All trained tensors, private ones too, before the first step: those after a step that changes nothing."""
         options = OPTIONS[self.method.name] | STILL.get(self.method.name, {})
         still = replace(self, method=make_method({"name": self.method.name, **options}))
         return still.steps("ours", 1, RATE_OF_STANDING).after
 
 
 def class_names(count: int, backbone: Backbone) -> tuple[str, ...]:
-    """Different names of one to five tokens in equal shares, of words that are one token each."""
+    """``count`` different names of one to five words in equal shares; each word is one token."""
     from open_clip import IMAGENET_CLASSNAMES
 
     words = sorted({name.lower() for name in IMAGENET_CLASSNAMES if name.isalpha()})
@@ -282,7 +202,7 @@ def class_names(count: int, backbone: Backbone) -> tuple[str, ...]:
 
 
 def make_task(backbone: Backbone, name: str, classes: int, batch: int, folder: Path) -> Task:
-    """Random images and labels, and the method's own start; what it takes from other clients is random too."""
+    """A task with random images and labels. The payload is the initial state, with random tensors of other clients."""
     draws, method = torch.Generator().manual_seed(0), make_method({"name": name, **OPTIONS[name]})
     source, names = RandomImages(batch, backbone.image_size[0], draws), class_names(classes, backbone)
     pixels = torch.stack([backbone.preprocess(source.image(index)) for index in range(batch)])
@@ -302,10 +222,10 @@ def make_task(backbone: Backbone, name: str, classes: int, batch: int, folder: P
 
 
 def largest_deviation(step: Step, wanted: Step, start: Tensors) -> float:
-    """Largest difference of what one step changed, relative to the largest change of the same tensor.
+    """Largest difference between two steps from ``start``, relative to the largest change of the same tensor.
 
-    Tensors whose names end with one of `WITHOUT_EFFECT` have gradients of rounding errors alone: they are compared on
-    the scale of all tensors. SystemExit for a difference of more than `MOST_DEVIATION`.
+    Tensors whose names end with one of `WITHOUT_EFFECT` have gradients of rounding errors only. Their differences are
+    relative to the largest change of all tensors. SystemExit for a difference of more than `MOST_DEVIATION`.
     """
     changed = {name: float((value - start[name]).abs().max()) for name, value in wanted.after.items()}
     largest, worst = max(changed.values()), 0.0
@@ -313,12 +233,12 @@ def largest_deviation(step: Step, wanted: Step, start: Tensors) -> float:
         scale = largest if name.endswith(WITHOUT_EFFECT) else changed[name]
         worst = max(worst, float((step.after[name] - value).abs().max()) / scale)
     if worst > MOST_DEVIATION:
-        raise SystemExit(f"The ways differ: a tensor's change is off by {worst:.1e} of its largest entry.")
+        raise SystemExit(f"The variants differ: a tensor's change is off by {worst:.1e} of its largest entry.")
     return worst
 
 
 def measure(task: Task, repeats: int, steps: int, protected: bool = False) -> dict[str, Any]:
-    """Interleaved: after each plain step a task of each fast way."""
+    """Measure all variants of a task in turn: after each plain step, ``steps`` steps of each fast variant."""
     promptfl = task.method.name == "promptfl"
     fast = [*(["short"] if promptfl else []), "ours"]
     runs: dict[str, list[float]] = {way: [] for way in ("plain", "cached", *fast)}
@@ -347,7 +267,7 @@ def measure(task: Task, repeats: int, steps: int, protected: bool = False) -> di
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The table of the results; in brackets how many times faster than the column to the left."""
+    """The table of the results. The factor in brackets is over the column to the left."""
     rows = []
     for result in results:
         seconds, cells, before = result["seconds"], [], 0.0
@@ -381,7 +301,7 @@ def main() -> None:
     command.add_argument("--classes", type=int, nargs="+", default=[10, 100, 1000])
     command.add_argument("--batch", type=int, default=32)
     command.add_argument("--repeats", type=int, default=3, help="plain steps; a third of it above 100 classes")
-    command.add_argument("--steps", type=int, default=5, help="steps of a task of a fast way")
+    command.add_argument("--steps", type=int, default=5, help="steps of a task of a fast variant")
     command.add_argument("--protected", action="store_true", help="also promptfl's step with DP-SGD")
     options = command.parse_args()
     torch.set_num_threads(1)

@@ -1,13 +1,13 @@
-"""Three coordinators on one PostgreSQL and one object store, killed and paused while they carry federations out.
+"""Three coordinators on one PostgreSQL and one object store, killed and stopped while they run federations.
 
-The campaign of `tests.support.takeovers` at length. Every blob is an object, as large ones are.
+A long run of the campaign of `tests.support.takeovers`. All blobs are objects, whatever their size.
 
     python -m benchmarks.takeover --kills 50 --stops 20 --json benchmarks/takeover.json
 
-- each federation must end with the state hashes, the counted updates with their weights, and the accuracies of an
-  undisturbed run by one coordinator on SQLite and a folder;
-- each update that was answered 201 or 200 must be stored under the digest that was sent, and each task's update once;
-- takeover: from the signal until another coordinator answers for the federation, asked every 50 ms.
+- Each federation must end with the state hashes, counted updates, weights and accuracies of an undisturbed run by one
+  coordinator on SQLite and a folder.
+- Each update that was answered 201 or 200 must be stored under the digest that was sent, and only one for each task.
+- Takeover: from the signal until another coordinator answers for the federation. It is asked every 50 ms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METHODS = ("promptfl with adam", "promptfl", "pfedmoap")
 
 
 def run(kills: int, stops: int, rounds: int, seed: int) -> dict[str, Any]:
-    """The campaign, with servers of its own."""
+    """Run the campaign on a new PostgreSQL server and object store; its figures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="promptfed-takeover-")))
         postgres = PostgresServer(fsync=True)

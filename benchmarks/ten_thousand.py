@@ -1,15 +1,15 @@
-"""One federation of 10,000 clients that answer without training, 1 % of them a round, over 50 sockets.
+"""A federation of 10,000 clients that answer without training, 1 % of them in each round, over 50 sockets.
 
-A real coordinator process (SQLite, a folder), real HTTP; this process plays all clients over so many keep-alive
-connections, whatever their number: each request goes over the next free one.
+The coordinator is a process on SQLite and a folder. This process plays all clients over 50 keep-alive connections; each
+request takes the next free one.
 
     python -m benchmarks.ten_thousand --json benchmarks/ten_thousand.json
 
 - enrolling: from the first enrolment's first byte to the last 201.
-- before the first and after the last round all clients evaluate, as any federation's do.
-- a round: every client polls once (`wait=0`); those with a task fetch the payload and send an update of 32 KB. The next
-  sweep over all clients finds those that are asked when a phase opens again.
-- sockets: connections that the coordinator has accepted, counted while the rounds run.
+- All clients evaluate before the first and after the last round.
+- A sweep: every client polls once (`wait=0`), and those with a task fetch the payload and send an update of 32 KB.
+  Sweeps are repeated until the federation has ended.
+- sockets: the most connections that the coordinator held after a sweep.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sockets_of(pid: int, port: int) -> int:
 
 
 async def play(operator: Operator, pid: int, clients: int, sockets: int, rounds: int, share: float) -> dict[str, Any]:
-    """The whole federation; figures."""
+    """Play the whole federation; its figures. ``share``: of the clients that a round asks."""
     record, polls, ended = Record(), 0, False
     players = [Player(operator.federation, number, KILOBYTES, record) for number in range(clients)]
     token = await operator.create(KILOBYTES, clients, rounds, deadline=3600, fraction=share, retention="last_round")

@@ -60,7 +60,7 @@ def test_what_moves_otherwise_ends_the_run(tmp_path: Path) -> None:
     name = "gate.value.weight"
     moved = step.after[name]
     other = Step(0.0, step.after | {name: moved + 1e-3 * (moved - start[name]).abs().max()})
-    with pytest.raises(SystemExit, match="The ways differ"):
+    with pytest.raises(SystemExit, match="The variants differ"):
         benchmark.largest_deviation(other, step, start)
 
 
