@@ -1,1 +1,1 @@
-"""Taking a result away: adapted models, their cards and files."""
+"""Export of results: adapted models, their cards and their files."""

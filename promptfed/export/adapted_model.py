@@ -1,7 +1,7 @@
-"""A backbone adapted by what a federation learned: a classifier made of the global state alone, without any client.
+"""A backbone adapted by a federation's global state: a classifier that needs no client.
 
-It classifies as an evaluator of the federation does. Where a method's classifier needs what a client keeps to itself
-(a head, a context of its own), there is none, and `AdaptedModel.missing` says why.
+It classifies as an evaluator of the federation does. Some methods classify with private state of a client (a head, a
+context). For them there is no such classifier, and `AdaptedModel.missing` gives the reason.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ NOBODY = ClientInfo("nobody", "evaluator", 0, ())
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """What a federation learned, and all that it takes to classify with it: a card holds the same.
+    """The learned state of a federation and everything needed to classify with it. A card holds the same data.
 
-    ``terms`` name no classes and always have a template, ``state`` is the global state after ``round``, ``domains`` are
-    those of the trainers that declared one.
+    ``terms`` contain a template but no class names. ``state`` is the global state after ``round``. ``domains`` are the
+    domains that trainers declared.
     """
 
     terms: TrainingTerms
@@ -56,7 +56,7 @@ class AdaptedModel:
 
     @classmethod
     def of(cls, result: FederationResult) -> AdaptedModel:
-        """From what a coordinator told."""
+        """Build the model from a coordinator's answers."""
         spec, known = result.federation.spec, result.federation.backbone
         backbone = spec.backbone.model_copy(update={"fingerprint": known.fingerprint, "shape": known.shape})
         domains = tuple(client.domain for client in result.clients if client.role == "trainer" and client.domain)
@@ -65,11 +65,11 @@ class AdaptedModel:
 
     @classmethod
     def of_card(cls, card: Card, state: Tensors) -> AdaptedModel:
-        """From the card of an export, and its state."""
+        """Build the model from the card of an export and its state."""
         return cls(_terms(card), card.round, tuple(card.domains), state)
 
     def make_method(self) -> Method:
-        """The method with its hyperparameters. Raises CommandError where this promptfed has it not."""
+        """The method with its hyperparameters. Raises CommandError if this promptfed does not have the method."""
         try:
             return make_method(self.terms.method)
         except SpecError as error:
@@ -79,7 +79,7 @@ class AdaptedModel:
             raise CommandError(text, Exit.FAILED) from None
 
     def missing(self) -> str | None:
-        """Why the global state alone classifies nothing, or None where it does."""
+        """The reason why the global state alone cannot classify; None if it can."""
         method = self.make_method()
         if method.personal and not method.state_tensors():
             return f"{method.name} shares nothing: each client keeps what it has learned"
@@ -90,7 +90,7 @@ class AdaptedModel:
         return None
 
     def check_alone(self) -> None:
-        """Raise CommandError where the global state alone classifies nothing."""
+        """Raise CommandError if the global state alone cannot classify."""
         reason = self.missing()
         if reason is not None:
             raise CommandError(f"{reason}: ask a client's own service (`/v1/predict`)", Exit.BAD_INPUT)
@@ -101,10 +101,10 @@ class AdaptedModel:
         return ServerContext(terms.training, shape, None, (), terms.seed, terms.rounds)
 
     def serve(self, backbone: Backbone, class_names: Sequence[str]) -> Served:
-        """The classifier over ``class_names``, and the template's.
+        """The adapted classifier over ``class_names``, and the zero-shot classifier of the template.
 
         Raises:
-            CommandError: there is none, the backbone is another one, or a name does not fit into it.
+            CommandError: there is no classifier, the backbone differs, or a class name is too long for it.
         """
         self.check_alone()
         self._expect(backbone)
@@ -122,10 +122,10 @@ class AdaptedModel:
         return Served(method.name, self.round, context, classifier, template)
 
     def merged(self, backbone: Backbone, class_names: Sequence[str]) -> Tensors:
-        """Open_clip's model with the state's changes of weights in it, by open_clip's names.
+        """The open_clip model with the state's weight changes merged in, as tensors by open_clip's names.
 
         Raises:
-            CommandError: the method changes no weights, or the backbone is another one or no model of open_clip's.
+            CommandError: the method changes no weights, the backbone differs, or it is not an open_clip model.
         """
         method = self.make_method()
         if not isinstance(method, Merges):
@@ -166,20 +166,20 @@ class AdaptedModel:
 
 
 def _terms(given: FederationSpec | Card, **known: Any) -> TrainingTerms:
-    """What of a federation's terms reaches a classifier; ``known`` replaces fields."""
+    """The training terms that a classifier reads; ``known`` replaces fields."""
     fields = ("method", "training", "backbone", "class_descriptions", "template", "rounds", "seed")
     return TrainingTerms(class_names=None, **({name: getattr(given, name) for name in fields} | known))
 
 
 def predictor_of(served: Served) -> Predictor:
-    """What predicts images with ``served``."""
+    """The predictor that classifies images with ``served``."""
     predictor = Predictor()
     predictor.served = served
     return predictor
 
 
 def weights_of(served: Served) -> Tensors | None:
-    """What plain open_clip code classifies with (`Fixed`), and ``zero_shot_weights (C, d_e)``."""
+    """The weights for plain open_clip code (`Fixed`), and ``zero_shot_weights (C, d_e)``."""
     weights = served.classifier.weights() if isinstance(served.classifier, Fixed) else None
     if weights is None:
         return None
@@ -190,16 +190,16 @@ def weights_of(served: Served) -> Tensors | None:
 
 
 def class_names_of(result: FederationResult) -> tuple[str, ...] | None:
-    """The class names that the spec gives, None where each client has its own."""
+    """The class names in the spec; None if each client has its own."""
     names = result.federation.spec.class_names
     return tuple(names) if names else None
 
 
 def given_class_names(classes: str | None, data: str | None) -> tuple[str, ...] | None:
-    """The names of ``--classes a,b`` or of the data at ``--data URI``; None where neither is given.
+    """The class names of ``--classes a,b`` or of the data at ``--data URI``; None if neither is given.
 
     Raises:
-        CommandError: both are given, a name twice, or data that cannot be used.
+        CommandError: both are given, a name occurs twice, or the data cannot be used.
     """
     if classes is not None and data is not None:
         raise CommandError("--classes and --data both name classes: give one", Exit.BAD_INPUT)

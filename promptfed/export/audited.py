@@ -1,6 +1,6 @@
-"""The figures of an audit, in a file beside the card of the export that was attacked.
+"""The results of an audit, in a file beside the card of the attacked export.
 
-They are not part of the card: the coordinator signs the card and cannot vouch for what others measured.
+They are not part of the card, since the coordinator signs the card and cannot vouch for measurements of others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MOST_BYTES = 1 << 20
 class AuditFigures(BaseModel):
     """The result of one attack of `promptfed audit` on ``members`` training images and ``others``.
 
-    ``auc`` with its 95 % interval; ``tpr_at_1``: share of members found at 1 % false alarms, None where there are too
-    few images; ``epsilon``: a lower bound of ε.
+    ``auc`` has a 95 % interval. ``tpr_at_1`` is the share of members found at a false positive rate of 1 %; it is None
+    if there are too few images. ``epsilon`` is a lower bound of ε.
     """
 
     attack: str = Field(max_length=100)
@@ -41,10 +41,10 @@ class Audit(BaseModel):
 
 
 def note_audit(export: Path, figures: list[AuditFigures]) -> None:
-    """Write ``figures`` beside the card, in the place of an earlier audit's.
+    """Write ``figures`` beside the card; they replace those of an earlier audit.
 
     Raises:
-        CommandError: the folder is no export, or cannot be written.
+        CommandError: the folder is not an export, or cannot be written.
     """
     read_export(export)
     content = Audit(audit=figures).model_dump_json(indent=1) + "\n"
@@ -55,10 +55,10 @@ def note_audit(export: Path, figures: list[AuditFigures]) -> None:
 
 
 def audit_of(export: Path) -> list[AuditFigures] | None:
-    """The figures beside an export, which nobody has signed; None where there is no such file.
+    """The unsigned audit results beside an export; None if there is no such file.
 
     Raises:
-        CommandError: the file is something else.
+        CommandError: the file does not hold audit results.
     """
     if not (export / AUDIT_FILE).exists():
         return None

@@ -32,16 +32,16 @@ from promptfed.shared.clip import Backbone
 from promptfed.shared.plain_text import plain
 from promptfed.shared.tensors import encode
 
-TRIES = 3  # to have a card signed while its federation goes on
+TRIES = 3  # attempts to get a card signed while its federation goes on
 DIFFERS = "export-differs"
-UNSIGNED = ("wrong-role", "not-found", "method-not-allowed")  # a viewer's call, or an earlier coordinator's answer
+UNSIGNED = ("wrong-role", "not-found", "method-not-allowed")  # the caller is a viewer, or the coordinator is older
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How to export: class names instead of the spec's, whether clients are numbered instead of named.
+    """Options of an export: class names that replace the spec's, and whether clients are numbered instead of named.
 
-    ``merged``: beside the state, open_clip's model with the state's changes of weights in it.
+    ``merged``: also write the open_clip model with the state's weight changes merged in.
     """
 
     class_names: tuple[str, ...] | None = None
@@ -57,17 +57,17 @@ def export(
     backbone: Backbone | None = None,
     coordinator: Coordinator | None = None,
 ) -> Card:
-    """Write the export into ``out``, which must be new or empty, and return its card. A failure leaves nothing behind.
+    """Write the export into ``out`` and return its card. A failure leaves no files behind.
 
     Args:
-        result: of a simulation, or as ``coordinator`` gave it.
-        out: the folder.
-        options: what to write.
-        backbone: the loaded one, where there is one.
-        coordinator: signs the card; without one the export is not signed.
+        result: the result of a simulation, or the one that ``coordinator`` returned.
+        out: the folder, which must be new or empty.
+        options: the parts to write.
+        backbone: the backbone, if it is loaded already.
+        coordinator: signs the card; without it the export is not signed.
 
     Raises:
-        CommandError: a folder, class names or a backbone that cannot be used, or the coordinator refuses the card.
+        CommandError: the folder, the class names or the backbone cannot be used, or the coordinator refuses the card.
     """
     check_new(out)
     model = AdaptedModel.of(result)
@@ -92,7 +92,7 @@ def export(
                 break
             if error.kind != DIFFERS or not left:
                 raise
-        result = coordinator.run(take(result.federation.id, result.round))  # the federation has gone on meanwhile
+        result = coordinator.run(take(result.federation.id, result.round))  # the federation went on in the meantime
     _write(written, out)
     return card
 
@@ -100,7 +100,7 @@ def export(
 def _contents(
     result: FederationResult, model: AdaptedModel, options: ExportOptions, backbone: Backbone | None
 ) -> Contents:
-    """The files but for the card."""
+    """All files except the card."""
     names = options.class_names or class_names_of(result)
     why_none, weights = _why_no_weights(model, names), None
     files = {STATE_FILE: result.body if len(model.state) == len(result.state) else encode(model.state)}
@@ -127,12 +127,12 @@ def _why_no_weights(model: AdaptedModel, names: tuple[str, ...] | None) -> str |
 
 
 def open_backbone_of(model: AdaptedModel, allow: bool) -> Backbone:
-    """The federation's backbone on the CPU. Raises CommandError where it cannot be loaded here."""
+    """The federation's backbone on the CPU. Raises CommandError if it cannot be loaded here."""
     return open_backbone(model.terms.backbone, allow_backbone=allow)
 
 
 def check_new(out: Path) -> None:
-    """Raise CommandError where ``out`` is there and not an empty folder."""
+    """Raise CommandError if ``out`` exists and is not an empty folder."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CommandError(f"{out} is not an empty folder: give another one", Exit.BAD_INPUT)
@@ -141,7 +141,7 @@ def check_new(out: Path) -> None:
 
 
 def _write(files: dict[str, bytes], out: Path) -> None:
-    """All files, or none: they appear by one rename."""
+    """Write all files or none: they appear by one rename."""
     folder: str | None = None
     try:
         out = out.resolve()
@@ -162,7 +162,7 @@ def _write(files: dict[str, bytes], out: Path) -> None:
 
 
 def show_export(card: Card, out: Path, as_json: bool) -> None:
-    """Tell what was written."""
+    """Show the written files."""
     if as_json:
         print_json(card.model_dump(mode="json"))
         return

@@ -1,4 +1,4 @@
-"""Exports on the Hugging Face hub: ``hf:owner/name``, put there and fetched from there by its own library."""
+"""Exports on the Hugging Face hub (``hf:owner/name``), uploaded and downloaded with the hub's library."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.shared.api.export_card import MARKDOWN_FILE
 
 SCHEME = "hf:"
-README = "README.md"  # what the hub shows of a repository
+README = "README.md"  # the page that the hub shows for a repository
 
 
 def repository_of(address: str) -> str:
     """``owner/name`` of ``hf:owner/name``.
 
     Raises:
-        CommandError: it is something else.
+        CommandError: the address has another form.
     """
     name = address.removeprefix(SCHEME)
     if not address.startswith(SCHEME) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
@@ -31,7 +31,7 @@ def repository_of(address: str) -> str:
 
 
 def open_hub(token_needed: bool) -> Any:
-    """The hub's client, at $HF_ENDPOINT where that is set, with the token that the hub's library finds.
+    """The hub's client, at $HF_ENDPOINT if it is set, with the token that the hub's library finds.
 
     Raises:
         CommandError: the library is not installed, or a token is needed and there is none.
@@ -49,10 +49,10 @@ def open_hub(token_needed: bool) -> Any:
 
 
 def push(folder: Path, address: str, public: bool = False) -> str:
-    """Put the export in ``folder`` at ``address``, a repository that is made private where it is new; its web address.
+    """Upload the export in ``folder`` to ``address`` and return its web address. A new repository is private.
 
     Raises:
-        CommandError: it is no export, or the hub refuses.
+        CommandError: the folder is not an export, or the hub refuses.
     """
     repository = repository_of(address)
     read_export(folder)
@@ -64,18 +64,18 @@ def push(folder: Path, address: str, public: bool = False) -> str:
             shutil.copytree(folder, whole)
             shutil.copyfile(folder / MARKDOWN_FILE, whole / README)
             hub.upload_folder(repo_id=repository, folder_path=str(whole), commit_message="promptfed export")
-    except Exception as error:  # the library raises errors of many kinds; none of them is ours
+    except Exception as error:  # the library raises many kinds of errors
         raise CommandError(f"{address}: the hub refuses: {_line(error)}", Exit.REFUSED) from None
     return str(where)
 
 
 def pull(address: str, out: Path, revision: str | None = None, key: str | None = None) -> None:
-    """Fetch the export at ``address`` into ``out``, which must be new; what is no export leaves nothing behind.
+    """Fetch the export at ``address`` into the new folder ``out``. If it is not an export, no files are left behind.
 
-    Every file must be one that the card names. With a coordinator's public ``key`` its signature is checked first.
+    The card must name every file. With a coordinator's public ``key`` the signature is checked first.
 
     Raises:
-        CommandError: the hub does not give it, it is no export, or the key has not signed it.
+        CommandError: the hub refuses, it is not an export, or it is not signed with the key.
     """
     repository = repository_of(address)
     check_new(out)
@@ -89,8 +89,8 @@ def pull(address: str, out: Path, revision: str | None = None, key: str | None =
                 hub.snapshot_download(repo_id=repository, revision=revision, local_dir=str(fetched))
             except Exception as error:  # as above
                 raise CommandError(f"{address} cannot be fetched: {_line(error)}", Exit.REFUSED) from None
-            shutil.rmtree(fetched / ".cache", ignore_errors=True)  # the library's notes
-            for name in (".gitattributes", README):  # the hub's, and what `push` shows there
+            shutil.rmtree(fetched / ".cache", ignore_errors=True)  # the library's own bookkeeping
+            for name in (".gitattributes", README):  # files of the hub, and the page that `push` writes
                 (fetched / name).unlink(missing_ok=True)
             open_export(fetched, key, whole=True)
             if out.exists():

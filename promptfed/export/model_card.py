@@ -1,6 +1,6 @@
-"""The card of an export: what was learned, by whom, how well, and how to use it; as JSON and as Markdown.
+"""The card of an export, as JSON and as Markdown: the learned model, its contributors, its accuracy and its use.
 
-The snippet in the Markdown is plain open_clip code, which needs no promptfed; a test runs it as it stands there.
+The snippet in the Markdown is plain open_clip code and does not need promptfed. A test runs it unchanged.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ VERSION = metadata.version("promptfed")
 
 @dataclass(frozen=True)
 class Contents:
-    """What an export holds besides its card: files by name, with the tensors of the safetensors ones.
+    """The contents of an export besides its card: files by name, and the tensors of the safetensors files.
 
-    ``given``: the class names are not the spec's. ``weights`` are those for plain open_clip code
-    (`adapted_model.weights_of`), or ``why_none`` says why there are none; ``alone`` is whether `promptfed predict` can
-    classify with it.
+    ``given``: the class names are not those of the spec. ``weights`` are for plain open_clip code
+    (`adapted_model.weights_of`); ``why_none`` gives the reason if there are none. ``alone``: whether
+    `promptfed predict` can classify with the export.
     """
 
     class_names: tuple[str, ...] | None
@@ -58,7 +58,7 @@ class Contents:
 
 
 def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, anonymous: bool) -> Card:
-    """The card; with ``anonymous`` clients are numbered instead of named."""
+    """The card of ``result``. With ``anonymous`` clients are numbered instead of named."""
     kind = METHODS[model.terms.method["name"]]
     tensors = {STATE_FILE: contents.state, WEIGHTS_FILE: contents.weights}
     hashes = Hashes(
@@ -81,7 +81,7 @@ def card_of(result: FederationResult, model: AdaptedModel, contents: Contents, a
 
 
 def described(body: bytes, tensors: Tensors | None) -> CardFile:
-    """A file as the card names it, with the shapes of its ``tensors``."""
+    """A file's entry in the card, with the shapes of its ``tensors``."""
     shapes = None
     if tensors is not None:
         shapes = {
@@ -93,7 +93,7 @@ def described(body: bytes, tensors: Tensors | None) -> CardFile:
 
 def carries_backbone(backbone: BackboneSpec) -> bool:
     """Whether open_clip could not load the backbone by its name alone."""
-    named = backbone.pretrained not in (None, "random") or backbone.model.startswith("hf-hub:")  # brings its weights
+    named = backbone.pretrained not in (None, "random") or backbone.model.startswith("hf-hub:")  # contains its weights
     return backbone.model == tiny.MODEL or not named
 
 
@@ -132,7 +132,7 @@ def snippet(backbone: BackboneSpec, weights: Tensors) -> str:
 
 
 def _arguments(backbone: BackboneSpec) -> str:
-    """How open_clip is asked for the very backbone; always in float32, in which the weights are."""
+    """The arguments with which open_clip loads the same backbone; always in float32, as the weights are."""
     if carries_backbone(backbone):
         return f'"local-dir:{BACKBONE_FOLDER}"'
     from open_clip import get_pretrained_cfg, is_pretrained_cfg
@@ -145,7 +145,7 @@ def _arguments(backbone: BackboneSpec) -> str:
 
 
 def backbone_files(backbone: Backbone) -> dict[str, bytes]:
-    """The backbone as open_clip's ``local-dir:`` reads it: configuration and weights in one folder."""
+    """The backbone's configuration and weights in one folder, which open_clip reads as ``local-dir:``."""
     config = json.dumps(backbone.open_clip_config, indent=1) + "\n"
     if backbone.model_name == tiny.MODEL and backbone.pretrained == tiny.PRETRAINED:
         weights = tiny.weights_path().read_bytes()

@@ -1,4 +1,4 @@
-"""The card of an export as Markdown: for people, with the code that uses it."""
+"""The card of an export as Markdown for readers, with example code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from promptfed.shared.methods.core.interface.insights import GeneratesPrompts
 from promptfed.shared.plain_text import markdown as plain_markdown
 from promptfed.shared.plain_text import markdown_cell, markdown_code
 
-MOST_CLASSES = 12  # named one by one
+MOST_CLASSES = 12  # clients that are named individually
 WHAT = {
     STATE_FILE: "the global state, as the coordinator holds it",
     MERGED_FILE: "open_clip's model with the state's changes of weights in it",
@@ -37,7 +37,7 @@ WHAT = {
 
 
 def _a_round(card: Card) -> str:
-    """What a round has cost, beside the accuracies that it has bought."""
+    """The cost of a round, shown beside its accuracies."""
     sent = card.bytes
     if sent is None or not card.round:
         return ""
@@ -51,7 +51,7 @@ def _sent(card: Card) -> str:
 
 
 def markdown(card: Card, snippet: str | None) -> str:
-    """The card's text; ``snippet`` is the code for plain open_clip, where there is some."""
+    """The card's text; ``snippet`` is example code for plain open_clip, if there is any."""
     backbone, name = card.backbone, card.method["name"]
     trained = sum(participant.role == "trainer" for participant in card.participants)
     facts = {
@@ -71,7 +71,7 @@ def markdown(card: Card, snippet: str | None) -> str:
     files = [
         [f"`{name}`", WHAT[name], f"{file.bytes:,}", f"`{file.sha256}`"]
         for name, file in card.files.items()
-        if name in WHAT  # not this text itself
+        if name in WHAT  # all files except this text
     ]
     parts = [
         f"# {_plain(card.federation.name)}: {name} after round {card.round} of {card.rounds}",
@@ -100,7 +100,7 @@ UNPROTECTED = (
 
 
 def _privacy(given: PrivacySummary | None, summed: bool = False) -> str:
-    """What ε covers and what not; clients' ε and noise are their own word."""
+    """What ε covers and what it does not cover. Clients report their ε and noise themselves."""
     if given is None or given.epsilon_max is None:
         return UNPROTECTED
     if given.level == "client":
@@ -140,14 +140,14 @@ def _clients(given: PrivacySummary, summed: bool) -> str:
 
 
 def _replaced(given: PrivacySummary) -> str:
-    """ε where one unit is another one, beside that where its contribution is nothing."""
+    """ε for replace-one neighbours, shown beside ε for zero-out neighbours."""
     if given.epsilon_replace_one is None:
         return ""
     return f", and at most {given.epsilon_replace_one:.3g} for replace-one neighbours"
 
 
 def _sums(given: SumsSummary | None) -> list[str]:
-    """Who saw what while it was trained."""
+    """Who could see which data during training."""
     if given is None or given.smallest_sum is None:
         return []
     return [
@@ -181,7 +181,7 @@ def _use(card: Card, snippet: str | None) -> list[str]:
 
 
 def _has_a_mixture(card: Card) -> bool:
-    """Whether there are class weights ``(k, C, d_e)`` of each domain, not ``(C, d_e)``."""
+    """Whether each domain has class weights: ``(k, C, d_e)`` instead of ``(C, d_e)``."""
     file = card.files.get(WEIGHTS_FILE)
     return file is not None and file.tensors is not None and len(file.tensors["class_weights"].shape) == 3
 
@@ -196,7 +196,7 @@ def _classes(card: Card) -> str:
 
 
 def accuracies(measured: Accuracies | None) -> str:
-    """What clients measured, as a table; macro-F1 and ECE where any of them told it."""
+    """The clients' accuracies as a table, with macro-F1 and ECE if any client reported them."""
     if measured is None:
         return "Nobody has measured any yet."
     rows = [
@@ -249,5 +249,5 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """What somebody else named, as text: nothing of it is read as Markdown or HTML."""
+    """A foreign name as plain text: Markdown and HTML in it are escaped."""
     return plain_markdown(text)

@@ -1,7 +1,7 @@
-"""Reading an export: first the coordinator's signature where its key is known, then the card, then the state.
+"""Reading an export: first the coordinator's signature if its key is known, then the card, then the state.
 
-A folder comes from anywhere. What is read of it is what was checked: files are read once, no link is followed, and with
-a key nothing may lie there that the signed card does not name.
+The folder is not trusted. The bytes that are used are the bytes that were checked: each file is read once, links are
+not followed, and with a key the folder must hold no file that the signed card does not name.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from promptfed.shared.signatures import export_statement, is_signed
 from promptfed.shared.spec.spec import SpecError
 from promptfed.shared.tensors import TensorError, Tensors, decode, state_hash
 
-AUDIT_FILE = "audit.json"  # of `promptfed audit export --write`; nobody has signed it
+AUDIT_FILE = "audit.json"  # written by `promptfed audit export --write`, not signed
 PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
 class OpenedExport:
-    """An export that was read; with a key, one whose card and files are those that the coordinator signed."""
+    """An export that was read. With a key, its card and files are those that the coordinator signed."""
 
     folder: Path
     card: Card
@@ -48,7 +48,7 @@ class OpenedExport:
 
     @property
     def model(self) -> AdaptedModel:
-        """What classifies with it."""
+        """The adapted model of the export."""
         return AdaptedModel.of_card(self.card, self.state)
 
 
@@ -56,12 +56,12 @@ def open_export(folder: Path, key: str | None = None, whole: bool = False) -> Op
     """Read an export.
 
     Args:
-        folder: what `promptfed export` has written.
+        folder: a folder that `promptfed export` wrote.
         key: the coordinator's public key. With it the signature is checked before anything is parsed.
-        whole: check all files also without a key.
+        whole: check all files even without a key.
 
     Raises:
-        CommandError: the folder is no export, of a later version, damaged, or not what this key has signed.
+        CommandError: the folder is not an export, has a later version, is damaged, or is not signed with this key.
     """
     body = read_file(folder, JSON_FILE, MOST_CARD_BYTES)
     if key is not None:
@@ -73,7 +73,7 @@ def open_export(folder: Path, key: str | None = None, whole: bool = False) -> Op
 
 
 def read_export(folder: Path, key: str | None = None) -> tuple[AdaptedModel, tuple[str, ...] | None]:
-    """What an export holds: all that it takes to classify, and its class names where it has any.
+    """Read an export: the adapted model, and its class names if it has any.
 
     Raises:
         CommandError: as `open_export`.
@@ -83,16 +83,16 @@ def read_export(folder: Path, key: str | None = None) -> tuple[AdaptedModel, tup
 
 
 def read_file(folder: Path, name: str, most: int) -> bytes:
-    """The bytes of one file, of which there are at most so many.
+    """The bytes of one file, up to a maximum size.
 
     Raises:
-        CommandError: it is missing, too long, or no file of its own.
+        CommandError: the file is missing, too large, or not a regular file.
     """
     return b"".join(_pieces(folder, name, most))
 
 
 def _pieces(folder: Path, name: str, most: int) -> Iterator[bytes]:
-    """A file's bytes, some at a time. No link is followed, and a pipe or device is not waited for."""
+    """A file's bytes in chunks. Links are not followed, and pipes and devices do not block."""
     path = folder / name
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -161,13 +161,13 @@ def _state(folder: Path, card: Card) -> Tensors:
 
 
 def _expect_listed(folder: Path, card: Card, exit: Exit) -> None:
-    """Raise CommandError where a file is missing, another one, no ordinary file, or not listed."""
+    """Raise CommandError if a file is missing, changed, not a regular file, or not listed."""
     unknown = sorted(card.files.keys() - LISTED)
     if unknown:
         raise CommandError(f"{folder}: {JSON_FILE} names {unknown[0][:200]!r}, which no export holds", exit)
     beside = {JSON_FILE, SIGNATURE_FILE, AUDIT_FILE}
     if not os.path.lexists(folder / SIGNATURE_FILE):
-        beside.add(MARKDOWN_FILE)  # which cards did not name before they were signed
+        beside.add(MARKDOWN_FILE)  # older, unsigned cards did not name these files
     for name in _names(folder):
         if name not in card.files and name not in beside:
             text = f"{folder}: {name[:200]!r} is not named in {JSON_FILE}: it is no part of the export, remove it"
@@ -181,7 +181,7 @@ def _expect_listed(folder: Path, card: Card, exit: Exit) -> None:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """Everything in the folder, and in that of the backbone; another folder or a link counts as a file."""
+    """All names in the folder and in the backbone's folder. Other folders and links count as files."""
     try:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if entry.name == BACKBONE_FOLDER and entry.is_dir(follow_symlinks=False):

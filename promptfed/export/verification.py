@@ -1,4 +1,4 @@
-"""`promptfed verify`: an export is what a coordinator has signed, and what can be computed again comes out the same."""
+"""`promptfed verify`: checks the signature of an export and recomputes the parts that can be recomputed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from promptfed.shared.canonical import parse_json
 from promptfed.shared.clip import Backbone
 from promptfed.shared.tensors import TensorError, Tensors, decode
 
-TOLERANCE = 1e-5  # between two machines that compute the same in float32
+TOLERANCE = 1e-5  # tolerance between two machines that compute the same in float32
 
 
 @dataclass(frozen=True)
 class Verification:
-    """An export that its coordinator has signed; ``remarks`` say what else was checked, and what could not be."""
+    """A verified export; ``remarks`` list the further checks, and the checks that were not possible."""
 
     card: Card
     remarks: tuple[str, ...]
@@ -46,17 +46,17 @@ def verify_export(
     allow_backbone: bool = False,
     backbone: Backbone | None = None,
 ) -> Verification:
-    """Check an export against a coordinator's public key, and compute again what can be.
+    """Check an export against a coordinator's public key, and recompute the parts that can be recomputed.
 
     Args:
-        folder: what `promptfed export` has written.
-        key: the public key in hexadecimal, as ``GET /v1/signing-key`` once told it.
-        recompute: load the backbone and compute the class weights and the merged model again.
-        allow_backbone: load a backbone outside open_clip's registry.
-        backbone: the loaded backbone, where there is one.
+        folder: a folder that `promptfed export` wrote.
+        key: the public key in hexadecimal, from ``GET /v1/signing-key``.
+        recompute: load the backbone and recompute the class weights and the merged model.
+        allow_backbone: permit a backbone outside open_clip's registry.
+        backbone: the backbone, if it is loaded already.
 
     Raises:
-        CommandError: the signature, a file or something computed again is not what the card says.
+        CommandError: the signature, a file or a recomputed part does not match the card.
     """
     opened = open_export(Path(folder), key)
     files = {
@@ -90,12 +90,12 @@ def _tensors(opened: OpenedExport, name: str) -> Tensors:
 
 
 def _names_remark(card: Card) -> str | None:
-    """Who vouches for the class names."""
+    """A remark on the origin of the class names."""
     return "the class names are the exporter's, not the federation's" if card.class_names_from == GIVEN_NAMES else None
 
 
 def _text_remark(opened: OpenedExport, weights: Tensors | None) -> str | None:
-    """Compare ``card.md`` with what follows from the signed card; None where it is the same."""
+    """Compare ``card.md`` with the text made from the signed card; None if they are equal."""
     card, name = opened.card, opened.card.method["name"]
     if card.made.promptfed != VERSION:
         return f"{MARKDOWN_FILE} was written by {card.made.promptfed}, this is {VERSION}: its text was not compared"
@@ -115,7 +115,7 @@ def _not(files: dict[str, Tensors]) -> str:
 
 
 def _recomputed(opened: OpenedExport, files: dict[str, Tensors], given: Backbone | None, allow: bool) -> str:
-    """Compare with what the backbone gives; a sentence on what came of it."""
+    """Compare files with results recomputed by the backbone; a sentence that states the outcome."""
     model, names = opened.model, tuple(opened.card.class_names or ())
     try:
         backbone = given or open_backbone_of(model, allow)
@@ -134,7 +134,7 @@ def _recomputed(opened: OpenedExport, files: dict[str, Tensors], given: Backbone
 def _computed(
     model: AdaptedModel, backbone: Backbone, names: tuple[str, ...], files: dict[str, Tensors]
 ) -> dict[str, Tensors | None]:
-    """The files' tensors as the backbone gives them; None where it gives none."""
+    """The recomputed tensors of each file; None if there are none."""
     weights = weights_of(model.serve(backbone, names)) if WEIGHTS_FILE in files else None
     merged = model.merged(backbone, names) if MERGED_FILE in files else None
     carried = None

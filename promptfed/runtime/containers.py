@@ -1,4 +1,4 @@
-"""A federation in containers: private network, volumes, read-only file systems; found by label and taken away again."""
+"""A federation in containers with a private network, volumes and read-only file systems, which are removed by label."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from promptfed.sdk.errors import CommandError, Exit
 
 LABEL = "promptfed.launch"
 IMAGES = {"coordinator": "promptfed-coordinator", "client": "promptfed-client"}
-USER = 10001  # of both images
+USER = 10001  # user of both images
 COORDINATOR_PORT = 8080
 LOOPBACK = "127.0.0.1"
 STOP_TRIES = 3
@@ -34,7 +34,7 @@ STOP_TRIES = 3
 
 @dataclass
 class Container:
-    """One container of ours (`promptfed.runtime.processes.Service`); ``handle`` is the SDK's."""
+    """One started container, a `promptfed.runtime.processes.Service`; ``handle`` is the Docker SDK's object."""
 
     name: str
     handle: Any
@@ -47,7 +47,7 @@ class Container:
         return int(state["ExitCode"]) if state["Status"] in ("exited", "dead") else None
 
     def start_again(self) -> None:
-        """Start it with what is in its volumes."""
+        """Start the container again with its volumes."""
         self.handle.start()
 
     def tail(self, lines: int) -> str:
@@ -57,7 +57,7 @@ class Container:
 
 @dataclass
 class Containers:
-    """Starts containers and takes away all that it made at the end of a ``with`` block; ``logs``: a folder for logs."""
+    """Starts containers and removes everything it created at the end of a ``with`` block; ``logs``: the log folder."""
 
     engine: Any
     logs: Path | None = None
@@ -74,24 +74,24 @@ class Containers:
             self.stop()
 
     def called(self, name: str) -> str:
-        """What the engine calls our ``name``, and containers of our network too."""
+        """The engine's name for ``name``, by which containers of the network also reach it."""
         return f"promptfed-{self.id}-{name}"
 
     @property
     def labels(self) -> dict[str, str]:
-        """By which we find what is ours, and nothing else."""
+        """The labels that identify our containers, volumes and network."""
         return {LABEL: self.id}
 
     def network(self) -> None:
-        """Make the network on which our containers find one another by name."""
+        """Create the network on which the containers find one another by name."""
         self.engine.networks.create(self.called("network"), driver="bridge", labels=self.labels)
 
     def volume(self, name: str) -> str:
-        """Make a volume; the engine's name for it."""
+        """Create a volume; returns the engine's name for it."""
         return str(self.engine.volumes.create(self.called(name), labels=self.labels).name)
 
     def start(self, name: str, service: str, command: list[str], mounts: list[Mount], **more: Any) -> Container:
-        """Start a container of the service's image; ``more`` goes to the engine as it is."""
+        """Start a container of the service's image; ``more`` is passed to the engine unchanged."""
         handle = self.engine.containers.create(
             IMAGES[service],
             command,
@@ -100,7 +100,7 @@ class Containers:
             network=self.called("network"),
             mounts=mounts,
             read_only=True,
-            tmpfs={"/tmp": "size=256m"},  # noqa: S108 (a container's own)
+            tmpfs={"/tmp": "size=256m"},  # noqa: S108 (inside the container)
             cap_drop=["ALL"],
             security_opt=["no-new-privileges:true"],
             **more,
@@ -110,17 +110,17 @@ class Containers:
         return container
 
     def watch(self) -> list[str]:
-        """Start again what died; the names of those started again. Raises ProcessFailed as `revive` does."""
+        """Restart the containers that died; returns their names. Raises ProcessFailed as `revive` does."""
         return revive(self.running.values())
 
     def stop(self) -> None:
-        """Remove what carries our label.
+        """Remove everything with our label.
 
         Raises:
-            CommandError: the engine would not remove something.
+            CommandError: the engine refused to remove something.
         """
         left: list[str] = []
-        for _ in range(STOP_TRIES):  # an interrupted request may have made something after we looked
+        for _ in range(STOP_TRIES):  # an interrupted request may have created something after the first look
             ours = self._ours()
             if not ours:
                 return
@@ -129,7 +129,7 @@ class Containers:
             raise CommandError(f"could not remove {', '.join(left)}: remove it with `docker`", Exit.FAILED)
 
     def _ours(self) -> list[tuple[Any, dict[str, bool]]]:
-        """What there is with our label, and how it is removed; containers first, since they hold the rest."""
+        """Everything with our label and the call that removes it. Containers come first, since they use the rest."""
         labelled = {"label": f"{LABEL}={self.id}"}
         containers = self.engine.containers.list(all=True, filters=labelled, ignore_removed=True)
         return [
@@ -146,7 +146,7 @@ class Containers:
 
 
 class ContainerFederation(Services):
-    """A coordinator in a container, its API published on a port of loopback, and clients beside it."""
+    """A coordinator in a container, whose API is published on a loopback port, and clients in other containers."""
 
     def __init__(self, containers: Containers, port: int = 0):
         self.containers = containers
@@ -155,16 +155,16 @@ class ContainerFederation(Services):
         self.api = self._start_coordinator(port or _free_port())
 
     def hand_out(self, token: str) -> None:
-        """Write it into the volume that clients see read-only."""
+        """Write the token into a volume that is read-only for clients."""
         self._coordinator.handle.put_archive("/join", _archive("enrolment.token", token))
 
     def start_client(self, federation: str, site: Site, gpu: str | None) -> None:
-        """Start a container; ``gpu`` is an id that NVIDIA's tools know. Folders of images are mounted read-only."""
+        """Start a client's container; ``gpu`` is an NVIDIA device id. Image folders are mounted read-only."""
         site, folders = with_absolute_paths(site)
         name = f"client-{site.name}"
         command = [
             f"--coordinator=http://{self.containers.called('coordinator')}:{COORDINATOR_PORT}",
-            "--allow-plain-http",  # between containers of one private network
+            "--allow-plain-http",  # plain HTTP within one private network
             f"--federation={federation}",
             f"--device={'cpu' if gpu is None else 'cuda'}",
             *client_options(site, self.permitted),
@@ -178,7 +178,7 @@ class ContainerFederation(Services):
         self.containers.start(name, "client", command, mounts, device_requests=requests)
 
     def watch(self) -> list[str]:
-        """Start again what died of ``containers``."""
+        """Restart those of ``containers`` that died."""
         return self.containers.watch()
 
     def _start_coordinator(self, port: int) -> Coordinator:
@@ -201,10 +201,10 @@ class ContainerFederation(Services):
 
 @contextmanager
 def federation_in_containers(engine: Any, port: int, logs: Path | None) -> Iterator[ContainerFederation]:
-    """A coordinator in a container, ready for clients; everything is gone after the block.
+    """A coordinator in a container, ready for clients. Everything is removed after the block.
 
     Raises:
-        CommandError: the engine refuses something.
+        CommandError: the engine refuses a request.
     """
     with (
         _engine_errors(),
@@ -215,10 +215,10 @@ def federation_in_containers(engine: Any, port: int, logs: Path | None) -> Itera
 
 
 def open_engine() -> Any:
-    """The Docker engine of the environment, with both images.
+    """The Docker engine of the environment, which must have both images.
 
     Raises:
-        CommandError: none answers, or an image is not there.
+        CommandError: no engine answers, or an image is missing.
     """
     try:
         engine = docker.from_env()
@@ -236,10 +236,10 @@ def open_engine() -> Any:
 
 
 def with_absolute_paths(site: Site) -> tuple[Site, tuple[str, ...]]:
-    """The site as a container can read its data, and the folders of this machine that the container needs.
+    """The site with absolute data paths, and the host folders that its container needs.
 
     Raises:
-        CommandError: a path is not there.
+        CommandError: a path does not exist.
     """
     folders: set[str] = set()
 
@@ -266,7 +266,7 @@ def with_absolute_paths(site: Site) -> tuple[Site, tuple[str, ...]]:
 
 @contextmanager
 def _engine_errors() -> Iterator[None]:
-    """What the engine refuses becomes one line."""
+    """Turn the engine's errors into a CommandError of one line."""
     try:
         yield
     except (DockerException, RequestException) as error:
@@ -278,7 +278,7 @@ def _engine_errors() -> Iterator[None]:
 
 
 def _removed(thing: Any, options: dict[str, bool]) -> str | None:
-    """Remove something; what it is and why it stays, if it does."""
+    """Remove one object; returns its name and the reason if it could not be removed."""
     try:
         thing.remove(**options)
     except NotFound:
@@ -294,7 +294,7 @@ def _reason(error: Exception) -> str:
 
 
 def _archive(name: str, text: str) -> bytes:
-    """A tar archive with one file that only the images' user can read."""
+    """A tar archive with one file that only the user of the images can read."""
     body = f"{text}\n".encode()
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode, entry.uid, entry.gid = len(body), 0o600, USER, USER
@@ -305,7 +305,7 @@ def _archive(name: str, text: str) -> bytes:
 
 
 def _free_port() -> int:
-    """A port that nothing listens on now. The engine would choose another after each restart of the container."""
+    """A free port. If the engine chose the port, it would change with each restart of the container."""
     with socket.socket() as listening:
         listening.bind((LOOPBACK, 0))
         return int(listening.getsockname()[1])

@@ -12,10 +12,10 @@ QUERY = ("--query-gpu=uuid", "--format=csv,noheader")
 
 
 def choose_gpus(asked: str, find: Callable[[], list[str]]) -> list[str]:
-    """``auto``: all that ``find`` finds; ``none``: none; a number: that many of them.
+    """The GPUs to use. ``auto``: all that ``find`` returns; ``none``: no GPU; a number: that many of them.
 
     Raises:
-        CommandError: there are fewer, or ``asked`` is something else.
+        CommandError: there are fewer GPUs, or ``asked`` has another form.
     """
     if asked == "none":
         return []
@@ -31,19 +31,19 @@ def choose_gpus(asked: str, find: Callable[[], list[str]]) -> list[str]:
 
 
 def gpus_of_torch() -> list[str]:
-    """Devices as processes name them: ``cuda:0`` and so on."""
+    """The GPUs by torch's device names: ``cuda:0`` and so on."""
     import torch
 
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
 def gpus_of_engine() -> list[str]:
-    """Ids by which a container is given a GPU of this machine."""
+    """Ids with which a container can be given a GPU of this machine."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
     try:
         answer = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
-        return []  # a tool without a driver
+        return []  # the tool is installed without a driver
     return answer.stdout.split()

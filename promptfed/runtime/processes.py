@@ -1,7 +1,7 @@
-"""Local processes of one command: it starts and watches them, restarts each at most three times, and stops them all.
+"""Local processes of one command, which starts, watches and stops them and restarts each at most three times.
 
-An exit code of 2 to 127 means that a service ended on purpose and said why: it is not restarted. After 1 (an error) or
-death by a signal it is.
+An exit code of 2 to 127 means that a service ended on purpose and stated the reason; it is not restarted. After exit
+code 1 (an error) or death by a signal it is restarted.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from types import FrameType
 from typing import Protocol
 
 MAX_RESTARTS = 3
-SIGNALLED = 128  # and above: what a shell or a container makes of death by a signal
+SIGNALLED = 128  # and above: the code that a shell or a container reports for death by a signal
 
 
 class ProcessFailed(RuntimeError):
-    """A service ended for good; the text holds what it said last."""
+    """A service ended and is not restarted; the text holds its last lines."""
 
 
 class Service(Protocol):
-    """Something that runs, whether a process or a container."""
+    """A running process or container."""
 
     name: str
     restarts: int
@@ -37,17 +37,17 @@ class Service(Protocol):
         """The exit code; None while it runs."""
 
     def start_again(self) -> None:
-        """Start what has ended, with the same command."""
+        """Start it again with the same command."""
 
     def tail(self, lines: int) -> str:
         """The last lines of its log."""
 
 
 def revive(services: Iterable[Service]) -> list[str]:
-    """Start again what died; the names of those started again. What ended with 0 has done its work.
+    """Restart the services that died; returns their names. A service that ended with 0 is done.
 
     Raises:
-        ProcessFailed: one ended by itself with a reason, or died more than ``MAX_RESTARTS`` times.
+        ProcessFailed: a service ended on purpose, or died more than ``MAX_RESTARTS`` times.
     """
     revived = []
     for service in services:
@@ -67,7 +67,7 @@ def revive(services: Iterable[Service]) -> list[str]:
 
 @dataclass
 class Managed:
-    """One process of ours: its command, its log, how often it was started again."""
+    """One started process: its command, its log and its number of restarts."""
 
     name: str
     command: list[str]
@@ -84,8 +84,8 @@ class Managed:
         return self.process.poll()
 
     def start_again(self) -> None:
-        """Start the command; its output goes to the end of the log."""
-        # A session of its own: Ctrl-C reaches only us, and we end our processes in order.
+        """Start the command; its output is appended to the log."""
+        # The process gets its own session: Ctrl-C reaches only this command, which ends its processes in order.
         with self.log.open("ab") as output, interrupts_wait():
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and modules)
                 self.command,
@@ -120,16 +120,16 @@ class Processes:
     def start(self, name: str, arguments: list[str]) -> Managed:
         """Start ``python arguments...`` under ``name``."""
         command = [sys.executable, *arguments]
-        with interrupts_wait():  # a process that runs and is not noted would outlive us
+        with interrupts_wait():  # a running process that is not recorded would outlive this one
             self.running[name] = Managed(name, command, self.folder / f"{name}.log", self.environment)
         return self.running[name]
 
     def watch(self) -> list[str]:
-        """Start again what died; the names of those started again. Raises ProcessFailed as `revive` does."""
+        """Restart the processes that died; returns their names. Raises ProcessFailed as `revive` does."""
         return revive(self.running.values())
 
     def stop(self) -> None:
-        """Ask all processes to end, and end those that have not after a few seconds."""
+        """Ask all processes to end, and kill those that have not ended after a few seconds."""
         alive = [managed.process for managed in self.running.values() if managed.process.poll() is None]
         for process in alive:
             process.send_signal(signal.SIGTERM)
@@ -143,7 +143,7 @@ class Processes:
 
 
 def interrupt_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, so that what it started is stopped too."""
+    """Let SIGTERM end this process as Ctrl-C does, so that its child processes are stopped too."""
 
     def raise_interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -153,9 +153,9 @@ def interrupt_on_sigterm() -> None:
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """SIGINT and SIGTERM that come inside are handled at its end. Only in the main thread, where Python handles them.
+    """Defer SIGINT and SIGTERM to the end of the block. Works only in the main thread, where Python handles signals.
 
-    The handlers change, not the mask of blocked signals, which a process started meanwhile would inherit.
+    It changes the handlers and not the mask of blocked signals, since child processes would inherit the mask.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

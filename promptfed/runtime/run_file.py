@@ -1,4 +1,4 @@
-"""A run in one YAML file: the federation's spec and, under ``clients``, who takes part and with which data."""
+"""A run in one YAML file: the federation's spec and, under ``clients``, the clients and their data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDEX, COUNT = "{index}", "{count}"
 
 
 class ClientEntry(BaseModel):
-    """One client, or with ``count`` that many: ``{index}`` (from 0) and ``{count}`` stand for their numbers."""
+    """One client, or ``count`` clients. ``{index}`` (from 0) and ``{count}`` are replaced in its texts."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -33,7 +33,7 @@ class ClientEntry(BaseModel):
     count: Annotated[int, Field(ge=1, le=100_000)] | None = None
 
     def sites(self, count: int | None, first: int) -> Iterator[Site]:
-        """The clients that the entry stands for; ``first`` numbers those without a name."""
+        """The clients of the entry; numbering of unnamed clients starts at ``first``."""
         if self.count is None:
             yield Site(self.name or f"client-{first}", self.data, self.role, self.tests, self.domain)
             return
@@ -50,18 +50,18 @@ class ClientEntry(BaseModel):
 
 @dataclass(frozen=True)
 class RunFile:
-    """What a run file holds: a spec as it is written, and the clients in the file's order."""
+    """The contents of a run file: the unresolved spec, and the clients in the order of the file."""
 
     spec: Mapping[str, Any]
     sites: tuple[Site, ...]
 
 
 def read_run(path: Path, clients: int | None = None) -> RunFile:
-    """The run in ``path``; ``clients`` is how many trainers there are to be instead of the file's number.
+    """Read the run in ``path``; ``clients`` overrides the file's number of trainers.
 
     Raises:
-        CommandError: the file cannot be read, ``clients`` is missing or wrong (with its path), a name occurs twice,
-            or more trainers are asked for than the file lists.
+        CommandError: the file cannot be read, ``clients`` is missing or invalid (with its path), a name occurs twice,
+            or more trainers are requested than the file lists.
     """
     raw = read_spec(path)
     if "clients" not in raw:
@@ -130,7 +130,7 @@ def check_trainers(sites: Sequence[Site], wanted: int) -> None:
     """Refuse fewer trainers than ``participation.min_clients``: the federation would never start.
 
     Raises:
-        CommandError: there are fewer.
+        CommandError: there are fewer trainers.
     """
     trainers = sum(site.role == "trainer" for site in sites)
     if trainers < wanted:

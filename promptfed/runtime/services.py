@@ -1,4 +1,4 @@
-"""A federation on this machine: one coordinator, its clients, tokens made on the spot; here in processes."""
+"""A federation on this machine, in processes: one coordinator and its clients, with new tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from promptfed.sdk.errors import CommandError, Exit
 from promptfed.sdk.files import write_private
 from promptfed.shared.messages import Role
 
-START_SECONDS = 300.0  # a bound on what hangs: what ends instead of starting is noticed at once
+START_SECONDS = 300.0  # limit for a process that hangs; a process that ends is noticed at once
 ENROL_SECONDS = 300.0
-ENROL_SECONDS_EACH = 20.0  # starting a client takes seconds of computing, and many start at once
+ENROL_SECONDS_EACH = 20.0  # a client computes for seconds when it starts, and many start at once
 POLL_SECONDS = 0.1
 OPERATOR_FILE = "operator.token"
 
 
 @dataclass(frozen=True)
 class Site:
-    """One client: its name, its data URI, whether it trains or only evaluates, and further test sets by name.
+    """One client: its name, its data URI, its role (trainer or evaluator) and further test sets by name.
 
-    ``domain`` is what its images look like, in words; None: as the data say.
+    ``domain`` describes its images in words; None: the description of the data.
     """
 
     name: str
@@ -37,19 +37,19 @@ class Site:
     domain: str | None = None
 
     def uris(self) -> list[tuple[str, Role]]:
-        """Its data URIs, each with what the data are opened for."""
+        """The data URIs, each with the role for which the data are opened."""
         return [(self.data, self.role), *((uri, "trainer") for uri in self.tests.values())]
 
 
 class Services(ABC):
-    """A coordinator of ours at ``api``, and the clients that we start for it.
+    """A started coordinator at ``api``, and the clients that are started for it.
 
-    ``permitted`` names backbones outside open_clip's registry that those who own the data allow.
+    ``permitted`` names backbones outside open_clip's registry that the data owners allow.
     """
 
     api: Coordinator
     permitted: Sequence[str] = ()
-    operator_token: Path | None = None  # where it lies, if people can read it here
+    operator_token: Path | None = None  # its path, if users can read it here
 
     def __enter__(self) -> Self:
         return self
@@ -59,30 +59,30 @@ class Services(ABC):
 
     @abstractmethod
     def hand_out(self, token: str) -> None:
-        """Put the enrolment token where clients will look for it."""
+        """Write the enrolment token where clients read it."""
 
     @abstractmethod
     def start_client(self, federation: str, site: Site, gpu: str | None) -> None:
-        """Start one client, on the CPU or on the GPU of that name."""
+        """Start one client on the CPU or on the named GPU."""
 
     @abstractmethod
     def watch(self) -> list[str]:
-        """Start again what died; the names of those started again. Raises ProcessFailed as `revive` does."""
+        """Restart the services that died; returns their names. Raises ProcessFailed as `revive` does."""
 
     def create(self, spec: operations.Spec, initial_state: bytes | None = None) -> str:
-        """Create a federation; its id. ``initial_state`` is a safetensors body that only a backbone could make."""
+        """Create a federation and return its id. ``initial_state`` is a safetensors body, made with a backbone."""
         return str(self.api.run(operations.create(spec, initial_state)).json["id"])
 
     def enrol(
         self, federation: str, sites: Sequence[Site], progress: Callable[[int], None], gpus: Sequence[str] = ()
     ) -> None:
-        """Start the clients of ``sites`` and wait until all have enrolled; ``progress`` receives how many have.
+        """Start the clients of ``sites`` and wait until all have enrolled; ``progress`` receives the number enrolled.
 
-        ``gpus`` are dealt out in turn; where there are none, clients compute on the CPU.
+        ``gpus`` are assigned in turn; without GPUs clients compute on the CPU.
 
         Raises:
-            CommandError: they did not enrol in time.
-            ProcessFailed: one of them ended.
+            CommandError: the clients did not enrol in time.
+            ProcessFailed: a client ended.
         """
         self.hand_out(self.api.send(operations.mint_token(federation, len(sites))).view.token)
         for number, site in enumerate(sites):
@@ -103,9 +103,9 @@ class Services(ABC):
 
 
 class LocalFederation(Services):
-    """Processes under ``folder``, started through ``processes``; ``port`` is the coordinator's, 0 any free one.
+    """Processes under ``folder``, started through ``processes``; ``port`` is the coordinator's port (0: any free port).
 
-    ``options`` are further ones of the coordinator, such as another ``--host`` than loopback with its certificate.
+    ``options`` are further options of the coordinator, such as ``--host`` with a certificate.
     """
 
     def __init__(self, processes: Processes, folder: Path, port: int = 0, options: Sequence[str] = ()):
@@ -115,17 +115,17 @@ class LocalFederation(Services):
         self.operator_token = folder / "coordinator" / OPERATOR_FILE
 
     def hand_out(self, token: str) -> None:
-        """Write it beside the clients' folders."""
+        """Write the token beside the clients' folders."""
         write_private(self._token_file, token)
 
     def start_client(self, federation: str, site: Site, gpu: str | None) -> None:
-        """Start a process; ``gpu`` is a device of torch's, such as ``cuda:1``."""
+        """Start a client's process; ``gpu`` is a torch device, such as ``cuda:1``."""
         options = {
             "coordinator": self.api.url,
             "federation": federation,
             "enrolment-token-file": str(self._token_file),
             "state-dir": str(self.folder / f"client-{site.name}"),
-            "ledger": str(self.folder / "ledgers" / f"{site.name}.jsonl"),  # never the account's own
+            "ledger": str(self.folder / "ledgers" / f"{site.name}.jsonl"),  # never the user's own folder
             "device": gpu or "cpu",
         }
         arguments = [f"--{key}={value}" for key, value in options.items()]
@@ -133,7 +133,7 @@ class LocalFederation(Services):
         self.processes.start(f"client-{site.name}", ["-m", "promptfed.client_service", *arguments])
 
     def watch(self) -> list[str]:
-        """Start again what died of ``processes``."""
+        """Restart those of ``processes`` that died."""
         return self.processes.watch()
 
     @property
@@ -142,9 +142,9 @@ class LocalFederation(Services):
 
     def _start_coordinator(self, port: int, options: Sequence[str]) -> Coordinator:
         data_dir, port_file = self.folder / "coordinator", self.folder / "coordinator.url"
-        # A database of its own, whatever the environment says of another coordinator's.
+        # Its own database, even if the environment names the database of another coordinator.
         arguments = ["-m", "promptfed.coordinator", f"--data-dir={data_dir}", "--database-url=", "--host=127.0.0.1"]
-        port_file.unlink(missing_ok=True)  # of an earlier process on the same folder
+        port_file.unlink(missing_ok=True)  # left by an earlier process in the same folder
         arguments += [f"--port={port}", f"--port-file={port_file}", *options]
         managed = self.processes.start("coordinator", arguments)
         deadline = time.monotonic() + START_SECONDS
@@ -154,7 +154,7 @@ class LocalFederation(Services):
             self.processes.watch()
             time.sleep(POLL_SECONDS)
         url = port_file.read_text().strip()
-        # Started again, it must be found where the clients know it.
+        # After a restart the coordinator must have the address that the clients know.
         port = int(url.rsplit(":", 1)[1])
         managed.command = [f"--port={port}" if part == "--port=0" else part for part in managed.command]
         token = (data_dir / OPERATOR_FILE).read_text().strip()
@@ -162,7 +162,7 @@ class LocalFederation(Services):
 
 
 def client_options(site: Site, permitted: Sequence[str]) -> list[str]:
-    """The options of a client that say which one it is, and what it permits."""
+    """The client options for its identity and its permissions."""
     tests = [f"--test={name}={uri}" for name, uri in site.tests.items()]
     backbones = [f"--allow-backbone={name}" for name in permitted]
     words = [f"--domain={site.domain}"] if site.domain is not None else []

@@ -1,1 +1,1 @@
-"""The operator's side of the API, as the command, the library and simulations use it."""
+"""The operator's side of the API, for the command, the library and simulations."""

@@ -1,6 +1,6 @@
-"""Work on a spec that needs the backbone, which a coordinator does not have: fingerprint, and a context made of words.
+"""The parts of a spec that need the backbone, which a coordinator does not have: fingerprint and contexts from words.
 
-A spec is resolved here once (`resolve`); what follows takes a `FederationSpec`.
+A spec is resolved here once (`resolve`); the other functions take a `FederationSpec`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from promptfed.shared.tensors import encode
 
 
 def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
-    """The resolved form of a spec as somebody wrote it: every default is filled in. A resolved spec stays as it is.
+    """Resolve a spec: every default is filled in. A resolved spec stays unchanged.
 
     Raises:
-        CommandError: with a dotted path for every offence.
+        CommandError: the spec is invalid; the text gives the dotted path of each error.
     """
     if isinstance(raw, FederationSpec):
         return raw
@@ -36,10 +36,10 @@ def resolve(raw: Mapping[str, Any] | FederationSpec) -> FederationSpec:
 
 
 def with_backbone(spec: FederationSpec, allow_backbone: bool) -> tuple[FederationSpec, bytes | None]:
-    """The spec with the backbone's fingerprint and shape, and the initial state if only a backbone can make it.
+    """The spec with the backbone's fingerprint and shape, and the initial state if it needs a backbone.
 
     Raises:
-        CommandError: the backbone cannot be loaded, or is another one; or the method cannot run with it.
+        CommandError: the backbone cannot be loaded, differs from the spec's, or does not suit the method.
     """
     return described(spec, open_backbone(spec.backbone, allow_backbone=allow_backbone))
 
@@ -54,7 +54,7 @@ def open_backbone(
     """The backbone that a spec names, with the weights in ``file``, else in $PROMPTFED_BACKBONE_FILE if it is set.
 
     Raises:
-        CommandError: it cannot be loaded.
+        CommandError: the backbone cannot be loaded.
     """
     try:
         return load_backbone(
@@ -70,7 +70,7 @@ def open_backbone(
 
 
 def described(spec: FederationSpec, backbone: Backbone) -> tuple[FederationSpec, bytes | None]:
-    """As `with_backbone`, with a loaded backbone."""
+    """As `with_backbone`, for a backbone that is loaded already."""
     try:
         fingerprint = check_fingerprint(backbone, spec.backbone.fingerprint)
         shape, method = shape_of(backbone), method_for(spec)
@@ -87,7 +87,7 @@ def check_fingerprint(backbone: Backbone, wanted: str | None) -> str:
     """The backbone's fingerprint.
 
     Raises:
-        CommandError: it is not the one that is ``wanted``.
+        CommandError: the fingerprint is not ``wanted``.
     """
     if wanted not in (None, backbone.fingerprint):
         text = f"backbone.fingerprint is {wanted}, but the backbone here is {backbone.fingerprint}"
@@ -96,10 +96,10 @@ def check_fingerprint(backbone: Backbone, wanted: str | None) -> str:
 
 
 def backbone_of(federation: FederationView, allow_backbone: bool) -> Backbone:
-    """The backbone of a federation at a coordinator.
+    """Load the backbone of a federation at a coordinator.
 
     Raises:
-        CommandError: it cannot be loaded, or is another one here.
+        CommandError: the backbone cannot be loaded, or its fingerprint differs here.
     """
     backbone = open_backbone(federation.spec.backbone, allow_backbone=allow_backbone)
     check_fingerprint(backbone, federation.backbone.fingerprint)
@@ -107,16 +107,16 @@ def backbone_of(federation: FederationView, allow_backbone: bool) -> Backbone:
 
 
 def text_features(backbone: Backbone, names: Sequence[str]) -> list[list[float]]:
-    """Normalised features of the bare names ``(C, d_e)``.
+    """Normalised text features ``(C, d_e)`` of the bare class names.
 
     Raises:
-        CommandError: a name does not fit into the backbone.
+        CommandError: a name is too long for the backbone.
     """
     try:
         features = name_features(backbone, names).cpu()
     except BackboneError as error:
         raise CommandError(str(error), Exit.BAD_INPUT) from None
-    # Nine digits are all that a float32 has; Python would write seventeen.
+    # Nine digits represent a float32 exactly; Python would write seventeen.
     return [[float(f"{value:.9g}") for value in row] for row in features.tolist()]
 
 

@@ -1,8 +1,7 @@
 """The operator's client of a coordinator's API: requests, answers, and the two transports that carry them.
 
-What is asked and how an answer is read (`promptfed.sdk.operations`) knows no transport: an operation is a generator
-that yields requests and is sent their answers. `Coordinator` carries them over a network, `AsyncCoordinator` to a
-coordinator in this process.
+Operations (`promptfed.sdk.operations`) do not depend on the transport: an operation is a generator that yields requests
+and receives their answers. `Coordinator` sends them over a network, `AsyncCoordinator` within this process.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request(Generic[View]):
-    """One request, and the model of its answer; ``options`` are httpx's: params, json, content, headers, timeout."""
+    """One request and the model of its answer; ``options`` are httpx's params, json, content, headers and timeout."""
 
     verb: str
     path: str
@@ -47,7 +46,7 @@ class Request(Generic[View]):
 
 @dataclass(frozen=True)
 class Answer(Generic[View]):
-    """A successful answer. Its body, which can have megabytes, is parsed when ``json`` or ``view`` is first read."""
+    """A successful answer. Its body can be large and is parsed when ``json`` or ``view`` is first read."""
 
     model: type[View]
     url: str
@@ -56,7 +55,7 @@ class Answer(Generic[View]):
 
     @cached_property
     def json(self) -> Any:
-        """The answer with all its keys, also unknown ones. Raises CommandError if it is not JSON."""
+        """The answer with all keys, including unknown ones. Raises CommandError if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -69,10 +68,10 @@ class Answer(Generic[View]):
 
 
 def parse(model: type[View], raw: object) -> View:
-    """An answer of a coordinator as ``model``; keys of a later version are ignored.
+    """Parse a coordinator's answer as ``model``; keys of a later version are ignored.
 
     Raises:
-        CommandError: something is missing, or has a value that this promptfed does not know.
+        CommandError: a field is missing, or has a value that this promptfed does not know.
     """
     try:
         return model.model_validate(raw, extra="ignore")
@@ -89,11 +88,12 @@ Operation = Generator[Request[Any], Answer[Any], T]
 class Coordinator:
     """Calls one coordinator with an operator token.
 
-    For a coordinator that this process has started, ``meanwhile`` restarts it: it is called while the coordinator does
-    not answer, and requests that can safely be repeated are repeated for a minute.
+    If this process has started the coordinator, ``meanwhile`` restarts it. It is called while the coordinator does not
+    answer; requests that can safely be repeated are repeated for a minute.
 
     Raises:
-        CommandError: the token would go to another machine unencrypted, or the authority's file cannot be used.
+        CommandError: the token would be sent unencrypted to another machine, or the file of certificate authorities
+                cannot be used.
     """
 
     def __init__(self, url: str, token: str, timeout: float = 60.0, meanwhile: Callable[[], object] | None = None):
@@ -131,7 +131,7 @@ class Coordinator:
         """The answer to one request.
 
         Raises:
-            CommandError: the coordinator cannot be reached, or it refused; with the problem's detail and path.
+            CommandError: the coordinator cannot be reached, or it refused; the text has the problem's detail and path.
         """
         try:
             return _answer(request, self._response(request))
@@ -145,7 +145,7 @@ class Coordinator:
             try:
                 return self._followed(request)
             except httpx.TransportError as error:
-                # What was not sent, or only reads, can be sent again.
+                # A request that was not sent, or that only reads, can be sent again.
                 harmless = request.verb == "GET" or isinstance(error, httpx.ConnectError)
                 if self._meanwhile is None or not harmless or time.monotonic() > deadline:
                     raise
@@ -153,20 +153,20 @@ class Coordinator:
             time.sleep(RETRY_SECONDS)
 
     def _followed(self, request: Request[Any]) -> httpx.Response:
-        """The answer of the coordinator that runs the request's federation; redirects to it are followed."""
+        """Follow redirects to the coordinator that runs the request's federation, and return its answer."""
         response = self._http.request(request.verb, request.path, **request.options)
         for _ in range(MOST_MOVES):
             asked, location = str(response.request.url), response.headers.get("location", "")
             origin = moved_to(self.url, asked, location) if response.status_code == 307 else None
             if origin is None:
                 break
-            # httpx by itself would leave the token out: this is not the address that it was given for.
+            # httpx would omit the token by itself, since the address differs from the one it was given for.
             response = self._http.request(request.verb, origin + request.path, **request.options)
         return response
 
 
 class AsyncCoordinator:
-    """Calls one coordinator with an operator token, over an ``http`` client that may be shared."""
+    """Calls one coordinator with an operator token over an ``http`` client, which may be shared."""
 
     def __init__(self, http: httpx.AsyncClient, token: str):
         self._http, self._authorization = http, _authorization(token)
@@ -230,10 +230,10 @@ def _authorities(url: str) -> ssl.SSLContext | bool:
 
 
 def open_coordinator(url: str | None, token_file: Path | None) -> Coordinator:
-    """The coordinator that the options or the environment name.
+    """Connect to the coordinator that the options or the environment name.
 
     Raises:
-        CommandError: no operator token, or a file that cannot be read.
+        CommandError: there is no operator token, or a file cannot be read.
     """
     address = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
     if token_file is not None:

@@ -10,7 +10,7 @@ __all__ = ["CommandError", "Exit", "offences"]
 
 
 class CommandError(Exception):
-    """Ends the command with exit code ``exit``; ``text`` goes to stderr, in one line unless it lists several errors.
+    """Ends the command with exit code ``exit``. It prints ``text`` on stderr: one line, or a list of several errors.
 
     ``kind``: the kind of a coordinator's refusal, such as ``wrong-role``.
     """
@@ -21,6 +21,6 @@ class CommandError(Exception):
 
 
 def offences(errors: Sequence[Mapping[str, str]]) -> str:
-    """The errors of a spec, ``{"path": ..., "detail": ...}`` each: one line, or a line each under a heading."""
+    """The errors of a spec as text. Each is ``{"path": ..., "detail": ...}``; several become lines under a heading."""
     told = [f"{error['path']}: {error['detail']}" for error in errors]
     return told[0] if len(told) == 1 else "\n  ".join([f"{len(told)} things are wrong:", *told])

@@ -1,4 +1,4 @@
-"""Files that the operator names: an error with one is a CommandError of one line."""
+"""Files that the operator names; errors are raised as CommandError with one line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from promptfed.sdk.errors import CommandError, Exit
 
 
 def read_spec(path: Path) -> dict[str, Any]:
-    """The unresolved spec in a YAML or JSON file.
+    """Read the unresolved spec in a YAML or JSON file.
 
     Raises:
-        CommandError: the file cannot be read, is no YAML, or holds no mapping.
+        CommandError: the file cannot be read, is not YAML, or does not hold a mapping.
     """
     import yaml
 
@@ -50,10 +50,12 @@ def write_file(path: Path, body: bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path | None, option: str = "") -> Iterator[Path]:
-    """``path``, which must be new or empty, or a temporary folder; ``option`` is the option that named it.
+    """A context manager for ``path``, which must be new or empty, or for a temporary folder if ``path`` is None.
+
+    ``option`` is the command-line option that named the folder, for the error text.
 
     Raises:
-        CommandError: it cannot be used.
+        CommandError: the folder cannot be used.
     """
     if path is None:
         with tempfile.TemporaryDirectory(prefix="promptfed-", ignore_cleanup_errors=True) as temporary:

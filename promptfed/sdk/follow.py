@@ -42,7 +42,7 @@ class Snapshot:
     @property
     def over(self) -> bool:
         """Whether it has ended or waits for an operator."""
-        waits = self.reason is not None and not self.reason.startswith("damaged: ")  # What is damaged may be mended.
+        waits = self.reason is not None and not self.reason.startswith("damaged: ")  # damaged ones may be repaired
         return self.state in ENDED or (self.state == "paused" and waits)
 
     def describe(self) -> str:
@@ -56,7 +56,7 @@ class Snapshot:
 def follow(
     api: Coordinator, federation: str, between: Callable[[], object] = lambda: None, poll: float = POLL_SECONDS
 ) -> Iterator[Snapshot]:
-    """Snapshots at every change until `Snapshot.over`; ``between`` runs between two requests."""
+    """Yield a snapshot at every change until `Snapshot.over`; ``between`` is called between two requests."""
     last = None
     while True:
         snapshot = Snapshot.of(api.send(get_summary(federation)).view)

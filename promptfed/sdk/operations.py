@@ -32,14 +32,14 @@ Page = TypeVar(
     access_schemas.AuditPage,
 )
 
-ReplayQuestion = Mapping[str, object]  # aggregation and without, as the coordinator takes them
+ReplayQuestion = Mapping[str, object]  # the query parameters of a replay
 Spec = FederationSpec | Mapping[str, Any]  # resolved or not
 FEDERATIONS = "/v1/federations"
 Accept = Literal["application/json", "application/octet-stream"]
 Verb = Literal["start", "pause", "resume", "cancel"]
-ROUNDS_AT_ONCE = 20  # a report has megabytes with a thousand clients
+ROUNDS_AT_ONCE = 20  # with a thousand clients a report has megabytes
 READY = Request("GET", "/readyz", schemas.Health)
-REPLAY_SECONDS = 600.0  # that one round may take
+REPLAY_SECONDS = 600.0  # seconds that one round may take
 
 
 def dry_run(spec: Spec) -> Request[schemas.DryRun]:
@@ -48,7 +48,7 @@ def dry_run(spec: Spec) -> Request[schemas.DryRun]:
 
 
 def create(spec: Spec, initial_state: bytes | None = None) -> Operation[Answer[schemas.FederationView]]:
-    """A new federation; ``initial_state`` is a safetensors body that only a backbone could make."""
+    """Create a federation; ``initial_state`` is a safetensors body, for specs whose state needs a backbone."""
     created = yield from _one(Request("POST", FEDERATIONS, schemas.FederationView, {"json": _sent(spec)}))
     if initial_state is not None:
         yield _upload(f"{FEDERATIONS}/{created.json['id']}/initial-state", schemas.SuppliedState, initial_state)
@@ -61,7 +61,7 @@ def get_federation(federation: str) -> Request[schemas.FederationView]:
 
 
 def get_summary(federation: str) -> Request[FederationSummary]:
-    """One federation, of which only the fields that watchers show are read."""
+    """One federation with only the fields that watchers show."""
     return Request("GET", f"{FEDERATIONS}/{federation}", FederationSummary)
 
 
@@ -81,7 +81,7 @@ def delete_federation(federation: str) -> Request[schemas.Nothing]:
 
 
 def mint_token(federation: str, uses: int = 1, **asked: object) -> Request[access_schemas.MintedToken]:
-    """A fresh enrolment token for so many clients; ``asked`` are more fields of `TokenRequest` (None: the default)."""
+    """Create an enrolment token for ``uses`` clients; ``asked`` are more fields of `TokenRequest` (None: default)."""
     body = {"uses": uses, **{key: value for key, value in asked.items() if value is not None}}
     return Request("POST", f"{FEDERATIONS}/{federation}/enrolment-tokens", access_schemas.MintedToken, {"json": body})
 
@@ -97,7 +97,7 @@ def revoke_token(federation: str, token: str) -> Request[schemas.Nothing]:
 
 
 def mint_operator(name: str, role: str, hours: float | None = None) -> Request[access_schemas.MintedOperator]:
-    """A token for an operator."""
+    """Create a token for an operator."""
     body = {"name": name, "role": role, **({"hours": hours} if hours is not None else {})}
     return Request("POST", "/v1/operators", access_schemas.MintedOperator, {"json": body})
 
@@ -123,7 +123,7 @@ def list_clients(federation: str) -> Operation[list[Answer[schemas.ClientPage]]]
 
 
 def withdraw_client(federation: str, client: str, discard: bool = False) -> Request[schemas.Nothing]:
-    """Take a client out; ``discard`` drops its accepted update of the open phase too."""
+    """Withdraw a client; ``discard`` also drops its accepted update of the open phase."""
     options = _query(discard="true" if discard else None)
     return Request("DELETE", f"{FEDERATIONS}/{federation}/clients/{client}", schemas.Nothing, options)
 
@@ -139,17 +139,17 @@ def delete_updates(federation: str, client: str) -> Request[schemas.Nothing]:
 
 
 def get_metrics(federation: str, format: Literal["json", "csv"] = "json") -> Request[schemas.MetricList]:
-    """Every number by round, in JSON or as CSV (of which only ``body`` can be read)."""
+    """All metrics by round, as JSON or as CSV (then only ``body`` can be read)."""
     return Request("GET", f"{FEDERATIONS}/{federation}/metrics", schemas.MetricList, _query(format=format))
 
 
 def get_insights(federation: str, round: int | str = "latest") -> Request[InsightsView]:
-    """What the tensors show after a round: drift, agreement, words, planes."""
+    """Insights into the tensors after a round: drift, agreement, nearest words, planes."""
     return Request("GET", f"{FEDERATIONS}/{federation}/insights", InsightsView, _query(round=round))
 
 
 def get_privacy(federation: str) -> Request[PrivacyView]:
-    """The cost of differential privacy and the state of secure sums, client by client."""
+    """The cost of differential privacy and the state of secure sums for each client."""
     return Request("GET", f"{FEDERATIONS}/{federation}/privacy", PrivacyView)
 
 
@@ -195,25 +195,25 @@ def generate_prompts(
 
 
 def get_lexicon(federation: str) -> Request[LexiconView]:
-    """The coordinator's lexicon of the backbone's words, and the class names that it needs features of."""
+    """The coordinator's lexicon of the backbone's words, and the class names whose features it needs."""
     return Request("GET", f"{FEDERATIONS}/{federation}/lexicon", LexiconView)
 
 
 def put_lexicon(federation: str, content: bytes) -> Request[LexiconView]:
-    """Supply the backbone's words, as safetensors."""
+    """Upload the backbone's words as safetensors."""
     return _upload(f"{FEDERATIONS}/{federation}/lexicon", LexiconView, content)
 
 
 def replay(
     federation: str, round: int, question: ReplayQuestion, accept: Accept = "application/json"
 ) -> Request[ReplayReport]:
-    """Compute a round again; its report, or its state as a safetensors body."""
+    """Recompute a round; the answer is its report, or its state as a safetensors body."""
     options = {"json": question, "headers": {"Accept": accept}, "timeout": REPLAY_SECONDS}
     return Request("POST", f"{FEDERATIONS}/{federation}/rounds/{round}/replay", ReplayReport, options)
 
 
 def sign_card(federation: str, round: int, card: bytes) -> Request[access_schemas.CardSignature]:
-    """Have the coordinator sign ``card``, the bytes of an export's ``card.json``, once it agrees with the records."""
+    """Let the coordinator sign ``card``, the bytes of an export's ``card.json``, if it agrees with the records."""
     options = {"content": card, "headers": {"Content-Type": "application/json"}, "timeout": REPLAY_SECONDS}
     path = f"{FEDERATIONS}/{federation}/rounds/{round}/card/signature"
     return Request("POST", path, access_schemas.CardSignature, options)
@@ -227,10 +227,10 @@ def accuracies(federation: str) -> Operation[FederationResult]:
 
 
 def take(federation: str, round: int | None = None) -> Operation[FederationResult]:
-    """Everything about a federation after ``round``, or after its last finished one.
+    """The complete result of a federation after ``round``, by default after the last finished round.
 
     Raises:
-        CommandError: the coordinator refuses, or what came over the network is not the state that it names.
+        CommandError: the coordinator refuses, or the received state does not have its hash.
     """
     so_far = yield from accuracies(federation)
     reports = so_far.reports
@@ -251,7 +251,7 @@ def take(federation: str, round: int | None = None) -> Operation[FederationResul
 
 
 def clients_of(pages: list[Answer[schemas.ClientPage]]) -> list[schemas.ClientView]:
-    """All clients of the pages."""
+    """All enrolled clients, read page by page."""
     return [client for page in pages for client in page.view.clients]
 
 
@@ -263,7 +263,7 @@ def _one(request: Request[View]) -> Operation[Answer[View]]:
 def _pages(
     path: str, page: type[Page], after: str | None = None, limit: int | None = None
 ) -> Operation[list[Answer[Page]]]:
-    """All pages of a list, from the place ``after`` on."""
+    """All pages of a list, starting after ``after``."""
     pages: list[Answer[Page]] = []
     while not pages or after is not None:
         pages.append((yield from _one(Request("GET", path, page, _query(after=after, limit=limit)))))
@@ -280,7 +280,7 @@ def _upload(path: str, model: type[View], content: bytes) -> Request[View]:
 
 
 def _sent(spec: Spec) -> Any:
-    """The spec as a mapping; an unresolved spec is sent as it is, and the coordinator fills in the defaults."""
+    """The spec as a mapping. An unresolved spec is sent unchanged, and the coordinator fills in the defaults."""
     return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, BaseModel) else spec
 
 

@@ -1,4 +1,4 @@
-"""Output of commands: tables and lines for people, one JSON value for programs."""
+"""Output of commands: tables and lines for users, one JSON value for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_json(value: Any) -> None:
 
 
 def table(title: str | None, columns: list[str], rows: list[list[str]]) -> Table:
-    """A table of plain text: names that clients gave are never read as markup."""
+    """A table of plain text; names given by clients are never interpreted as markup."""
     shown = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         shown.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
@@ -33,15 +33,15 @@ def table(title: str | None, columns: list[str], rows: list[list[str]]) -> Table
 
 
 def say(text: object) -> None:
-    """Print one line for people on stdout, as it is: neither wrapped nor read as markup."""
+    """Print one line for users on stdout, unchanged: neither wrapped nor interpreted as markup."""
     console.print(str(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def note(text: object) -> None:
-    """Print one line for people on stderr."""
+    """Print one line for users on stderr."""
     messages.print(str(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def tell(as_json: bool, value: Any, text: object) -> None:
-    """Print ``value`` as JSON for programs, or ``text`` for people."""
+    """Print ``value`` as JSON for programs, or ``text`` for users."""
     print_json(value) if as_json else say(text)

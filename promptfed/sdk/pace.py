@@ -1,4 +1,4 @@
-"""The pace of a federation: a line for each finished round, and the time that the rest takes."""
+"""The pace of a federation: a line for each finished round, and an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import fmean
 from promptfed.sdk.summary import RoundSummary
 from promptfed.sdk.text import percent
 
-RECENT = 5  # rounds whose mean tells how long the next ones take
+RECENT = 5  # rounds whose mean duration estimates that of the next rounds
 LABELS = {"trainer": "accuracy", "evaluator": "unseen"}
 
 
 class Pace:
-    """The finished ones of ``rounds`` rounds, and the time that is left; ``clock`` returns seconds."""
+    """Counts the finished rounds out of ``rounds`` and estimates the remaining time; ``clock`` returns seconds."""
 
     def __init__(self, rounds: int, clock: Callable[[], float] = time.monotonic):
         self._rounds, self._clock = rounds, clock
@@ -30,11 +30,11 @@ class Pace:
             self._seconds.append(report.seconds)
 
     def left(self) -> float | None:
-        """Seconds until the last round is over, by the mean of the newest ones; None before the first."""
+        """Estimated seconds until the last round ends, from the mean of the newest rounds; None before the first."""
         if not self._seconds or self.last >= self._rounds:
             return None
         each = fmean(self._seconds[-RECENT:])
-        # However late the open round is, those after it still take their time.
+        # Even if the open round is late, the rounds after it take the mean time.
         return (self._rounds - self.last - 1) * each + max(0.0, each - (self._clock() - self._seen))
 
 

@@ -1,4 +1,4 @@
-"""Progress of a federation for people: a bar over its rounds, and a table of accuracies."""
+"""Progress of a federation for users: a bar over its rounds, and a table of accuracies."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Watcher:
         done = snapshot.rounds if snapshot.state == "finished" else max(0, snapshot.round - 1)
         self._progress.update(self._task, completed=done, total=snapshot.rounds)
         key = (snapshot.state, snapshot.round, snapshot.phase)
-        if not self._plain or key != self._last:  # a log gets a line for each phase, not for each answer
+        if not self._plain or key != self._last:  # a log file gets one line for each phase, not for each answer
             where = f"round {snapshot.round}, " if snapshot.state == "running" else ""
             self.say(where + snapshot.describe() + (f"; {remark}" if remark else ""))
         self._last = key
 
 
 def result_table(accuracies: Sequence[Accuracy], title: str) -> Table:
-    """Zero-shot and federated accuracy of each client, and their means over trainers and over unseen domains."""
+    """Zero-shot and federated accuracy of each client, and the means over trainers and over unseen domains."""
     rows = []
     for role, label in (("trainer", "clients"), ("evaluator", "unseen")):
         members = [row for row in accuracies if row.role == role and row.split == "test"]

@@ -1,4 +1,4 @@
-"""Remarks on a result: what looks wrong, in one sentence each, and what to try."""
+"""Remarks on a result: one sentence for each apparent problem, with advice."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from statistics import fmean
 
 from promptfed.sdk.result import FederationResult
 
-NEAR_CHANCE = 0.05  # of the way from guessing to all right, below which a template tells hardly anything apart
-MOVED = 0.005  # of accuracy, below which nothing has been gained or lost
-LEARNED = 0.02  # of the first round's loss that has to be gone for something to have been learned
-WORSE = 0.02  # of accuracy below the template's
+NEAR_CHANCE = 0.05  # share of the range from chance to 100 %, below which the template hardly separates the classes
+MOVED = 0.005  # change of accuracy that counts as none
+LEARNED = 0.02  # share of the first round's loss by which it must fall if anything was learned
+WORSE = 0.02  # accuracy below that of the template
 
 
 def remarks(result: FederationResult) -> list[str]:
-    """Remarks on the clients' own test images: zero-shot near chance, nothing learned, or worse than the template."""
+    """Remarks on the clients' own test images: zero-shot near chance, nothing learned, worse than the template."""
     own = [row for row in result.final() if row.role == "trainer" and row.split == "test"]
     judged = [(row.accuracy, row.zero_shot) for row in own if row.zero_shot is not None]
     if not judged:
@@ -27,7 +27,7 @@ def remarks(result: FederationResult) -> list[str]:
 
 
 def near_chance(zero_shot: float, classes: float | None, backbone: str) -> list[str]:
-    """A remark if the template is hardly more accurate than guessing among ``classes``."""
+    """A remark if the template is hardly more accurate than chance among ``classes``."""
     if not classes or classes < 2:
         return []
     chance = 1 / classes
@@ -41,7 +41,7 @@ def near_chance(zero_shot: float, classes: float | None, backbone: str) -> list[
 
 
 def movement(gain: float, losses: Sequence[float], rate: float, rounds: int) -> list[str]:
-    """A remark if training changed nothing, or made it worse; ``losses`` are the rounds' (empty: unknown)."""
+    """A remark if training changed nothing or reduced the accuracy; ``losses`` by round (empty: unknown)."""
     if not losses:
         return []
     learned = 1 - losses[-1] / losses[0] if losses[0] > 0 else 0.0
@@ -62,7 +62,7 @@ def _has_loss(phases: Sequence[object]) -> bool:
 
 
 def _classes(result: FederationResult) -> float | None:
-    """The number of classes of a client, in the mean over the trainers."""
+    """The mean number of classes of a trainer."""
     spec = result.federation.spec
     if spec.class_names is not None and spec.method.get("label_space") != "client":
         return float(len(spec.class_names))

@@ -1,4 +1,4 @@
-"""The result of a federation, wherever it ran: for commands, library, trackers, exports and benches."""
+"""The result of a federation or a simulation, for commands, library, trackers, exports and benches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One client's accuracy on one of its test sets after a round, with the template's beside it (fractions).
+    """One client's accuracy on one of its test sets after a round, and the template's accuracy (both fractions).
 
-    ``ece`` (15 bins) and ``macro_f1`` are None if the client's owner did not agree to send them.
+    ``ece`` (calibration error, 15 bins) and ``macro_f1`` are None if the client's owner did not agree to send them.
     """
 
     round: int
@@ -40,11 +40,13 @@ class Accuracy:
 class FederationResult:
     """A federation after ``round``.
 
-    ``status`` is what ``GET /v1/federations/{id}`` answers and ``reports`` (by round, from 0) what ``GET .../rounds``
-    does; both are kept as they came, since reports can have megabytes. ``body`` is the global state as safetensors and
-    ``state_hash`` its name; they and ``clients`` are empty where only accuracies were asked for. Of a simulation,
-    ``wall_seconds`` is the time from the start of the first round to the end, and ``setup_seconds`` what came before it
-    (data, features, enrolment), and ``outcomes`` are all clients' last answers on their test sets, image by image.
+    ``status`` is the answer of ``GET /v1/federations/{id}`` and ``reports`` (by round, from 0) those of
+    ``GET .../rounds``. Both are kept unparsed, since reports can have megabytes. ``body`` is the global state as
+    safetensors and ``state_hash`` its hash; they and ``clients`` are empty if only accuracies were requested.
+
+    Only simulations set the rest. ``wall_seconds`` is the time from the start of the first round to the end and
+    ``setup_seconds`` the time before it (data, features, enrolment). ``outcomes`` holds all clients' last answers on
+    their test sets for each image.
     """
 
     status: dict[str, Any]
@@ -86,7 +88,7 @@ class FederationResult:
         return Tally(self.round_reports)
 
     def sums(self) -> SumsSummary | None:
-        """The secure sums; None if updates were sent in the clear."""
+        """The secure sums; None if updates were sent without masks."""
         return self.tally.sums(self.federation)
 
     def privacy(self) -> PrivacySummary | None:
@@ -114,7 +116,7 @@ class FederationResult:
 
     @property
     def evaluated_round(self) -> int | None:
-        """The last round after which clients measured accuracies; None where there is none yet."""
+        """The last round after which clients measured accuracies; None before the first evaluation."""
         return next((report["round"] for report in reversed(self.reports) if _measured(report)), None)
 
     def accuracies(self, round: int | None = None) -> list[Accuracy]:
@@ -136,7 +138,7 @@ def _accuracies(report: Mapping[str, Any]) -> Iterator[Accuracy]:
     for client, raw in sorted(_measured(report).items()):
         evaluation = parse(ClientEvaluation, raw)
         for split, result in sorted(evaluation.splits.items()):
-            plain = split.partition("@")[0]  # a further classifier's split is reported as split@variant
+            plain = split.partition("@")[0]  # the split of an additional classifier is reported as split@variant
             zero_shot = evaluation.zero_shot.get(plain)
             yield Accuracy(
                 round=report["round"],

@@ -1,7 +1,7 @@
 """The fields of a federation that lists and watchers read.
 
-A coordinator of another version may know states, rules or optimizers that this promptfed does not know. Commands that
-only follow a federation must not fail because of them.
+A coordinator of another version may have states, rules or optimizers that this promptfed does not know. Commands that
+only follow a federation must not fail for that reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BackboneName(BaseModel):
 
 
 class BackboneSummary(BaseModel):
-    """The backbone that clients must have."""
+    """The backbone that clients must use."""
 
     fingerprint: str | None
     confirmed: bool
@@ -72,14 +72,14 @@ class FederationList(BaseModel):
 
 
 class PhaseSummary(BaseModel):
-    """One phase of a round: clients' metrics, averaged; masked with ``secure`` sums."""
+    """One phase of a round, with averaged metrics of clients; ``secure``: the updates were masked."""
 
     metrics: dict[str, float]
     secure: dict[str, object] | None = None
 
 
 class EvaluatedClient(BaseModel):
-    """A client that has evaluated; ``withheld``: it keeps its accuracies to itself."""
+    """A client that has evaluated; ``withheld``: it does not send its accuracies."""
 
     role: str
     withheld: bool = False
@@ -106,22 +106,22 @@ class RoundSummary(BaseModel):
 
     @property
     def loss(self) -> float | None:
-        """The training loss of its last phase that has one."""
+        """The training loss of the last phase that reports one."""
         return next((phase.metrics["loss"] for phase in reversed(self.phases) if "loss" in phase.metrics), None)
 
     @property
     def is_summed(self) -> bool:
-        """Whether only the sum of its updates is known."""
+        """Whether the coordinator knows only the sum of the updates."""
         return any(phase.secure is not None for phase in self.phases)
 
     def withholds(self, role: str) -> bool:
-        """Whether the clients of a role have evaluated and keep the accuracies to themselves."""
+        """Whether the clients of a role have evaluated without sending their accuracies."""
         clients = self.evaluation.clients.values() if self.evaluation is not None else ()
         own = [client.withheld for client in clients if client.role == role]
         return bool(own) and all(own)
 
     def accuracy(self, role: str) -> tuple[float, float | None] | None:
-        """The mean accuracy of a role's clients and the template's beside it, where it was evaluated."""
+        """The mean accuracy of a role's clients and that of the template; None if it was not evaluated."""
         mean = self.evaluation.mean.get(role, {}) if self.evaluation is not None else {}
         return (mean["accuracy"], mean.get("zero_shot")) if "accuracy" in mean else None
 

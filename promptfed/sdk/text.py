@@ -7,7 +7,7 @@ from promptfed.shared.spec.spec import check_class_names
 
 
 def percent(value: float | None) -> str:
-    """An accuracy as people write it."""
+    """An accuracy in per cent."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
@@ -21,10 +21,10 @@ def size(count: float) -> str:
 
 
 def class_names(text: str) -> list[str]:
-    """The names of ``a, b, c``.
+    """The class names in ``a, b, c``.
 
     Raises:
-        CommandError: none, or one twice.
+        CommandError: there is no name, or a name occurs twice.
     """
     try:
         return check_class_names([name.strip() for name in text.split(",") if name.strip()])
@@ -33,10 +33,10 @@ def class_names(text: str) -> list[str]:
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Different whole numbers from 0, separated by commas.
+    """Parse distinct whole numbers from 0, separated by commas.
 
     Raises:
-        CommandError: the text of ``option`` is something else.
+        CommandError: the text of ``option`` has another form.
     """
     try:
         numbers = tuple(int(number) for number in text.split(","))

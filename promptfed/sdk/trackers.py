@@ -1,8 +1,8 @@
 """Experiment trackers: the metrics of a federation's reports go to TensorBoard or MLflow.
 
-Each tracker is one class that implements `Tracker` and imports its library when it is used (the extras
-``promptfed[tensorboard]`` and ``promptfed[mlflow]``). The numbers come from the coordinator's reports alone, so any
-federation can be followed, running or finished.
+Each tracker is one class that implements `Tracker` and imports its library on first use (the extras
+``promptfed[tensorboard]`` and ``promptfed[mlflow]``). All numbers come from the coordinator's reports, so running and
+finished federations can be tracked.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from promptfed.shared.spec.spec import FederationSpec
 
 FEDERATION_TAG, ROUND_TAG = "promptfed.federation", "promptfed.round"
 EXPERIMENT = "promptfed"
-NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")  # in the name of a metric
+NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")  # characters that MLflow forbids in metric names
 
 
 class Tracker(ABC):
-    """Where metrics go: one run of the tracker for each federation, one step for each round.
+    """A destination for metrics, with one run for each federation and one step for each round.
 
-    A tracker is closed at the end of its block; set ``state`` to the federation's before (None: it goes on).
+    A tracker is closed at the end of its ``with`` block. Set ``state`` to the federation's state before that (None: the
+    federation is still running).
     """
 
     state: str | None = None
@@ -45,11 +46,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def begin(self, federation: FederationView) -> int:
-        """Open the run of ``federation``; the last round that it already holds, -1 for none."""
+        """Open the run of ``federation``; returns the last round that it already holds (-1: none)."""
 
     @abstractmethod
     def log(self, report: RoundReport) -> None:
-        """Write one round's numbers."""
+        """Write the numbers of one round."""
 
     @abstractmethod
     def close(self) -> None:
@@ -57,7 +58,7 @@ class Tracker(ABC):
 
 
 class TensorBoard(Tracker):
-    """Event files in ``folder``, in a folder for each federation."""
+    """Writes event files, in a subfolder of ``folder`` for each federation."""
 
     def __init__(self, folder: Path):
         try:
@@ -68,7 +69,7 @@ class TensorBoard(Tracker):
         self._writer: Any = None
 
     def begin(self, federation: FederationView) -> int:
-        """Open a file. TensorBoard shows it instead of an earlier one, from round 0 on."""
+        """Open a new file, which replaces an earlier one in TensorBoard from round 0 on."""
         try:
             self._writer = self._make(str(self._folder / f"{federation.name}-{federation.id}"), purge_step=0)
         except OSError as error:
@@ -88,7 +89,7 @@ class TensorBoard(Tracker):
 
 
 class MLflow(Tracker):
-    """A run in the experiment ``promptfed`` of the tracking server or database at ``uri``."""
+    """Writes to a run of the experiment ``promptfed`` at the tracking server or database ``uri``."""
 
     def __init__(self, uri: str):
         try:
@@ -102,7 +103,7 @@ class MLflow(Tracker):
             self._client = MlflowClient(tracking_uri=uri)
 
     def begin(self, federation: FederationView) -> int:
-        """Open a run, or go on with one that was left off."""
+        """Open a run, or continue an interrupted one."""
         with self._refusals(federation.name):
             known = self._client.get_experiment_by_name(EXPERIMENT)
             experiment = known.experiment_id if known is not None else self._client.create_experiment(EXPERIMENT)
@@ -151,7 +152,7 @@ def open_tracker(where: str) -> Tracker:
     """The tracker of ``tensorboard:FOLDER`` or ``mlflow:URI``.
 
     Raises:
-        CommandError: there is no such tracker, or it is not installed.
+        CommandError: the tracker does not exist, or its library is not installed.
     """
     kind, _, place = where.partition(":")
     if kind not in TRACKERS or not place:
@@ -171,7 +172,7 @@ def record(tracker: Tracker, result: FederationResult) -> None:
 def track(
     api: Coordinator, federation: str, trackers: list[Tracker], progress: Callable[[Snapshot, int], None]
 ) -> Snapshot:
-    """Follow a federation and write each finished round; ``progress`` receives changes and the last round written."""
+    """Follow a federation and write each finished round; ``progress`` receives changes and the last written round."""
     view = api.send(get_federation(federation)).view
     last = [tracker.begin(view) for tracker in trackers]
     for snapshot in follow(api, federation):
@@ -198,7 +199,7 @@ def _over(api: Coordinator, federation: str, last: int, ended: bool) -> Iterator
 
 
 def settings_of(spec: FederationSpec) -> dict[str, str]:
-    """A resolved spec as flat text: ``training.learning_rate`` and so on."""
+    """A resolved spec as a flat mapping of text, with keys such as ``training.learning_rate``."""
     return _flat(spec.model_dump(mode="json"), "")
 
 
@@ -210,7 +211,7 @@ def _flat(section: Mapping[str, Any], prefix: str) -> dict[str, str]:
 
 
 def metrics_of(report: RoundReport) -> dict[str, float]:
-    """The numbers of a round: ``loss/PHASE``, ``accuracy/ROLE/SPLIT`` and of each client, bytes, seconds."""
+    """The numbers of a round: ``loss/PHASE``, ``accuracy/ROLE/SPLIT``, accuracies of each client, bytes and seconds."""
     metrics: dict[str, float] = {"bytes/up": report.bytes_up, "bytes/down": report.bytes_down}
     if report.seconds is not None:
         metrics["seconds/round"] = report.seconds

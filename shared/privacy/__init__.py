@@ -1,1 +1,1 @@
-"""Differential privacy: what it costs (`accounting`), and the randomness that it stands on (`noise`)."""
+"""Differential privacy: accounting of its cost (`accounting`), and its source of randomness (`noise`)."""

@@ -1,15 +1,15 @@
-"""What mechanisms cost together: ε at a δ, from a multiset of events, by Google's privacy loss distributions.
+"""The joint cost of mechanisms: ε at a given δ for a multiset of events, by Google's privacy loss distributions.
 
-Budgets and limits are of *zero-out* neighbours, which differ in one unit whose contribution is nothing
-(`NeighboringRelation.REPLACE_SPECIAL`); how many units there are is public. The ε of *replace-one* neighbours, one of
-whose units is another one instead (`NeighboringRelation.REPLACE_ONE`), is shown beside it: a sum of vectors of length
-at most C then moves by up to 2C instead of C. With sampling probability q the pair that is composed is
+Budgets and limits refer to *zero-out* neighbours: data sets that differ in one unit, whose contribution is zero in one
+of them (`NeighboringRelation.REPLACE_SPECIAL`). The number of units is public. The ε of *replace-one* neighbours, where
+one unit is replaced by another one (`NeighboringRelation.REPLACE_ONE`), is shown as well: a sum of vectors of length at
+most C then moves by up to 2C instead of C. With sampling probability q the composed pair is
 (1-q)·N(0, z²) + q·N(1, z²) and (1-q)·N(0, z²) + q·N(-1, z²), in units of C; for q = 1 that is the Gaussian mechanism
-with half of the noise. A count of right answers moves by at most one under either relation.
+with half of the noise. A count of correct answers moves by at most one under either relation.
 
-Every ε is an upper bound, computed on a grid that rounds towards more privacy loss.
+Every ε is an upper bound, computed on a grid that rounds the privacy loss up.
 
-`dp_accounting` is imported inside the functions: importing it takes seconds, which `promptfed --help` must not pay.
+`dp_accounting` is imported inside the functions, since importing it takes seconds and would slow `promptfed --help`.
 
 Sources: Abadi et al., "Deep Learning with Differential Privacy", 2016; Koskela et al., "Computing Tight Differential
 Privacy Guarantees Using FFT", 2020; Doroshenko et al., "Connect the Dots", 2022 (the library's method).
@@ -29,27 +29,27 @@ from typing import Any, Literal
 
 from promptfed.shared.files import write_whole
 
-RECORDED = 1e-4  # grid of the privacy loss for every ε that is recorded or enforced
-COARSE = 1e-3  # inside calibration only: a tenth of the time
-LEAST_NOISE, MOST_NOISE = 0.3, 1000.0  # noise multipliers that are accounted for
+RECORDED = 1e-4  # grid of the privacy loss for every recorded or enforced ε
+COARSE = 1e-3  # for calibration only; it takes a tenth of the time
+LEAST_NOISE, MOST_NOISE = 0.3, 1000.0  # range of the noise multiplier
 LEAST_DELTA = 1e-10
-HOPELESS = 400.0  # a larger ε protects nothing: a simpler bound says so, whose grid does not fill the memory
-RELATION = "zero-out"  # of every budget and limit
+HOPELESS = 400.0  # a larger ε protects nothing; a simpler bound, which needs little memory, is used there
+RELATION = "zero-out"  # neighbours of every budget and limit
 ACCOUNTANT = "pld"
 
 Mechanism = Literal["gaussian", "laplace"]
 
 
 class PrivacyError(ValueError):
-    """What is asked for cannot be accounted for; the text names the number and its bounds."""
+    """The request cannot be accounted for; the text names the number and its bounds."""
 
 
 @dataclass(frozen=True, order=True)
 class Event:
     """``count`` uses of one mechanism on the same units.
 
-    ``gaussian``: a sum of vectors of length at most C over units sampled each with probability ``q``, plus noise of
-    standard deviation ``z``·C. ``laplace``: a count of sensitivity 1 plus k with P(k) ∝ e^(−z·|k|); ``q`` is 1.
+    ``gaussian``: a sum of vectors of length at most C, each unit sampled with probability ``q``, plus noise of standard
+    deviation ``z``·C. ``laplace``: a count of sensitivity 1 plus k with P(k) ∝ e^(−z·|k|); ``q`` is 1.
     """
 
     mechanism: Mechanism
@@ -68,18 +68,18 @@ class Event:
             check_noise(self.z)
 
     def as_json(self) -> dict[str, Any]:
-        """As ledgers, updates and reports hold it."""
+        """The event in the form used by ledgers, updates and reports."""
         return {"mechanism": self.mechanism, "q": self.q, "z": self.z, "count": self.count}
 
 
 def check_noise(z: float) -> None:
-    """Raise PrivacyError where a noise multiplier is out of bounds."""
+    """Raise PrivacyError if a noise multiplier is out of bounds."""
     if not LEAST_NOISE <= z <= MOST_NOISE:
         raise PrivacyError(f"the noise multiplier {z:g} is not between {LEAST_NOISE:g} and {MOST_NOISE:g}")
 
 
 def check_delta(delta: float, units: int) -> None:
-    """Raise PrivacyError unless 1e-10 ≤ δ < 1/n: at 1/n publishing one unit in the clear would be allowed."""
+    """Raise PrivacyError unless 1e-10 ≤ δ < 1/n. With δ = 1/n it would be allowed to publish one unit."""
     if units < 1:
         raise PrivacyError("there is nothing to protect: no units")
     if not LEAST_DELTA <= delta < 1 / units:
@@ -87,7 +87,7 @@ def check_delta(delta: float, units: int) -> None:
 
 
 def default_delta(units: int) -> float:
-    """The power of ten at or below 1/(10·n), for n ``units``; at least 1e-10."""
+    """The largest power of ten that is at most 1/(10·n), for n ``units``; at least 1e-10."""
     exponent = len(str(10 * units - 1))
     return max(LEAST_DELTA, float(f"1e-{exponent}"))
 
@@ -103,13 +103,13 @@ def steps_of(units: int, batch_size: int, epochs: int) -> int:
 
 
 def training_event(units: int, batch_size: int, epochs: int, z: float, loops: int = 1) -> Event:
-    """What ``loops`` protected training loops over n ``units`` are to the accountant."""
+    """The event of ``loops`` protected training loops over n ``units``."""
     steps = steps_of(units, batch_size, epochs)
     return Event("gaussian", sampling_probability(units, batch_size), z, loops * steps)
 
 
 def merged(events: Iterable[Event]) -> tuple[Event, ...]:
-    """The same uses as a sorted multiset: one entry for each mechanism with its numbers."""
+    """The events as a sorted multiset, with one entry for each mechanism and its parameters."""
     counts: dict[tuple[Mechanism, float, float], int] = {}
     for event in events:
         key = event.mechanism, event.q, event.z
@@ -118,7 +118,7 @@ def merged(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def epsilon_of(events: Iterable[Event], delta: float, interval: float = RECORDED) -> float:
-    """ε of all ``events`` together at ``delta``; 0 for none. It depends on the multiset alone, not on their order."""
+    """The joint ε of ``events`` at ``delta``; 0 for no events. It does not depend on their order."""
     together = merged(events)
     return _composed(together, delta, interval) if together else 0.0
 
@@ -141,11 +141,11 @@ def _by_pld(events: Iterable[Event], delta: float, relation: Any, interval: floa
 
 
 def _simple_bound(events: tuple[Event, ...], delta: float) -> float:
-    """A larger bound in little time and memory: Rényi for the Gaussians, and the sum of ε for counts."""
+    """A looser bound that needs little time and memory: Rényi for Gaussians, plus the sum of ε for counts."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.rdp import RdpAccountant
 
-    orders = [*range(2, 33), 64, 128, 256, 512]  # whole numbers: the library has a closed form for them
+    orders = [*range(2, 33), 64, 128, 256, 512]  # integers, for which the library has a closed form
     accountant = RdpAccountant(orders, NeighboringRelation.REPLACE_SPECIAL)
     gaussians = [event for event in events if event.mechanism == "gaussian"]
     for event in gaussians:
@@ -155,7 +155,7 @@ def _simple_bound(events: tuple[Event, ...], delta: float) -> float:
 
 
 def replace_one_epsilon(events: Iterable[Event], delta: float) -> float:
-    """ε of all ``events`` together at ``delta`` for replace-one neighbours, an upper bound; 0 for none."""
+    """An upper bound of the joint ε of ``events`` at ``delta`` for replace-one neighbours; 0 for no events."""
     return _replaced(merged(events), delta)
 
 
@@ -164,7 +164,7 @@ def _replaced(events: tuple[Event, ...], delta: float) -> float:
     sums = tuple(event for event in events if event.mechanism == "gaussian")
     if not sums:
         return epsilon_of(events, delta)
-    # One data set's training and test images have budgets of their own, so sums and counts hardly ever meet.
+    # Training and test images have separate budgets, so sums and counts rarely occur together.
     counts = math.fsum(event.z * event.count for event in events if event.mechanism == "laplace")
     return counts + _of_sums(sums, delta)
 
@@ -173,7 +173,7 @@ def _of_sums(sums: tuple[Event, ...], delta: float) -> float:
     from dp_accounting import NeighboringRelation
 
     if epsilon_of(sums, delta) > HOPELESS / 4:
-        # Such a loss would fill the memory. Without amplification a sum is ρ = (2/z)²/2 zero-concentrated.
+        # Such a loss would need too much memory. Without amplification a sum is ρ-zCDP with ρ = (2/z)²/2.
         rho = math.fsum(2 * event.count / event.z**2 for event in sums)
         return rho + 2 * math.sqrt(rho * math.log(1 / delta))
     return _by_pld(sums, delta, NeighboringRelation.REPLACE_ONE, RECORDED)
@@ -189,10 +189,12 @@ def _mechanism(event: Event) -> Any:
 
 
 def calibrate(epsilon: float, delta: float, q: float, steps: int) -> float:
-    """The least noise multiplier, to 3 decimals, with which ``steps`` steps cost at most ``epsilon`` at ``delta``.
+    """The smallest noise multiplier (3 decimals) with which ``steps`` steps cost at most ``epsilon`` at ``delta``.
+
+    It is at least 0.3, even if less noise would be enough.
 
     Raises:
-        PrivacyError: it would be beyond 1,000. Where 0.3, the least there is, costs less than asked for, it is 0.3.
+        PrivacyError: it would exceed 1,000.
     """
 
     def fits(thousandths: int, interval: float) -> bool:
@@ -204,7 +206,7 @@ def calibrate(epsilon: float, delta: float, q: float, steps: int) -> float:
             f"ε = {epsilon:g} at δ = {delta:g} takes more noise than {MOST_NOISE:g} times the clip in {steps} steps: "
             "ask for a larger ε, or for fewer rounds or epochs"
         )
-    near = low  # ε falls as noise grows: doubled until it fits, then halved between
+    near = low  # ε falls as the noise grows: double the noise until it fits, then bisect
     while near < high and not fits(near, COARSE):
         low, near = near, min(2 * near, high)
     high = near
@@ -217,7 +219,7 @@ def calibrate(epsilon: float, delta: float, q: float, steps: int) -> float:
 
 
 class Accountant:
-    """`epsilon_of` at one δ. Its results are kept in a file beside the ledger."""
+    """Computes `epsilon_of` at one δ and stores the results in a file beside the ledger."""
 
     def __init__(self, delta: float, cache: Path | None = None):
         self.delta = delta
@@ -225,7 +227,7 @@ class Accountant:
         self._known: dict[str, float] = _read(cache) if cache is not None else {}
 
     def epsilon(self, events: Iterable[Event], replace_one: bool = False) -> float:
-        """ε of all ``events`` together: of zero-out neighbours, or of ``replace_one`` ones."""
+        """The joint ε of ``events`` for zero-out neighbours, or for ``replace_one`` neighbours."""
         together = merged(events)
         key = ("replace-one " if replace_one else "") + self._key(together)
         if key not in self._known:
@@ -240,7 +242,7 @@ class Accountant:
 
 
 def _read(cache: Path) -> dict[str, float]:
-    """What an earlier process computed; nothing if the file is absent or cannot be understood."""
+    """The results of earlier processes; empty if the file is missing or unreadable."""
     try:
         known = json.loads(cache.read_bytes())
         return {str(key): float(value) for key, value in known.items()}

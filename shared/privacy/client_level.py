@@ -1,9 +1,9 @@
-"""Noise for whole clients: the ε of a federation, and how long the noise is compared with the signal.
+"""Noise for whole clients: the ε of a federation, and the length of the noise compared with the signal.
 
-Neighbours differ in one client whose contribution is nothing, in all rounds. A phase adds N(0, (z·S)²) to each number
-of a sum of changes no longer than S, and divides it by K̄, how many are expected, which is public (McMahan et al.,
-"Learning Differentially Private Recurrent Language Models", 2018). With Poisson sampling each client is in by itself
-with probability q; with fixed sampling nothing is amplified, and everybody counts as if in all phases.
+Neighbours differ in one client, whose contribution to all rounds is zero in one of them. A phase adds N(0, (z·S)²) to
+each number of a sum of changes of length at most S, and divides by K̄, the public expected number of clients (McMahan
+et al., "Learning Differentially Private Recurrent Language Models", 2018). With Poisson sampling each client takes part
+independently with probability q. Fixed sampling is not amplified: every client counts as if it took part in all phases.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from promptfed.shared.privacy.accounting import Event, PrivacyError, epsilon_of
 
 
 def client_event(z: float, q: float, phases: int) -> Event:
-    """``phases`` noised sums over clients that are each in with probability ``q``."""
+    """The event of ``phases`` noised sums over clients that each take part with probability ``q``."""
     return Event("gaussian", q, z, phases)
 
 
 def budget_rounds(z: float, q: float, per_round: int, rounds: int, epsilon: float, delta: float) -> int:
-    """The most of ``rounds``, of ``per_round`` noised sums each, that cost at most ``epsilon`` at ``delta``.
+    """The largest number of rounds, up to ``rounds``, that costs at most ``epsilon`` at ``delta``.
+
+    Each round has ``per_round`` noised sums.
 
     Raises:
-        PrivacyError: not even one does.
+        PrivacyError: a single round costs more.
     """
 
     def fits(count: int) -> bool:
@@ -46,10 +48,10 @@ def budget_rounds(z: float, q: float, per_round: int, rounds: int, epsilon: floa
 
 @dataclass(frozen=True)
 class Drowned:
-    """How much of a mean is left under its noise.
+    """Comparison of a mean with its noise.
 
-    ``ratio`` r = z·√d/K̄: the noise's expected length over the longest that the mean can be. ``after_rounds`` ρ = r/√R:
-    the same of R phases together, all of whose means point the same way.
+    ``ratio`` r = z·√d/K̄ is the expected length of the noise divided by the largest length of the mean. ``after_rounds``
+    ρ = r/√R is the same for the sum of R phases whose means all have the same direction.
     """
 
     z: float
@@ -68,7 +70,7 @@ class Drowned:
         return self.ratio / math.sqrt(self.phases)
 
     def told(self) -> str:
-        """With the numbers that make it so, and what helps."""
+        """The comparison in words, with its numbers and advice."""
         return (
             f"noise z = {self.z:g} on {self.numbers:,} numbers over {self.expected:g} expected clients is "
             f"r = {self.ratio:.2g} times as long as the longest mean change, and ρ = {self.after_rounds:.2g} times as "
@@ -89,9 +91,9 @@ class AdaptedClip:
     count_noise: float
 
     def noise_of_changes(self, z: float) -> float:
-        """z_Δ = (z⁻² − (2σ_b)⁻²)^(−1/2): what is left for the changes where both together cost as z does.
+        """z_Δ = (z⁻² − (2σ_b)⁻²)^(−1/2): the noise multiplier of the changes if changes and counts together cost as z.
 
-        Each count enters as ±1/2, so that its sensitivity is 1/2. Raises PrivacyError where the counts alone cost more.
+        Each count enters as ±1/2, so that its sensitivity is 1/2. Raises PrivacyError if the counts alone cost more.
         """
         left = z**-2 - (2 * self.count_noise) ** -2
         if left <= 0:
@@ -100,9 +102,9 @@ class AdaptedClip:
         return float(left**-0.5)
 
     def next_clip(self, clip: float, within: int, counted: int, expected: float, drawn: float) -> float:
-        """S of the next phase: ``within`` of ``counted`` changes were no longer than ``clip``; ``drawn`` ~ N(0, 1).
+        """S of the next phase. ``within`` of ``counted`` changes were no longer than ``clip``; ``drawn`` ~ N(0, 1).
 
-        b̃ = 1/2 + (Σ (1[‖Δ‖ ≤ S] − 1/2) + σ_b·drawn)/K̄: of absent clients nothing, not even how many they are.
+        b̃ = 1/2 + (Σ (1[‖Δ‖ ≤ S] − 1/2) + σ_b·drawn)/K̄. It does not depend on absent clients, not even on their number.
         """
         share = 0.5 + (within - counted / 2 + self.count_noise * drawn) / expected
         return clip * math.exp(-self.rate * (share - self.quantile))

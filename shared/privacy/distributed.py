@@ -1,11 +1,12 @@
-"""Noise of several clients together: each adds a part to its change, and the sum has enough noise.
+"""Distributed noise: each client adds a part of the noise to its change, so that the sum has enough noise.
 
-A change is clipped to length S, written in whole numbers of 2⁻³² and gets a draw of the discrete Gaussian for each
-number; the sum of at least h honest parts hides any one client (Kairouz, Liu, Steinke, "The Distributed Discrete
-Gaussian Mechanism", 2021; Canonne, Kamath, Steinke, 2020). Rounding to the nearest moves a change by √d/2 at its worst.
-A sum of discrete Gaussians is none exactly; from σ = 2¹⁶ on the difference is 0 in float64. Neighbours differ in one
-client whose contribution is nothing, in all rounds; everybody counts as if in every sum. Zero-concentrated differential
-privacy is not what `accounting`'s loss distributions take: figures of the two are never added.
+A change is clipped to length S and converted to integer multiples of 2⁻³². A draw of the discrete Gaussian is added to
+each number. The sum of at least h honest parts protects any single client (Kairouz, Liu, Steinke, "The Distributed
+Discrete Gaussian Mechanism", 2021; Canonne, Kamath, Steinke, 2020). Rounding moves a change by at most √d/2. A sum of
+discrete Gaussians is not exactly a discrete Gaussian; from σ = 2¹⁶ on the difference is 0 in float64. Neighbours differ
+in one client, whose contribution to all rounds is zero in one of them; every client counts as if it took part in every
+sum. This module uses zero-concentrated differential privacy, `accounting` uses loss distributions: their results are
+never added.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from numpy.typing import NDArray
 from promptfed.shared.privacy.accounting import LEAST_NOISE, MOST_NOISE, PrivacyError
 from promptfed.shared.privacy.noise import NoiseStream
 
-SCALE = 1 << 32  # of the whole numbers that are summed
-LEAST_DEVIATION = 1 << 16  # from which on sums of discrete Gaussians are as good as one
-MOST_NUMBERS = 1 << 26  # in a change, where its size is not known yet
-BELOW = 1 - 1e-9  # of the clip: what rounding in float64 may add to a length is less than this leaves
+SCALE = 1 << 32  # integers for each unit of a change
+LEAST_DEVIATION = 1 << 16  # smallest σ for which a sum of discrete Gaussians counts as one discrete Gaussian
+MOST_NUMBERS = 1 << 26  # numbers of a change whose size is not known yet
+BELOW = 1 - 1e-9  # factor of the clip; the margin exceeds the rounding errors of float64
 
 
 @dataclass(frozen=True)
 class PartialNoise:
-    """One client's part. ``clip``: S. ``honest``: h, the parts at least that are in the sum and told to nobody.
+    """One client's part of the noise. ``clip``: S. ``honest``: h, the minimum number of secret parts in the sum.
 
-    ``noise_multiplier``: z, of the whole: the sum has at least the standard deviation z·S.
+    ``noise_multiplier``: z of the sum, whose standard deviation is at least z·S.
     """
 
     clip: float
@@ -51,14 +52,14 @@ class PartialNoise:
         return math.ceil(exact**2 / self.honest)
 
     def rho(self, numbers: int) -> float:
-        """ρ = Δ₂²/(2·h·σ_k²) of one sum of ``numbers`` numbers, in zero-concentrated differential privacy."""
+        """ρ = Δ₂²/(2·h·σ_k²) of one sum of ``numbers`` numbers (zero-concentrated differential privacy)."""
         reach = self.clip * SCALE + math.sqrt(numbers) / 2
         return reach**2 / (2 * self.honest * self.variance)
 
     def noised(self, change: NDArray[np.float64], stream: NoiseStream) -> NDArray[np.int64]:
         """``(d,)`` int64: rint(clip(Δ)·2³²) + η of a change Δ ``(d,)``.
 
-        A change whose length is not finite counts as zero. To refuse it would tell something of the data without noise.
+        A change whose length is not finite counts as zero. Refusing it would reveal information without noise.
         """
         length = float(np.linalg.norm(change))
         if not math.isfinite(length):
@@ -72,7 +73,7 @@ class PartialNoise:
 
 @lru_cache(maxsize=256)
 def epsilon_of_sums(rho: float, sums: int, delta: float) -> float:
-    """ε of ``sums`` sums of ρ each at ``delta``, an upper bound; 0 for none."""
+    """An upper bound of ε at ``delta`` for ``sums`` sums of ρ each; 0 for no sums."""
     if not sums:
         return 0.0
     from dp_accounting import NeighboringRelation, dp_event
@@ -84,10 +85,10 @@ def epsilon_of_sums(rho: float, sums: int, delta: float) -> float:
 
 
 def calibrate_sums(epsilon: float, delta: float, clip: float, honest: int, sums: int) -> float:
-    """The least z, to 3 decimals, with which ``sums`` sums cost at most ``epsilon``, of however many numbers.
+    """The smallest z (3 decimals) with which ``sums`` sums of any size cost at most ``epsilon``; at least 0.3.
 
     Raises:
-        PrivacyError: it would be beyond 1,000. Where 0.3, the least there is, costs less than asked for, it is 0.3.
+        PrivacyError: it would exceed 1,000.
     """
 
     def fits(thousandths: int) -> bool:
@@ -102,7 +103,7 @@ def calibrate_sums(epsilon: float, delta: float, clip: float, honest: int, sums:
         )
     if fits(low):
         return low / 1000
-    while high - low > 1:  # low does not fit, high does
+    while high - low > 1:  # low is too small, high is large enough
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high / 1000

@@ -1,12 +1,12 @@
-"""Randomness that protects: expanded from 256 secret bits by ChaCha20, never from a spec's seed.
+"""Secret randomness for protection: expanded from 256 secret bits by ChaCha20, never from a spec's seed.
 
-Operator and clients know the seed; noise that follows from it would protect nobody. `SeededNoise` exists for tests and
-simulations alone, where runs have to repeat: who builds a worker hands it in, and what it makes is marked.
+Operator and clients know the seed, so noise derived from it would protect nobody. `SeededNoise` exists only for tests
+and simulations, which must be reproducible. It must be passed to a worker explicitly, and its results are marked.
 
-Normals are sums of four Box-Muller draws in float64, which makes inferring a value from its low bits impractical, not
-impossible (Holohan and Braghin, "Secure Random Sampling in Differential Privacy", 2021). Discrete Laplace and Gaussian
-draws are exact, in integers: algorithms 1 to 3 of Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential
-Privacy", 2020.
+Normal draws are sums of four Box-Muller draws in float64, which makes it impractical, but not impossible, to infer a
+value from its low bits (Holohan and Braghin, "Secure Random Sampling in Differential Privacy", 2021). Discrete Laplace
+and Gaussian draws are exact, in integers: algorithms 1 to 3 of Canonne, Kamath and Steinke, "The Discrete Gaussian for
+Differential Privacy", 2020.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
 Kind = Literal["secret", "seeded"]
-WORDS = 512  # 64-bit words that are made at once where they are asked for one by one
-NONCE = bytes(16)  # each key is used for one stream
+WORDS = 512  # 64-bit words generated at once for single requests
+NONCE = bytes(16)  # each key is used for only one stream
 
 
 class NoiseStream:
-    """The draws of one training attempt, in order, from a key of 32 bytes that is in memory only."""
+    """The draws of one training attempt, in order, from a key of 32 bytes that is kept only in memory."""
 
     def __init__(self, key: bytes):
         self._stream = Cipher(algorithms.ChaCha20(key, NONCE), mode=None).encryptor()
@@ -43,7 +43,7 @@ class NoiseStream:
         return ((self.words(count) >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normals(self, count: int) -> NDArray[np.float64]:
-        """``(count,)`` from N(0, 1): each the sum of four normals, divided by 2."""
+        """``(count,)`` draws of N(0, 1); each is the sum of four normal draws, divided by 2."""
         pairs = self.uniforms(4 * count).reshape(2, 2 * count)
         radius, angle = np.sqrt(-2.0 * np.log(pairs[0])), 2.0 * np.pi * pairs[1]
         four = np.stack([radius * np.cos(angle), radius * np.sin(angle)]).reshape(4, count)
@@ -51,11 +51,11 @@ class NoiseStream:
         return total / 2.0
 
     def poisson_sample(self, count: int, q: float) -> NDArray[np.int64]:
-        """The sampled units of ``count``, each with probability ``q`` independently, in rising order ``(|S|,)``."""
+        """Ascending indices ``(|S|,)`` of a sample of ``count`` units, each drawn independently with chance ``q``."""
         return np.flatnonzero(self.uniforms(count) <= q)
 
     def below(self, bound: int) -> int:
-        """Uniform on 0 ... ``bound`` − 1, exactly."""
+        """An exactly uniform integer in 0 ... ``bound`` − 1."""
         if bound <= 0:
             raise ValueError(f"no number is below {bound} and not below 0")
         length = -(-bound.bit_length() // 64)
@@ -79,7 +79,7 @@ class NoiseStream:
         return self._laplace(exact.numerator, exact.denominator)
 
     def discrete_gaussian(self, variance: Fraction | int) -> int:
-        """k with P(k) ∝ e^(−k²/2σ²), of ``variance`` σ² > 0."""
+        """k with P(k) ∝ e^(−k²/2σ²), for ``variance`` σ² > 0."""
         exact = Fraction(variance)
         num, den = exact.numerator, exact.denominator
         if num <= 0:
@@ -120,7 +120,7 @@ class NoiseStream:
 
 
 class Noise(ABC):
-    """Where noise comes from: a client's, or the coordinator's."""
+    """The source of noise of a client or of the coordinator."""
 
     kind: ClassVar[Kind]
 
@@ -134,7 +134,7 @@ class Noise(ABC):
 
 
 class SecretNoise(Noise):
-    """A new key of 256 secret bits for every attempt. Other bits after a crash cost nothing: nothing had left."""
+    """A new key of 256 secret bits for every attempt. A different key after a crash is safe: nothing was sent."""
 
     kind: ClassVar[Kind] = "secret"
 
@@ -144,7 +144,7 @@ class SecretNoise(Noise):
 
 
 class SeededNoise(Noise):
-    """The same stream for the same seed and purpose. For tests and simulations: it guarantees nothing to anybody."""
+    """The same stream for the same seed and purpose. For tests and simulations only: it protects nobody."""
 
     kind: ClassVar[Kind] = "seeded"
 
@@ -152,6 +152,6 @@ class SeededNoise(Noise):
         self._seed = seed
 
     def key(self, *purpose: str | int) -> bytes:
-        """A key that whoever knows the seed can repeat."""
+        """A key derived from the seed and the purpose."""
         text = "|".join(str(part) for part in ("promptfed/noise", self._seed, *purpose))
         return hashlib.sha256(text.encode()).digest()

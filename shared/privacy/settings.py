@@ -1,4 +1,4 @@
-"""A spec's section ``privacy``: what is protected, and what that may cost."""
+"""A spec's section ``privacy``: the protected units and the privacy budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Evaluations = Literal["withheld", "noisy", "plain"]
 
 
 class AdaptiveClip(BaseModel):
-    """``level: client``: the clip follows a quantile of the lengths, by a noisy count (Andrew et al., 2021)."""
+    """``level: client``: the clip follows a quantile of the changes' lengths by noisy counts (Andrew et al., 2021)."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -26,7 +26,7 @@ class AdaptiveClip(BaseModel):
 class PrivacySpec(BaseModel):
     """Differential privacy of the training.
 
-    ``level: sample``: each client adds noise for its records; ``client``: the coordinator does, for whole clients.
+    ``level: sample``: each client adds noise that protects its records. ``client``: the noise protects whole clients.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
@@ -77,7 +77,7 @@ class PrivacySpec(BaseModel):
 
     @property
     def protects_records(self) -> bool:
-        """Whether clients add noise of their own, and report what it cost."""
+        """Whether clients add noise for their records, and report its cost."""
         return self.level == "sample"
 
     @property
@@ -87,15 +87,15 @@ class PrivacySpec(BaseModel):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether each client adds a part of the noise for whole clients, which is enough in a secure sum."""
+        """Whether each client adds a part of the noise for whole clients, which suffices in a secure sum."""
         return self.level == "client" and self.noise == "distributed"
 
     @property
     def protects_clients(self) -> bool:
-        """Whether a whole client is what the noise covers."""
+        """Whether the noise protects whole clients."""
         return self.level == "client"
 
     @property
     def evaluations(self) -> Evaluations:
-        """What accuracies leave a site."""
+        """The form in which accuracies leave a site."""
         return self.evaluation or ("plain" if self.level == "none" else "withheld")

@@ -1,14 +1,14 @@
-"""Secure aggregation: a sum of vectors that whoever adds them up sees none of.
+"""Secure aggregation: the coordinator learns the sum of the clients' vectors and no single vector.
 
-Bonawitz et al., "Practical Secure Aggregation", 2017, on the sparse graphs of Bell et al., 2020. Pure functions of
-keys, shares, masks and messages, without I/O; the services keep and send. Key agreement, key derivation, stream cipher,
-encryption and signatures are those of ``cryptography``. Every secret comes from the operating system: no generator for
-statistics is imported here.
+Sources: Bonawitz et al., "Practical Secure Aggregation", 2017; the sparse graphs of Bell et al., 2020. The package
+holds pure functions of keys, shares, masks and messages, without I/O; the services store and send the messages. Key
+agreement, key derivation, stream cipher, encryption and signatures come from ``cryptography``. Every secret comes from
+the operating system's randomness; no statistical generator is imported here.
 """
 
 
 class SecureError(ValueError):
-    """What another side sent cannot be used. ``kind`` is the type of the failure that the coordinator is told."""
+    """A received message cannot be used. ``kind`` is the failure type that the coordinator receives."""
 
     def __init__(self, kind: str, detail: str):
         super().__init__(detail)

@@ -1,8 +1,8 @@
-"""Commitments: whoever deals shares says beforehand, by hashes, what each of them is and what they must open.
+"""Commitments: a dealer of shares publishes hashes of all shares and of the secret that they open.
 
-A share and a seed are uniform numbers of 256 bits, so their hashes tell nothing of them, and nobody finds another share
-with the same hash. A holder checks its shares when it receives them. The coordinator checks them when they are given
-back, which shows whose share is false, and it checks every opened seed.
+Shares and seeds are uniform numbers of 256 bits. Their hashes therefore reveal nothing, and nobody can find another
+share with the same hash. A holder checks its shares on receipt. The coordinator checks them when they are returned,
+which identifies the sender of a false share, and it checks every opened seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def expect_share(roster_sha256: bytes, owner: int, holder: int, kind: int, share
     """Check one share, of the seed (``kind`` 0) or of the mask key (1), against the commitment to both.
 
     Raises:
-        SecureError: ``bad-shares`` where it is not the share that was committed to.
+        SecureError: ``bad-shares`` if the share does not match the commitment.
     """
     shamir.share_value(share)
     wanted = committed[kind * HASH_BYTES : (kind + 1) * HASH_BYTES]

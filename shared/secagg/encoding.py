@@ -1,8 +1,8 @@
-"""Changes as whole numbers modulo 2⁶⁴, so that sums are exact: x = rint(Δ·a·2³²), |Δ| ≤ 16, weights 0 < a ≤ 1.
+"""Encoding of changes as integers modulo 2⁶⁴, so that sums are exact: x = rint(Δ·a·2³²), |Δ| ≤ 16, weights 0 < a ≤ 1.
 
-The weight is applied before rounding. Whole numbers that are multiplied with weights would tell more than their sum:
-Σ w·x modulo the common weight of all other clients is one client's w·x modulo that weight. |Σ x| ≤ 2¹⁰·2³⁶ = 2⁴⁶ for
-up to 1,024 clients: the sum never wraps. Its mean is within 2⁻³³·K/Σ a of the weighted mean of the Δ.
+The weight is applied before rounding. Integers multiplied with weights would reveal more than their sum: Σ w·x modulo
+the common weight of all other clients is one client's w·x modulo that weight. |Σ x| ≤ 2¹⁰·2³⁶ = 2⁴⁶ for up to 1,024
+clients, so the sum never wraps. Its mean is within 2⁻³³·K/Σ a of the weighted mean of the Δ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCALE = 2.0**32
 LARGEST_CHANGE = 16.0
 LARGEST_SUM = 1 << 62
 MOST_CLIENTS = 1024
-MASKED_ENTRIES = 64  # from so many on one can tell that there is no mask
+MASKED_ENTRIES = 64  # shortest vector for which a missing mask can be detected
 SMALL_WORD = 1 << 60
 
 Whole = NDArray[np.int64]
@@ -33,10 +33,10 @@ Whole = NDArray[np.int64]
 def flat_change(
     update: Mapping[str, Tensor], payload: Mapping[str, Tensor], checked: bool = True
 ) -> NDArray[np.float64]:
-    """``(d,)`` float64: update - payload over all tensors in order of name; what the payload lacks starts from zero.
+    """``(d,)`` float64: update - payload over all tensors in name order; tensors missing in the payload count as zero.
 
     Raises:
-        SecureError: ``out-of-range`` where it is ``checked`` and a number is not finite or has changed by more than 16.
+        SecureError: ``out-of-range`` if ``checked`` and a number is not finite or has changed by more than 16.
     """
     parts = []
     for name, tensor in sorted(update.items()):
@@ -53,11 +53,11 @@ def flat_change(
 
 
 def blurred(change: NDArray[np.float64], update: Mapping[str, Tensor]) -> NDArray[np.float64]:
-    """``change`` moved at random by up to half a step of float32, which is what ``update``'s numbers are rounded to.
+    """``change`` plus uniform noise of up to half the spacing of float32 at the numbers of ``update``.
 
-    Numbers of float32 lie on a grid. Where one client's grid is finer than all others', for its weight or for its small
-    numbers, the low digits of the sum would be its own. The draws follow from the update's bytes, so that the same
-    training gives the same numbers again; who does not know the update does not know them.
+    Float32 numbers lie on a grid. If one client's grid were finer than all others', because of its weight or its small
+    numbers, the low digits of the sum would be that client's. The noise is derived from the update's bytes, so the same
+    training gives the same numbers. Without the update, nobody knows the noise.
     """
     flat = np.concatenate([tensor.detach().cpu().float().reshape(-1).numpy() for _, tensor in sorted(update.items())])
     step = np.abs(flat - np.nextafter(flat, np.float32(0))).astype(np.float64)
@@ -68,7 +68,7 @@ def blurred(change: NDArray[np.float64], update: Mapping[str, Tensor]) -> NDArra
 
 
 def encode_change(update: Mapping[str, Tensor], payload: Mapping[str, Tensor], weight: float = 1.0) -> Whole:
-    """``(d,)`` int64: `flat_change`, blurred, of ``weight`` 0…1, in whole numbers. Raises as `flat_change`."""
+    """``(d,)`` int64: the blurred `flat_change` with ``weight`` 0…1, as integers. Raises as `flat_change`."""
     return encoded(blurred(flat_change(update, payload), update), weight)
 
 
@@ -78,10 +78,10 @@ def encoded(change: NDArray[np.float64], weight: float = 1.0) -> Whole:
 
 
 def for_sum(kept: NDArray[Any], weight: float) -> Whole:
-    """``(d,)`` int64: what of a kept change goes into the sum. One with noise is in whole numbers already.
+    """``(d,)`` int64: the summand of a stored change. A change with noise consists of integers already.
 
     Raises:
-        SecureError: ``bad-roster`` where a change with noise weighs less than others: its noise is for weight 1.
+        SecureError: ``bad-roster`` if a change with noise has a weight below 1: its noise is made for weight 1.
     """
     if kept.dtype != np.int64:
         return encoded(kept, weight)
@@ -91,10 +91,10 @@ def for_sum(kept: NDArray[Any], weight: float) -> Whole:
 
 
 def expect_summable(whole: Whole) -> Whole:
-    """``whole`` itself, of which `MOST_CLIENTS` can be summed.
+    """Return ``whole`` if `MOST_CLIENTS` vectors of its size can be summed without wrapping.
 
     Raises:
-        SecureError: ``out-of-range`` where a number is too large for that.
+        SecureError: ``out-of-range`` if a number is too large.
     """
     if whole.size and int(np.abs(whole).max()) > LARGEST_SUM // MOST_CLIENTS:
         raise SecureError("out-of-range", "the noised change is too large to be summed")
@@ -105,7 +105,7 @@ def signed_sum(total: Words) -> Whole:
     """The sum as signed numbers.
 
     Raises:
-        SecureError: ``sum-invalid`` where one is beyond what honest clients can reach.
+        SecureError: ``sum-invalid`` if a number exceeds the largest sum of honest clients.
     """
     signed = total.view(np.int64)
     if signed.size and (int(signed.max()) > LARGEST_SUM or int(signed.min()) < -LARGEST_SUM):
@@ -117,7 +117,7 @@ def mean_change(total: Whole, weight: float, largest: float = LARGEST_CHANGE) ->
     """Σ x/(2³²·Σ a) in float64; ``weight``: Σ a.
 
     Raises:
-        SecureError: ``sum-invalid`` where a number of the mean is over ``largest``: none of the clients' is.
+        SecureError: ``sum-invalid`` if a number of the mean exceeds ``largest``, the bound for every client's change.
     """
     mean: NDArray[np.float64] = total.astype(np.float64) / (SCALE * weight)
     if mean.size and float(np.abs(mean).max()) > largest:
@@ -128,7 +128,7 @@ def mean_change(total: Whole, weight: float, largest: float = LARGEST_CHANGE) ->
 def as_tensors(
     mean: NDArray[np.float64], payload: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> Tensors:
-    """What the payload becomes by the mean change, float32, with the names and ``shapes`` of an update."""
+    """The payload plus the mean change, float32, with the names and ``shapes`` of an update."""
     result, begin = {}, 0
     for name, shape in sorted(shapes.items()):
         size = int(np.prod(shape, dtype=np.int64))
@@ -144,7 +144,7 @@ def as_tensors(
 
 
 def looks_unmasked(vector: Words) -> bool:
-    """Whether more than half of the words are small, as no mask leaves them: a broken client's update in the clear."""
+    """Whether more than half of the words are small, which shows a defective client's update without a mask."""
     if len(vector) < MASKED_ENTRIES:
         return False
     small = vector + np.uint64(SMALL_WORD) < np.uint64(2 * SMALL_WORD)

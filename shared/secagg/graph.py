@@ -1,4 +1,4 @@
-"""Who shares masks and secrets with whom: all with all, or each with ``k`` neighbours on a ring (Bell et al., 2020)."""
+"""The graph of clients that share masks and secrets: complete, or ``k`` neighbours on a ring (Bell et al., 2020)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from functools import lru_cache
 from promptfed.shared.spec.spec_aggregation import SecureAggregationSpec
 from promptfed.shared.spec.spec_section import ceil_fraction
 
-COMPLETE_UP_TO = 128  # clients: a complete graph costs each of them no more than 9 ms
-OPENED = Fraction(1, 1 << 40)  # the chance at most that colluders can open anybody, or cut the graph in two
-LOST = Fraction(1, 1 << 20)  # the chance at most that drop-outs leave somebody whom nobody can open
+COMPLETE_UP_TO = 128  # clients; a complete graph costs each of them at most 9 ms
+OPENED = Fraction(1, 1 << 40)  # largest probability that colluders can open a secret, or split the graph
+LOST = Fraction(1, 1 << 20)  # largest probability that drop-outs leave a secret that cannot be opened
 
 
 @dataclass(frozen=True)
 class Graph:
-    """``least``: clients in every step of an attempt. ``threshold``: shares that open a secret.
+    """``least``: minimum clients in every step of an attempt. ``threshold``: number of shares that open a secret.
 
-    ``neighbours`` is None where the graph is complete, else even.
+    ``neighbours`` is None for a complete graph, otherwise an even number.
     """
 
     count: int
@@ -30,7 +30,7 @@ class Graph:
     neighbours: int | None = None
 
     def beside(self, ring: int) -> list[int]:
-        """The ring positions of whoever shares masks with the client at ``ring``, without itself."""
+        """The ring positions of the neighbours of the client at ``ring``."""
         if self.neighbours is None:
             return [other for other in range(self.count) if other != ring]
         half = self.neighbours // 2
@@ -38,7 +38,7 @@ class Graph:
 
 
 def graph_of(spec: SecureAggregationSpec, count: int, uniform: bool) -> Graph:
-    """The graph of ``count`` clients. A sparse one only where weights are ``uniform``: its clients know few of them."""
+    """The graph of ``count`` clients. It is sparse only if weights are ``uniform``: clients know few other weights."""
     least = max(2, ceil_fraction(spec.threshold, count))
     if not uniform or (count <= COMPLETE_UP_TO and spec.neighbours is None):
         return Graph(count, least, least)
@@ -52,10 +52,11 @@ def graph_of(spec: SecureAggregationSpec, count: int, uniform: bool) -> Graph:
 
 @lru_cache(maxsize=64)
 def sparse(count: int, colluding: float, dropping: float) -> tuple[int, int] | None:
-    """The fewest neighbours k, and how many of their shares open a secret; None where the complete graph is needed.
+    """The smallest number of neighbours k and the threshold of shares; None if the complete graph is needed.
 
-    With so many colluders (shares of ``count``) the chance is under 2⁻⁴⁰ that they hold the threshold for anybody, or
-    that k/2 in a row are gone; with so many drop-outs under 2⁻²⁰ that fewer than the threshold are left for somebody.
+    With the given fraction of colluders, the probability that they hold the threshold for any client, or that k/2
+    consecutive clients are lost, is below 2⁻⁴⁰. With the given fraction of drop-outs, the probability that fewer shares
+    than the threshold remain for any client is below 2⁻²⁰.
     """
     bad, gone = round(colluding * count), round(dropping * count)
     for k in range(2, count - 1, 2):
@@ -71,7 +72,7 @@ def sparse(count: int, colluding: float, dropping: float) -> tuple[int, int] | N
 
 
 def _least_threshold(count: int, bad: int, k: int) -> int | None:
-    """The least threshold that ``bad`` colluders reach among somebody's k neighbours with a chance under 2⁻⁴⁰."""
+    """The smallest threshold that ``bad`` colluders among a client's k neighbours reach with probability below 2⁻⁴⁰."""
     if not 2 <= k < count:
         return None
     total, tail, threshold = math.comb(count - 1, k), 0, None
@@ -84,10 +85,10 @@ def _least_threshold(count: int, bad: int, k: int) -> int | None:
 
 
 def _ways(population: int, marked: int, drawn: int, hit: int) -> int:
-    """In how many draws of ``drawn`` out of ``population`` just ``hit`` are among the ``marked`` ones."""
+    """The number of draws of ``drawn`` out of ``population`` with exactly ``hit`` of the ``marked`` ones."""
     return math.comb(marked, hit) * math.comb(population - marked, drawn - hit)
 
 
 def ring_order(roster_sha256: bytes, hashes: Sequence[bytes]) -> list[int]:
-    """The places in ``hashes`` in the order of the ring, which nobody chooses: SHA-256(roster | entry)."""
+    """The places in ``hashes`` in ring order. Nobody can choose the order: it follows SHA-256(roster | entry)."""
     return sorted(range(len(hashes)), key=lambda place: hashlib.sha256(roster_sha256 + hashes[place]).digest())

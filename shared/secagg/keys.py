@@ -1,4 +1,4 @@
-"""Keys: Ed25519 signatures of who somebody is, X25519 agreement of two, and what is derived from it."""
+"""Keys: Ed25519 signatures for identity, X25519 key agreement, and keys derived from it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def public_identity(private: bytes) -> bytes:
 
 
 def fingerprint(public: bytes) -> str:
-    """How an identity key is told over another channel: ``ed25519:`` and its bytes in hex."""
+    """The text form of an identity key for comparison over another channel: ``ed25519:`` and its bytes in hex."""
     return "ed25519:" + public.hex()
 
 
 def sign(private: bytes, purpose: Signing, body: object) -> bytes:
-    """64 bytes: the signature of ``body`` as canonical JSON, for ``purpose`` and no other."""
+    """64 bytes: the signature of ``body`` as canonical JSON, valid only for ``purpose``."""
     return Ed25519PrivateKey.from_private_bytes(private).sign(_signed(purpose, body))
 
 
 def is_signed(public: bytes, signature: bytes, purpose: Signing, body: object) -> bool:
-    """Whether ``signature`` is that of ``body`` by the owner of ``public``, for just this purpose."""
+    """Whether ``signature`` of ``body`` was made with the key of ``public`` for this purpose."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed(purpose, body))
     except (InvalidSignature, ValueError):
@@ -62,10 +62,10 @@ def public_of(private: bytes) -> bytes:
 
 
 def agree(private: bytes, peer: bytes) -> bytes:
-    """The 32 secret bytes that two X25519 keys have in common.
+    """The shared secret (32 bytes) of two X25519 keys.
 
     Raises:
-        SecureError: ``bad-roster`` where the peer's key is none: too short, or of small order (all-zero result).
+        SecureError: ``bad-roster`` if the peer's key is invalid: too short, or of small order (all-zero result).
     """
     try:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(peer))
@@ -76,6 +76,6 @@ def agree(private: bytes, peer: bytes) -> bytes:
 
 
 def derive(secret: bytes, purpose: Derived, salt: bytes, first: bytes = b"", second: bytes = b"") -> bytes:
-    """32 bytes by HKDF-SHA256: another key for each purpose, roster (``salt``) and pair of public keys."""
+    """32 bytes by HKDF-SHA256: a separate key for each purpose, roster (``salt``) and pair of public keys."""
     info = b"promptfed/" + purpose.encode() + b"/1\0" + first + second
     return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(secret)

@@ -20,15 +20,15 @@ def words(key: bytes, count: int) -> Words:
 
 
 def self_mask(seed: bytes, roster_sha256: bytes, count: int) -> Words:
-    """The mask that a client adds on its own account, opened where the client's vector counts."""
+    """The mask that a client adds for itself. It is opened if the client's vector counts."""
     return words(derive(seed, "self", roster_sha256), count)
 
 
 def pair_mask(mask_key: bytes, peer: bytes, roster_sha256: bytes, count: int) -> Words:
-    """The mask of two, which cancels: what the owner of the private ``mask_key`` adds (the peer adds its negative).
+    """The mask of a pair: the owner of the private ``mask_key`` adds it and the peer adds its negative, so both cancel.
 
     Raises:
-        SecureError: ``bad-roster`` where ``peer`` is no key.
+        SecureError: ``bad-roster`` if ``peer`` is not a valid key.
     """
     own = public_of(mask_key)
     first, second = sorted((own, peer))
@@ -37,7 +37,7 @@ def pair_mask(mask_key: bytes, peer: bytes, roster_sha256: bytes, count: int) ->
 
 
 def masked(vector: Words, seed: bytes, mask_key: bytes, peers: Iterable[bytes], roster_sha256: bytes) -> Words:
-    """``vector`` under its own mask and those with all ``peers`` (public mask keys). Raises as `pair_mask`."""
+    """``vector`` plus its self mask and the pair masks with ``peers`` (public mask keys). Raises as `pair_mask`."""
     total = vector + self_mask(seed, roster_sha256, len(vector))
     for peer in peers:
         total += pair_mask(mask_key, peer, roster_sha256, len(vector))

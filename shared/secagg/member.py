@@ -1,4 +1,4 @@
-"""A client's part of each step, as functions of what it keeps. Their results are stored before they are sent."""
+"""A client's part of each step, as functions of its stored state. Results are stored before they are sent."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from promptfed.shared.secagg.messages import (
 )
 from promptfed.shared.secagg.roster import LEAST_CLIENTS, Roster
 
-NONCE = bytes(12)  # each key encrypts one box
+NONCE = bytes(12)  # each key encrypts only one box
 
 
 @dataclass(frozen=True)
 class Secrets:
-    """One client's secrets of one attempt, 32 bytes each; ``share_key`` is never shared, ``identity`` outlives it."""
+    """One client's secrets of one attempt, 32 bytes each. ``share_key`` is never shared; ``identity`` is permanent."""
 
     identity: bytes
     mask_key: bytes
@@ -48,18 +48,18 @@ class Secrets:
 
     @classmethod
     def fresh(cls, identity: bytes) -> Secrets:
-        """New ones, from the operating system's randomness."""
+        """New secrets from the operating system's randomness."""
         return cls(identity, new_pair(), new_pair(), secrets.token_bytes(32))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a client insists on. ``minimum``: clients in a sum. ``max_own_share``: of a sum's weight, its own part.
+    """A client's conditions. ``minimum``: clients in a sum. ``max_own_share``: its own share of a sum's weight.
 
-    ``min_effective``: as how many clients of equal weight a sum must count, (Σ a)²/Σ a².
+    ``min_effective``: the effective number of clients in a sum, (Σ a)²/Σ a².
 
-    ``peers``: the fingerprints of members whose keys its owner has compared; with any given, at most ``unverified``
-    other members may have another key, and at least ``verified`` of those in a sum must have one of these.
+    ``peers``: fingerprints of members whose keys the owner has verified. If any are given, at most ``unverified`` other
+    members may have a key that is not listed, and at least ``verified`` members of a sum must have a listed key.
     """
 
     minimum: int = LEAST_CLIENTS
@@ -72,7 +72,7 @@ class Limits:
 
 
 def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:
-    """Step 0: the public keys with what they are for (`Entry`), signed."""
+    """Step 0: the signed entry with the client's public keys (`Entry`)."""
     entry = Entry.model_validate(
         {
             **about,
@@ -85,14 +85,15 @@ def signed_entry(own: Secrets, about: Mapping[str, object]) -> KeysAnswer:
 
 
 def expect_roster(roster: Roster, place: int, limits: Limits) -> None:
-    """Before anything is shared: whether members whose keys nobody has compared are too few to open a single change.
+    """Check, before any secret is shared, that members with unverified keys are too few to open a single change.
 
-    Of n clients, of whom t open a secret, c invented ones have two lists of who counts signed as soon as the honest
-    n - c split into two groups that each reach t with them: as soon as n - c + 2c >= 2t. Hence c <= 2t - n - 1.
+    Let n be the number of clients, t the threshold and c the number of invented clients. The invented clients can get
+    two lists of counted clients signed if the n - c honest clients split into two groups that each reach t with them,
+    that is if n - c + 2c >= 2t. Hence c <= 2t - n - 1 is required.
 
     Raises:
-        SecureError: ``policy-sparse`` where a graph is sparse against the policy, or where peers are listed: this
-            client would not see most members' keys. ``policy-peers`` where too many members have other keys.
+        SecureError: ``policy-sparse`` if a graph is sparse against the policy, or if peers are listed, since this
+            client would not see most members' keys. ``policy-peers`` if too many members have other keys.
     """
     if roster.graph.neighbours is not None:
         if not limits.sparse:
@@ -114,13 +115,13 @@ def expect_roster(roster: Roster, place: int, limits: Limits) -> None:
 
 
 def _listed(roster: Roster, places: set[int], limits: Limits) -> int:
-    """How many of ``places`` have a fingerprint that the site's policy lists."""
+    """The number of ``places`` whose fingerprint is in the site's policy."""
     entries = (roster.entries[place] for place in places if place in roster.entries)
     return sum(fingerprint(bytes.fromhex(entry.identity_key)) in limits.peers for entry in entries)
 
 
 def share_secrets(own: Secrets, roster: Roster, place: int) -> tuple[SharesAnswer, Pair]:
-    """Step 1: shares of the seed and of the mask key for each neighbour, encrypted to it; and the client's own two."""
+    """Step 1: encrypted shares of the seed and of the mask key for each neighbour, and the client's own two shares."""
     holders = roster.holders(place)
     at = [holder + 1 for holder in holders]
     seeds = shamir.split(own.seed, roster.graph.threshold, at)
@@ -146,11 +147,11 @@ def _about(roster: Roster, sender: int, recipient: int) -> bytes:
 
 
 def open_boxes(own: Secrets, roster: Roster, place: int, job: MaskJob, limits: Limits) -> dict[int, Pair]:
-    """Step 2, what was received: a pair of shares from each neighbour that has shared.
+    """Step 2, receiving: a pair of shares from each neighbour that has shared.
 
     Raises:
-        SecureError: ``bad-roster`` where too few have shared, or others than can have; ``bad-shares`` where a box does
-            not open, or holds other shares than its sender has committed to.
+        SecureError: ``bad-roster`` if too few clients or unknown clients have shared; ``bad-shares`` if a box does not
+            open, or its shares do not match the sender's commitments.
     """
     sharing = expect_set(roster, job.sharing, place, limits)
     wanted = [other for other in roster.neighbours(place) if other in sharing]
@@ -180,19 +181,18 @@ def _open(own: Secrets, roster: Roster, sender: int, recipient: int, box: bytes,
 
 
 def mask_vector(own: Secrets, roster: Roster, place: int, sharing: Sequence[int], vector: masks.Words) -> masks.Words:
-    """Step 2, what is sent: ``vector`` under the own mask and those with all neighbours that have shared."""
+    """Step 2, sending: ``vector`` plus the self mask and the pair masks with all neighbours that have shared."""
     peers = [other for other in roster.neighbours(place) if other in set(sharing)]
     keys = [bytes.fromhex(roster.entries[other].mask_key) for other in peers]
     return masks.masked(vector, own.seed, own.mask_key, keys, roster.sha256)
 
 
 def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits) -> set[int]:
-    """The set that a sum may be over, this client among them.
+    """Check the set of clients in a sum, which must include this client, and return it.
 
     Raises:
-        SecureError: ``bad-roster`` where it is not; ``policy-minimum``, ``policy-share``, ``policy-effective`` or
-            ``policy-peers`` where it is too small, mostly this client, mostly a few clients, or of too few whose keys
-            its owner has compared.
+        SecureError: ``bad-roster`` if the set is invalid. ``policy-minimum``: too few clients. ``policy-share``: mostly
+            this client. ``policy-effective``: mostly a few. ``policy-peers``: too few clients with verified keys.
     """
     chosen = set(places)
     if list(places) != sorted(chosen) or not chosen <= set(range(len(roster.hashes))) or place not in chosen:
@@ -220,10 +220,10 @@ def expect_set(roster: Roster, places: Sequence[int], place: int, limits: Limits
 def confirm_list(
     own: Secrets, roster: Roster, place: int, sharing: Sequence[int], job: ConfirmJob, limits: Limits
 ) -> ConfirmAnswer:
-    """Step 3: the signature of the list of those whose vectors count.
+    """Step 3: the signature of the list of clients whose vectors count.
 
     Raises:
-        SecureError: as `expect_set`, and ``bad-roster`` where the lists are not the set that was masked with.
+        SecureError: as `expect_set`, and ``bad-roster`` if both lists together are not the set used for masking.
     """
     if set(job.alive) & set(job.dropped) or {*job.alive, *job.dropped} != set(sharing):
         raise SecureError(
@@ -236,7 +236,7 @@ def confirm_list(
 
 
 def confirmed(roster: Roster, place: int, alive_sha256: str) -> dict[str, object]:
-    """What a confirmation signs."""
+    """The document that a confirmation signs."""
     entry = roster.entries[place]
     where = {"federation_id": entry.federation_id, "round": entry.round, "phase": entry.phase, "attempt": entry.attempt}
     return {**where, "roster_sha256": roster.sha256.hex(), "alive_sha256": alive_sha256}
@@ -249,10 +249,10 @@ def reveal_shares(
     held: Mapping[int, Pair],
     job: UnmaskJob,
 ) -> UnmaskAnswer:
-    """Step 4: of ``held`` (own place included) the seeds' shares of those who count, the mask keys' of those who don't.
+    """Step 4: from ``held`` (own place included) seed shares of counted clients and mask key shares of the others.
 
     Raises:
-        SecureError: ``bad-roster`` where fewer than the threshold have signed this client's own list.
+        SecureError: ``bad-roster`` if fewer clients than the threshold have signed this client's list.
     """
     digest = alive_digest([roster.hashes[member] for member in confirm.alive])
     known = [signer for signer, signature in job.signatures if _has_signed(roster, place, signer, digest, signature)]

@@ -1,4 +1,4 @@
-"""What the steps of a secure sum send: JSON with hex and base64; a client is its place in the roster, never a name."""
+"""The messages of a secure sum: JSON with hex and base64. Clients are identified by their place in the roster."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ Given = Annotated[list[tuple[Place, Bytes]], Field(max_length=1024)]
 
 
 class SecureMessage(BaseModel):
-    """Base of all: unknown keys are refused, nothing is coerced but base64."""
+    """Base of all messages: unknown keys are refused, and only base64 is converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Entry(SecureMessage):
-    """One client's keys for one attempt. ``terms``: SHA-256 of what it was asked to do.
+    """One client's keys for one attempt. ``terms``: SHA-256 of its task.
 
-    ``samples``: how many it trains on, from which all members compute its weight; 1 where all weigh the same.
+    ``samples``: its number of training samples, from which all members compute its weight; 1 for uniform weights.
     """
 
     federation_id: Annotated[str, Field(max_length=100)]
@@ -60,7 +60,7 @@ class Entry(SecureMessage):
     terms: Hex32
 
     def digest(self) -> bytes:
-        """SHA-256 of it as canonical JSON: how the roster names it."""
+        """SHA-256 of the entry as canonical JSON, its identifier in the roster."""
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).digest()
 
 
@@ -72,7 +72,7 @@ class KeysAnswer(SecureMessage):
 
 
 class RosterMessage(SecureMessage):
-    """What step 1 reads: the entries that the client may use; ``hashes`` of all, in order, where these are not all."""
+    """The input of step 1: the entries that the client may use, and the ``hashes`` of all if some are missing."""
 
     entries: Annotated[list[KeysAnswer], Field(max_length=1024)]
     hashes: Annotated[list[Hex32], Field(max_length=1024)] | None = None
@@ -81,8 +81,8 @@ class RosterMessage(SecureMessage):
 class SharesAnswer(SecureMessage):
     """The answer of step 1: one encrypted pair of shares for each neighbour, in order of place.
 
-    ``commitments``: to the pair of each holder, the client itself included, in order of place; ``seed_sha256``: to the
-    seed that the shares open (`promptfed.shared.secagg.commitments`).
+    ``commitments`` to the pair of each holder, including the client itself, in order of place. ``seed_sha256``: the
+    commitment to the seed that the shares open (`promptfed.shared.secagg.commitments`).
     """
 
     roster_sha256: Hex32
@@ -92,7 +92,7 @@ class SharesAnswer(SecureMessage):
 
 
 class MaskJob(SecureMessage):
-    """What step 2 reads: who has shared, and the boxes that these have for this client, with their commitments."""
+    """The input of step 2: the clients that have shared, their boxes for this client, and their commitments."""
 
     sharing: Places
     boxes: Given
@@ -100,32 +100,32 @@ class MaskJob(SecureMessage):
 
 
 class ConfirmJob(SecureMessage):
-    """What step 3 reads: of those who shared, whose masked vectors count and whose do not."""
+    """The input of step 3: the clients that have shared, divided by whether their masked vectors count."""
 
     alive: Places
     dropped: Places
 
 
 class ConfirmAnswer(SecureMessage):
-    """The answer of step 3: a signature of the one list that this client unmasks for."""
+    """The answer of step 3: a signature of the only list for which this client unmasks."""
 
     alive_sha256: Hex32
     signature: Hex64
 
 
 class UnmaskJob(SecureMessage):
-    """What step 4 reads: the signatures of step 3."""
+    """The input of step 4: the signatures of step 3."""
 
     signatures: Annotated[list[tuple[Place, Hex64]], Field(max_length=1024)]
 
 
 class UnmaskAnswer(SecureMessage):
-    """The answer of step 4: shares of the own masks of those who count, and of the mask keys of those who do not."""
+    """The answer of step 4: shares of the seeds of counted clients, and of the mask keys of the others."""
 
     seeds: Given
     keys: Given
 
 
 def alive_digest(hashes: list[bytes]) -> str:
-    """SHA-256 over the entries of those whose vectors count, in order, as hex."""
+    """SHA-256 (hex) over the entries of the counted clients, in order."""
     return hashlib.sha256(canonical_json([digest.hex() for digest in sorted(hashes)]).encode()).hexdigest()

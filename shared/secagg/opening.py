@@ -1,4 +1,4 @@
-"""What the coordinator does: check answers, tell when the sum can be opened, open it. It sees no client's vector."""
+"""The coordinator's part: check answers, decide when the sum can be opened, open it. It sees no client's vector."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from promptfed.shared.secagg.messages import (
 )
 from promptfed.shared.secagg.roster import Roster
 
-MOST_SUBSETS = 100  # of the shares of one secret that are tried, where their owner has dealt some falsely
+MOST_SUBSETS = 100  # subsets of the shares of one secret that are tried if their owner dealt false ones
 
 
 def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:
-    """Raise SecureError (``bad-exchange``) where the boxes cannot be those of ``place``."""
+    """Raise SecureError (``bad-exchange``) if the boxes cannot come from ``place``."""
     wanted = len(roster.neighbours(place))
     if answer.roster_sha256 != roster.sha256.hex():
         raise SecureError("wrong-roster", "the shares are for another roster")
@@ -35,7 +35,7 @@ def check_shares(roster: Roster, place: int, answer: SharesAnswer) -> None:
 
 
 def mask_job(roster: Roster, place: int, shares: Mapping[int, SharesAnswer]) -> MaskJob:
-    """What step 2 tells the client at ``place``; ``shares`` by the places of those who have shared."""
+    """The input of step 2 for the client at ``place``; ``shares`` by the places of the clients that have shared."""
     senders = [sender for sender in roster.neighbours(place) if sender in shares]
     boxes = [(sender, shares[sender].boxes[roster.neighbours(sender).index(place)]) for sender in senders]
     commitments = [(sender, _committed(roster, sender, place, shares)) for sender in senders]
@@ -43,17 +43,17 @@ def mask_job(roster: Roster, place: int, shares: Mapping[int, SharesAnswer]) -> 
 
 
 def _committed(roster: Roster, owner: int, holder: int, shares: Mapping[int, SharesAnswer]) -> bytes:
-    """What ``owner`` has committed to as the shares of ``holder``."""
+    """The commitment of ``owner`` to the shares of ``holder``."""
     return shares[owner].commitments[roster.holders(owner).index(holder)]
 
 
 def confirm_job(sharing: Collection[int], alive: Collection[int]) -> ConfirmJob:
-    """What step 3 tells all of those whose masked vectors are there."""
+    """The input of step 3 for all clients whose masked vectors have arrived."""
     return ConfirmJob(alive=sorted(alive), dropped=sorted(set(sharing) - set(alive)))
 
 
 def check_confirmation(roster: Roster, place: int, alive: Sequence[int], answer: ConfirmAnswer) -> None:
-    """Raise SecureError (``bad-signature``) where the list is not signed by whoever is at ``place``."""
+    """Raise SecureError (``bad-signature``) if the list is not signed by the client at ``place``."""
     digest = alive_digest([roster.hashes[member] for member in alive])
     key, signature = bytes.fromhex(roster.entries[place].identity_key), bytes.fromhex(answer.signature)
     if answer.alive_sha256 != digest or not is_signed(key, signature, "confirm", confirmed(roster, place, digest)):
@@ -61,7 +61,7 @@ def check_confirmation(roster: Roster, place: int, alive: Sequence[int], answer:
 
 
 def unmask_job(roster: Roster, place: int, answers: Mapping[int, ConfirmAnswer]) -> UnmaskJob:
-    """What step 4 tells the client at ``place``: the signatures of those whose keys it knows."""
+    """The input of step 4 for the client at ``place``: the signatures of the clients whose keys it knows."""
     signers = [holder for holder in roster.holders(place) if holder in answers]
     return UnmaskJob(signatures=[(signer, answers[signer].signature) for signer in signers])
 
@@ -69,7 +69,7 @@ def unmask_job(roster: Roster, place: int, answers: Mapping[int, ConfirmAnswer])
 def check_reveal(
     roster: Roster, place: int, confirm: ConfirmJob, answer: UnmaskAnswer, shares: Mapping[int, SharesAnswer]
 ) -> None:
-    """Raise SecureError (``bad-shares``) where these are not just the shares that ``place`` was dealt of each."""
+    """Raise SecureError (``bad-shares``) if these are not exactly the requested shares that ``place`` received."""
     held = roster.holders(place)
     wanted = [[owner for owner in held if owner in set(kind)] for kind in (confirm.alive, confirm.dropped)]
     if [[owner for owner, _ in given] for given in (answer.seeds, answer.keys)] != wanted:
@@ -82,7 +82,7 @@ def check_reveal(
 
 
 def can_open(roster: Roster, sharing: Iterable[int], answered: Collection[int]) -> bool:
-    """Whether the shares of those who ``answered`` step 4 open the secret of everybody in ``sharing``."""
+    """Whether the shares of the clients that ``answered`` step 4 open the secrets of all clients in ``sharing``."""
     if roster.graph.neighbours is None:
         return len(answered) >= roster.graph.threshold
     there = set(answered)
@@ -96,12 +96,12 @@ def open_sum(
     reveals: Mapping[int, UnmaskAnswer],
     shares: Mapping[int, SharesAnswer],
 ) -> masks.Words:
-    """Σ x modulo 2⁶⁴ of those who count: their masked ``vectors`` without the masks that do not cancel.
+    """Σ x modulo 2⁶⁴ of the counted clients: their masked ``vectors`` minus the masks that do not cancel.
 
-    ``reveals`` have passed `check_reveal`: a secret that they do not open was dealt falsely by its owner.
+    ``reveals`` have passed `check_reveal`. If they do not open a secret, its owner dealt false shares.
 
     Raises:
-        SecureError: ``bad-shares`` where somebody's secret cannot be opened or is another than it announced.
+        SecureError: ``bad-shares`` if a secret cannot be opened or does not match its commitment.
     """
     total: masks.Words | None = None
     for vector in vectors:
@@ -119,14 +119,14 @@ def open_sum(
         key = opener.secret(owner, keys.get(owner, {}), opener.key_digest, roster.entries[owner].mask_key)
         for peer in roster.neighbours(owner):
             if peer in alive:
-                # What the peer added is the negative of what the owner would have.
+                # The peer added the negative of the owner's mask.
                 other = bytes.fromhex(roster.entries[peer].mask_key)
                 total += masks.pair_mask(key, other, roster.sha256, len(total))
     return total
 
 
 def _by_owner(given: Iterable[tuple[int, Sequence[tuple[int, bytes]]]]) -> dict[int, dict[int, bytes]]:
-    """Of each owner the shares by where their holders evaluated the polynomial, a place + 1."""
+    """The shares of each owner by the point at which the polynomial was evaluated: the holder's place + 1."""
     by_owner: dict[int, dict[int, bytes]] = {}
     for place, shares in given:
         for owner, share in shares:
@@ -135,25 +135,25 @@ def _by_owner(given: Iterable[tuple[int, Sequence[tuple[int, bytes]]]]) -> dict[
 
 
 class _Opener:
-    """Opens secrets; Lagrange's factors, which many secrets have in common, are made once."""
+    """Opens secrets. The Lagrange factors, which many secrets share, are computed once."""
 
     def __init__(self, roster: Roster):
         self._roster, self._threshold = roster, roster.graph.threshold
         self._factors: dict[tuple[int, ...], dict[int, int]] = {}
 
     def seed_digest(self, seed: bytes) -> str:
-        """What the owner of a seed has announced of it."""
+        """The commitment to a seed."""
         return seed_digest(self._roster.sha256, seed)
 
     def key_digest(self, key: bytes) -> str:
-        """What the owner of a private mask key has announced of it: the public one."""
+        """The commitment to a private mask key: its public key."""
         return public_of(key).hex()
 
     def secret(self, owner: int, shares: Mapping[int, bytes], digest: Callable[[bytes], str], announced: str) -> bytes:
-        """The secret of ``owner`` whose ``digest`` it has ``announced``; where a subset of the shares fails, others.
+        """The secret of ``owner`` whose ``digest`` is ``announced``; several subsets of the shares are tried.
 
         Raises:
-            SecureError: ``bad-shares`` where there are too few, or none of `MOST_SUBSETS` subsets opens it.
+            SecureError: ``bad-shares`` if there are too few shares, or none of `MOST_SUBSETS` subsets opens the secret.
         """
         if len(shares) < self._threshold:
             text = f"{len(shares)} shares of the secret of entry {owner} are there; {self._threshold} open it"

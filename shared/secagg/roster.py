@@ -1,4 +1,4 @@
-"""The roster of an attempt: whose entries are in it, who neighbours whom, and what the entries must be."""
+"""The roster of an attempt: its entries, the neighbours of each client, and the checks of the entries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LEAST_CLIENTS = 3
 
 
 class Roster:
-    """Entries by place, which is the order of their hashes. ``entries`` may be only those of some places.
+    """Entries by place; places follow the order of the entries' hashes. ``entries`` may hold only some of the places.
 
-    ``weights``: of all places, 1 for the heaviest, as everybody computes them by ``rule`` from the members' samples.
+    ``weights`` of all places; the largest is 1. Everybody computes them by ``rule`` from the members' samples.
     """
 
     def __init__(self, hashes: Sequence[bytes], entries: Mapping[int, Entry], graph: Graph, rule: Weighting):
@@ -52,14 +52,14 @@ class Roster:
         return sorted([*self.neighbours(place), place])
 
     def place_of(self, entry: Entry) -> int:
-        """Where ``entry`` stands. Raises SecureError (``bad-roster``) where it does not."""
+        """The place of ``entry``. Raises SecureError (``bad-roster``) if it is not in the roster."""
         try:
             return self.hashes.index(entry.digest())
         except ValueError:
             raise SecureError("bad-roster", "the own entry is not in the roster as it was signed") from None
 
     def message(self, signed: Mapping[int, KeysAnswer], place: int) -> RosterMessage:
-        """What the client at ``place`` is told."""
+        """The message for the client at ``place``."""
         if self.graph.neighbours is None:
             return RosterMessage(entries=[signed[other] for other in range(len(self.hashes))])
         return RosterMessage(
@@ -70,7 +70,7 @@ class Roster:
 def make_roster(
     answers: Iterable[KeysAnswer], spec: SecureAggregationSpec, rule: Weighting
 ) -> tuple[Roster, dict[int, KeysAnswer]]:
-    """The roster of all who sent keys, and their answers by place; ``rule``: of their weights."""
+    """The roster of all clients that sent keys, and their answers by place; ``rule`` determines their weights."""
     ordered = sorted(answers, key=lambda answer: answer.entry.digest())
     entries = {place: answer.entry for place, answer in enumerate(ordered)}
     graph = graph_of(spec, len(ordered), rule.is_uniform)
@@ -80,10 +80,10 @@ def make_roster(
 def read_roster(
     message: RosterMessage, own: KeysAnswer, spec: SecureAggregationSpec, minimum: int, rule: Weighting
 ) -> Roster:
-    """The roster as a client takes it: every entry that it uses is signed, of this very attempt, payload and terms.
+    """Read the roster as a client: every entry it uses must be signed for this attempt, payload and terms.
 
     Raises:
-        SecureError: ``bad-roster`` where it is not.
+        SecureError: ``bad-roster`` if an entry is not.
     """
     signed = sorted((answer.entry.digest(), answer) for answer in message.entries)  # digests differ: see below
     digests = [digest for digest, _ in signed]
@@ -123,7 +123,7 @@ def _expect_entry(answer: KeysAnswer, own: Entry) -> None:
 
 
 def is_entry_signed(answer: KeysAnswer) -> bool:
-    """Whether an entry bears the signature of its identity key."""
+    """Whether an entry is signed with its identity key."""
     entry = answer.entry
     body = entry.model_dump(mode="json")
     return is_signed(bytes.fromhex(entry.identity_key), bytes.fromhex(answer.signature), "keys", body)

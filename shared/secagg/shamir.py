@@ -1,4 +1,4 @@
-"""Shamir's scheme over the prime field of p = 2²⁵⁶ + 297: a secret in shares, of which any ``threshold`` open it.
+"""Shamir's scheme over the prime field of p = 2²⁵⁶ + 297: any ``threshold`` shares of a secret open it.
 
 The field is larger than every secret of 32 bytes. Values have 33 bytes, big-endian. Coefficients come from `secrets`.
 """
@@ -15,7 +15,7 @@ SHARE_BYTES = 33
 
 
 def split(secret: bytes, threshold: int, places: Sequence[int]) -> dict[int, bytes]:
-    """The share of ``secret`` (32 bytes) for each of ``places``, distinct and from 1."""
+    """The share of ``secret`` (32 bytes) for each of ``places``, which are distinct and at least 1."""
     if not 1 <= threshold <= len(places) or len(set(places)) < len(places) or min(places) < 1:
         raise ValueError(f"{len(places)} shares of which {threshold} open the secret cannot be made")
     coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
@@ -30,7 +30,7 @@ def _value(coefficients: Sequence[int], at: int) -> int:
 
 
 def factors(places: Sequence[int]) -> dict[int, int]:
-    """What each share at ``places`` is multiplied with: the Lagrange polynomials at 0."""
+    """The factor of each share at ``places``: the Lagrange polynomials at 0."""
     at_zero = {}
     for place in places:
         above = below = 1
@@ -43,10 +43,10 @@ def factors(places: Sequence[int]) -> dict[int, int]:
 
 
 def combine(shares: Mapping[int, bytes], at_zero: Mapping[int, int] | None = None) -> bytes:
-    """The secret of which ``shares`` (by place) are as many as the threshold says; ``at_zero``: their `factors`.
+    """The secret opened by exactly as many ``shares`` (by place) as the threshold; ``at_zero``: their `factors`.
 
     Raises:
-        SecureError: ``bad-shares`` where they do not make 32 bytes. Other shares give other bytes: check the result.
+        SecureError: ``bad-shares`` if they do not make 32 bytes. False shares can give other bytes: check the result.
     """
     at_zero = factors(sorted(shares)) if at_zero is None else at_zero
     value = sum(at_zero[place] * share_value(share) for place, share in shares.items()) % PRIME
@@ -56,7 +56,7 @@ def combine(shares: Mapping[int, bytes], at_zero: Mapping[int, int] | None = Non
 
 
 def share_value(share: bytes) -> int:
-    """The number that a share is. Raises SecureError (``bad-shares``) where it is none of the field."""
+    """A share as a number. Raises SecureError (``bad-shares``) if it is not in the field."""
     value = int.from_bytes(share, "big")
     if len(share) != SHARE_BYTES or value >= PRIME:
         raise SecureError("bad-shares", f"a share has {SHARE_BYTES} bytes and is less than the field's prime")
